@@ -386,7 +386,14 @@ class ParallelConfig(Part):
     """Number of neighbouring ranks, usually those of a node, that keep all parameters of ZeRO-3 among themselves once
     they have been gathered in a step, and gather them from each other from then on (hpZ, arXiv 2306.10209)."""
     pipeline: PositiveInt = 1
-    """Number of pipeline stages."""
+    """Number of devices over which the layers of the model are distributed."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the passes in a pipeline. `1f1b` alternates forward and backward passes; `interleaved` does so with
+    several stages on each device, which wait less and send more (arXiv 2104.04473); `zero_bubble` also delays the
+    gradients of weights until a device would wait (arXiv 2405.15362)."""
+    pipeline_chunks: PositiveInt = 1
+    """Number of stages on each device of a pipeline: 1 for `1f1b`, 2 or more for `interleaved`, an even number for
+    `zero_bubble`."""
     tensor: PositiveInt = 1
     """Number of devices that share each matrix."""
     sequence: PositiveInt = 1
@@ -414,6 +421,11 @@ class ParallelConfig(Part):
     """Where ZeRO-3 parameters are stored between uses."""
     nvme_path: str | None = None
     """Local folder for `nvme` offload."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the pipeline."""
+        return self.pipeline * self.pipeline_chunks
 
     @property
     def strategy(self) -> str:

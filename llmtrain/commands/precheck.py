@@ -81,12 +81,12 @@ def check_stages(plan: Plan) -> None:
         return
     from llmtrain.models import find_stages
 
-    text = f"comparing a tiny copy of the model in {plan.parallel.pipeline} stages with the whole model"
+    text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with (
         suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE),
         plain_console(stderr=True).status(text),
     ):
-        find_stages(plan.recipe, plan.parallel.pipeline, plan.parallel.tensor)
+        find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
 
 
 def without_uncut(
@@ -99,7 +99,7 @@ def without_uncut(
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
     for one in plans:
-        stages = (one.plan.parallel.pipeline, one.plan.parallel.tensor)
+        stages = (one.plan.parallel.stages, one.plan.parallel.tensor)
         if stages not in faults:
             try:
                 check_stages(one.plan)

@@ -74,7 +74,7 @@ class Shrunk:
 
 def layers_kept(plan: Plan) -> int:
     """Returns the number of decoder layers of the small model."""
-    return min(plan.model.layers, LAYERS * min(plan.parallel.pipeline, MOST))
+    return min(plan.model.layers, LAYERS * plan.parallel.pipeline_chunks * min(plan.parallel.pipeline, MOST))
 
 
 def shrink_plan(plan: Plan, model: ModelConfig) -> Shrunk:

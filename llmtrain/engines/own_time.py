@@ -42,7 +42,7 @@ def measure(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
         waits.attach()
         heart.own = waits
     if not plan.cluster.spec.on_cpu or plan.recipe.parallel.strategy in WAITS_IN_C:
-        heart.own = Forwards(_module_of(engine))
+        heart.own = Forwards(_modules_of(engine))
 
 
 class Waits:
@@ -80,13 +80,14 @@ class Waits:
 class Forwards:
     """The time of the forward passes of this rank's part of the model, times `PASSES`, plus the wait for data."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._on_gpu = next(module.parameters()).is_cuda
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._on_gpu = next(modules[0].parameters()).is_cuda
         self._passes_s = 0.0
         self._begun: Any = None
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        module.register_forward_pre_hook(lambda *_: self._enter())
-        module.register_forward_hook(lambda *_: self._leave())
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self._enter())
+            module.register_forward_hook(lambda *_: self._leave())
 
     def begin(self) -> None:
         """Resets the sum. The forward passes of an evaluation, without gradients, are never counted."""
@@ -122,8 +123,7 @@ class Forwards:
         return event
 
 
-def _module_of(engine: Engine) -> nn.Module:
-    """Returns the module that this rank's forward passes call: the model, or a stage of it."""
-    stage = getattr(getattr(engine, "module", None), "stage", None)
-    module: nn.Module = stage if stage is not None else engine.model  # type: ignore[attr-defined]
-    return module
+def _modules_of(engine: Engine) -> list[nn.Module]:
+    """Returns the modules that this rank's forward passes call: the model, or its stages."""
+    stages = getattr(getattr(engine, "module", None), "stages", None)
+    return [engine.model] if stages is None else list(stages)  # type: ignore[attr-defined]

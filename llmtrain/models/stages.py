@@ -16,7 +16,7 @@ of terms that each stage could compute alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -202,6 +202,11 @@ class Stage(nn.Module):
         finally:
             self._forget()
 
+    def inputs(self, received: Sequence[Tensor], tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """Returns the arguments of a stage but the first, from what it received: hidden states and router logits."""
+        hidden, *routers = received
+        return (hidden, position_ids, *([tokens] if self.cut.sends_tokens else []), *routers)
+
     def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
         result = self._with_idle(output.logits if self.targets is None else output.loss_sum)
         return (result, output.aux_loss) if self.cut.sends_routers else result
@@ -239,6 +244,39 @@ class Stage(nn.Module):
     def _prepend_routers(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._received_routers:
             output.router_logits = (*self._received_routers, *(output.router_logits or ()))
+
+
+class RankStages(nn.ModuleList):
+    """The stages of one rank of a pipeline. A weight that several of them use is one parameter."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self._names: dict[str, str] = {}
+        held: dict[str, nn.Parameter] = {}
+        for index, stage in enumerate(stages):
+            for path, name in stage.hf_names().items():
+                parameter = stage.get_parameter(path)
+                if name in held:
+                    _replace(stage, parameter, held[name])
+                else:
+                    held[name] = parameter
+                    self._names[f"{index}.{path}"] = name
+
+    def hf_names(self) -> dict[str, str]:
+        """Maps parameter names of this module to names in the whole model."""
+        return self._names
+
+    def hugging_face_name(self, name: str) -> str:
+        """Returns the name of a parameter or buffer in the whole model."""
+        return self._names.get(name) or name.partition(".model.")[2]
+
+
+def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:
+    """Replaces a parameter in every module that has it; an embedding and a head may be tied within a stage, too."""
+    for path, one in list(stage.named_parameters(remove_duplicate=False)):
+        if one is parameter:
+            module, _, attribute = path.rpartition(".")
+            setattr(stage.get_submodule(module), attribute, by)
 
 
 def _differentiable(output: Tensor) -> Tensor:

@@ -320,32 +320,32 @@ def forget_folded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) 
 
 
 class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
-    """A pipeline of one layer per stage. Weights that several stages hold are found by their names in the whole model.
+    """A pipeline of one layer per rank. Weights that several ranks hold are found by their names in the whole model.
 
-    DeepSpeed's own tied layers would tie a whole stage. The layer has `hf_names`, as `llmtrain.models.stages.Stage`.
+    DeepSpeed's own tied layers would tie a whole layer. The layer has `hf_names`, as `llmtrain.models.RankStages`.
     """
 
     def __init__(self, names: Callable[[], list[list[str]]] | None, **options: Any) -> None:
-        """names: returns the names of each stage's weights, if the other ranks are not there to be asked."""
+        """names: returns the names of each rank's weights, if the other ranks of the pipe are not there to be asked."""
         self._names = names
         super().__init__(**options)
 
     @property
-    def stage(self) -> Any:
-        """The stage of this rank."""
+    def stages(self) -> Any:
+        """The stages of this rank."""
         return self.forward_funcs[0]
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
-        tied = [(self.stage.get_parameter(one["weight_attr"][0]), one["group"]) for one in self.tied_comms.values()]
+        tied = [(self.stages.get_parameter(one["weight_attr"][0]), one["group"]) for one in self.tied_comms.values()]
         return [(weight, group) for weight, group in tied if weight.requires_grad]
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
+        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stages.
 
         Also marks every copy but the first, so that the norm of the gradients counts each weight once.
         """
-        own = {whole: path for path, whole in self.stage.hf_names().items()}
+        own = {whole: path for path, whole in self.stages.hf_names().items()}
         by_rank: list[Any] = [None] * dist.get_world_size()
         if self._names is not None:
             names = self._names()
@@ -360,9 +360,37 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
                 ranks = [rank for rank in pipe if name in by_rank[rank]]
                 group = dist.new_group(ranks)
                 if self.global_rank in ranks:
-                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stage}
-                    self.stage.get_parameter(own[name]).ds_pipe_replicated = self.global_rank != ranks[0]
+                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stages}
+                    self.stages.get_parameter(own[name]).ds_pipe_replicated = self.global_rank != ranks[0]
         return comms
+
+
+@contextmanager
+def accumulating(engine: Any) -> Iterator[None]:
+    """The context of a backward pass that is not of a loss. At its end, gradients are added to those of the step.
+
+    DeepSpeed's pipeline engine does this within `_exec_backward_pass`, for a pass that it runs itself.
+    """
+    optimizer = engine.optimizer
+    in_own_buffers = isinstance(optimizer, BF16_Optimizer)
+    if in_own_buffers:
+        optimizer.clear_lp_grads(set_to_none=True)
+    engine._running_engine_backward = True
+    try:
+        yield
+    finally:
+        engine._running_engine_backward = False
+    if in_own_buffers:
+        optimizer.update_hp_grads()
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        optimizer.fill_grad_accum_attribute()
+
+
+def finish_step(engine: Any) -> None:
+    """Reduces the gradients of a pipeline over its ranks and updates, as DeepSpeed's schedules do at their end."""
+    engine._exec_reduce_tied_grads()
+    engine._exec_reduce_grads()
+    engine._exec_optimizer_step()
 
 
 class TrainedRange(NamedTuple):

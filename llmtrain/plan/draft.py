@@ -91,7 +91,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
         cluster=draft.cluster,
         batch=batch,
         model=facts,
-        stages=plan_stages(facts, draft.parallel.pipeline, recipe.data.sequence_length),
+        stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
         flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
         notes=tuple(note(problem) for problem in notes or ()),
     )

@@ -136,7 +136,7 @@ def stage_bounds(facts: ModelFacts, stages: int, sequence_length: int) -> list[S
 
 @lru_cache(maxsize=4096)  # a search requests the same few repeatedly
 def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[StagePlan, ...]:
-    """Returns all stages; empty without a pipeline. Raises as `stage_bounds` does.
+    """Returns all stages of the pipeline; empty without one. Raises as `stage_bounds` does.
 
     The input tables count for the first stage, the final norm and the head for the last, where a tied head is a copy.
     Families whose later layers look up other tables have those in addition.

@@ -24,6 +24,7 @@ from llmtrain.plan.kernels import (
     recomputes_loss,
 )
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.schedules import Schedule
 from llmtrain.plan.stages import head_parameters, is_recomputed, reached_layers
 from llmtrain.plan.weights import Weight, Weights
 from llmtrain.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, sliced
@@ -70,9 +71,9 @@ class Activations:
     """Copies that autocast makes of the weights of layers that are computed again, and holds until the end of the
     forward pass."""
     logits: int
-    """Logits of finished micro-batches, and those of the last one with the tensors of its loss."""
+    """Logits of a micro-batch, with the tensors of its loss."""
     gradient: int
-    """The logits' gradient, when the loss is done, and logits of finished micro-batches."""
+    """The logits' gradient, when the loss is done."""
     head: int
     """The head's new gradient, which is computed from that of the logits, before it is added to their sum."""
     sent: int
@@ -81,8 +82,8 @@ class Activations:
     """Inputs of layers in host memory."""
 
 
-def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, ...] | None = None) -> Activations:
-    """Returns the activations of a pipeline stage at the beginning of the last micro-batch's backward pass.
+def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, ...] | None = None) -> Activations:
+    """Returns the activations of a rank of the pipe at the beginning of the last micro-batch's backward pass.
 
     traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
     """
@@ -90,8 +91,8 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     widths = WIDTHS[recipe.parallel.precision]
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
     # Below the first trained layer nothing is kept.
-    layers = _layers_of(plan, stage)
-    layers = range(max(layers.start, plan.model.layers - reached_layers(plan.model)), layers.stop)
+    below = plan.model.layers - reached_layers(plan.model)
+    layers = [index for index in _layers_of(plan, rank) if index >= below]
     each = _of_each(plan, weights, layers, tokens, layer_bytes)
     if traced:
         each = [
@@ -99,38 +100,39 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
             for estimate, index in zip(each, layers, strict=True)
         ]
     stream = widths.stream * plan.model.hidden_size * tokens
-    flying = in_flight(plan, stage)
+    # Of passes in flight each holds the layers of one stage.
+    passes, chunks = in_flight(plan, rank), plan.parallel.pipeline_chunks
     recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
     again = dict(zip(recomputed, _of_each(plan, weights, recomputed, tokens, kept_bytes), strict=True))
     whole = dict(zip(layers, each, strict=True))
-    saved = flying * sum(again[index].size if index in again else size for index, size in whole.items())
+    saved = passes * sum(again[index].size if index in again else size for index, size in whole.items()) // chunks
     host = 0
     if plan.parallel.offload_activations:
         # On the device are the input of the newest layer, and of the one below it on its way back.
-        saved -= max(0, flying * len(again) - 2) * stream
-        host = flying * len(again) * (stream if plan.cluster.spec.on_cpu else pinned(stream))
+        inputs = passes * len(again) // chunks
+        saved -= max(0, inputs - 2) * stream
+        host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - one.used for index, one in again.items())])
     working += max((_feed_forward_gradients(plan, weights, index, tokens) for index in layers), default=0)
-    is_last = stage == plan.parallel.pipeline - 1
+    is_last = rank == Schedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
         last = _of_norm(plan, widths, any(one.trained for one in norm)) + _input(widths) * plan.model.trains_head
         saved += last * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
-    saved += flying * _rotations(plan, weights, tokens)
+    saved += passes * _rotations(plan, weights, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
-        saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
-    kept = passed(plan) if is_last else Passed(0, 0)
+        saved += passes * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     loss = _loss(plan, tokens) if is_last else 0
     gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
     return Activations(
         saved=saved,
         working=working,
         casts=sum(lower_copies(plan, weights, weights.layer(index)) for index in again),
-        logits=loss + kept.logits,
-        gradient=min(loss, gradient) + kept.logits,
+        logits=loss,
+        gradient=min(loss, gradient),
         head=_head_gradient(plan) if is_last else 0,
-        # Each micro-batch's output waits for its gradient, and one gradient is received.
-        sent=kept.streams or ((flying + 1) * stream if plan.parallel.pipeline > 1 else 0),
+        # The output of each pass waits for its gradient, and one message is received meanwhile.
+        sent=(passes + 1) * stream if plan.parallel.pipeline > 1 else 0,
         host=host,
     )
 
@@ -164,35 +166,9 @@ def _loss(plan: Plan, tokens: int) -> int:
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 
 
-@dataclass(frozen=True)
-class Passed:
-    """Bytes that the last stage of a pipeline keeps of finished micro-batches."""
-
-    streams: int
-    """Inputs, their gradients, and a buffer."""
-    logits: int
-
-
-def passed(plan: Plan) -> Passed:
-    """Returns the bytes that the last stage keeps.
-
-    All other stages free outputs after the backward pass (`pipe/engine.py:_exec_backward_pass`). The last one keeps the
-    logits of two micro-batches, with the inputs that they were computed from. With a loss in chunks the outputs are
-    scalars.
-    """
-    if plan.parallel.pipeline == 1:
-        return Passed(0, 0)
-    widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
-    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.parts("tokens")
-    return Passed(
-        streams=(2 * buffers + 1) * widths.stream * plan.model.hidden_size * tokens,
-        logits=0 if chunks_loss(plan) else buffers * widths.computed * plan.model.vocab_size * tokens,
-    )
-
-
-def in_flight(plan: Plan, stage: int) -> int:
-    """Returns the number of micro-batches whose activations a stage of 1F1B holds (arXiv 2104.04473, section 2.2)."""
-    return min(plan.parallel.pipeline - stage, plan.batch.gradient_accumulation_steps)
+def in_flight(plan: Plan, rank: int) -> int:
+    """Returns the largest number of passes whose activations a rank of the pipe holds at once."""
+    return Schedule.of(plan.parallel).in_flight(rank, plan.batch.gradient_accumulation_steps)
 
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
@@ -455,9 +431,11 @@ def _of_each(
     return [known[id(weights.layer(index))] for index in layers]
 
 
-def _layers_of(plan: Plan, stage: int) -> range:
-    first, last = plan.stages[stage].layers if plan.stages else (0, plan.model.layers - 1)
-    return range(first, last + 1)
+def _layers_of(plan: Plan, rank: int) -> list[int]:
+    if not plan.stages:
+        return list(range(plan.model.layers))
+    bounds = (plan.stages[stage].layers for stage in Schedule.of(plan.parallel).stages_of(rank))
+    return [index for first, last in bounds for index in range(first, last + 1)]
 
 
 def _whole(plan: Plan, weights: Weights, index: int) -> int:

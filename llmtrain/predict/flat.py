@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.schedules import Schedule
 from llmtrain.plan.weights import Weight, Weights
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
@@ -123,14 +124,14 @@ MOST_EXPERTS = 178_956_971
 
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
-    trained = _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if one.trained])
+    trained = _groups(plan, weights, [one for one in rank_weights(plan, weights, stage) if one.trained])
     idle = FlatGroup((1,), plan.holders, states_kept(plan.recipe.optim, in_layers=False))
     return trained or [idle]  # the parameter of a stage that trains nothing
 
 
 def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns what a rank of a stage holds without training it, grouped in the same way; not what is in 4 bit."""
-    own = stage_weights(plan, weights, stage)
+    own = rank_weights(plan, weights, stage)
     return _groups(plan, weights, [one for one in own if not (one.trained or one.packed)])
 
 
@@ -204,12 +205,18 @@ def _cut(sizes: list[int]) -> list[list[int]]:
     return parts
 
 
-def stage_weights(plan: Plan, weights: Weights, stage: int) -> Iterable[Weight]:
-    """Returns the weights of a pipeline stage, in order."""
+def rank_weights(plan: Plan, weights: Weights, rank: int) -> Iterable[Weight]:
+    """Returns the weights of a rank of the pipe, stage by stage; one that two of its stages use occurs once."""
     if not plan.stages:
         return weights.of_layers(0, weights.layers, first=True, last=True)
-    first, last = plan.stages[stage].layers
-    return weights.of_layers(first, last + 1, first=stage == 0, last=stage == len(plan.stages) - 1)
+    found: list[Weight] = []
+    stages = Schedule.of(plan.parallel).stages_of(rank)
+    for stage in stages:
+        (first, last), is_last = plan.stages[stage].layers, stage == plan.parallel.stages - 1
+        own = list(weights.of_layers(first, last + 1, first=stage == 0, last=is_last))
+        is_again = is_last and weights.tied and 0 in stages
+        found += own[len(weights.head) :] if is_again else own
+    return found
 
 
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")

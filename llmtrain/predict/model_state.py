@@ -22,8 +22,8 @@ from llmtrain.predict.flat import (
     has_bf16_optimizer,
     most_touched,
     persistence_threshold,
+    rank_weights,
     reduces_meanwhile,
-    stage_weights,
     updated_in_layers,
 )
 from llmtrain.predict.parts import Parts, State
@@ -59,7 +59,7 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
     if frozen:  # only ZeRO-3 shards them
         state = state.with_parameters(weight_bytes(plan) * sum(group.elements for group in frozen))
-    if packed := [weight.elements for weight in stage_weights(plan, weights, stage) if weight.packed]:
+    if packed := [weight.elements for weight in rank_weights(plan, weights, stage) if weight.packed]:
         state = state.with_parameters(sum(map(packed_bytes, packed)) + TABLES).with_live(WORKSPACE * max(packed))
     if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.schedules import Schedule
 from llmtrain.predict.assumptions import EAGER, Assumptions
 from llmtrain.predict.links import Links
 from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
-from llmtrain.predict.work import StageParameters, Worker, held_by
+from llmtrain.predict.work import StageParameters, Worker, held_by_ranks
 from llmtrain.recipe import Part
 
 
@@ -35,18 +36,13 @@ class StepTime(Part):
     overlapped_s: float
     """Seconds of communication that computation hides; not part of `step_s`."""
     bubble: float
-    """Idle share of the pipeline's time: (p − 1) / (m + p − 1) for p stages and m micro-batches."""
+    """Idle share of the pipeline's time: for 1F1B, (p − 1) / (m + p − 1) with p stages and m micro-batches."""
     tokens_per_second: float
     """Tokens per second of all devices."""
     tokens_per_second_per_device: float
     """Tokens per second of one device."""
     mfu: float
     """Share of the peak, with the convention of `Plan.flops_per_token`."""
-
-
-def bubble_of(stages: int, micro_batches: int) -> float:
-    """Returns the idle share of a 1F1B schedule (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503)."""
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
@@ -57,7 +53,7 @@ def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
     worker = Worker(plan, rates, assumed)
     links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
     groups = CommunicationGroups(plan)
-    held = set(held_by(plan.model, plan.stages))
+    held = set(held_by_ranks(plan))
     slowest = max((_Stage(plan, one, worker, groups.traffic(one), links) for one in held), key=_slow)
     return slowest.time(rates.peak)
 
@@ -117,8 +113,8 @@ class _Stage:
     def time(self, peak: float) -> StepTime:
         """peak: FLOP/s of a device."""
         plan, m = self.plan, self.micro_batches
-        bubble = bubble_of(plan.parallel.pipeline, m)
-        bubble_s = (plan.parallel.pipeline - 1) * self.slot
+        bubble = Schedule.of(plan.parallel).bubble(m)
+        bubble_s = m * self.slot * bubble / (1 - bubble)
         step = m * self.slot + bubble_s + self.fixed
         communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)
         rate = plan.batch.tokens_per_step / step

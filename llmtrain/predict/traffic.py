@@ -18,7 +18,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.predict.flat import bucket_elements, reduces_meanwhile
 from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
-from llmtrain.predict.work import DeviceShare, StageParameters, held_by
+from llmtrain.predict.work import DeviceShare, StageParameters, held_by_ranks
 
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
@@ -75,14 +75,14 @@ def summed(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
-    """Returns, for each pipeline stage, the bytes that one of its ranks sends in a step, by kind (`Kind`).
+    """Returns, for each rank of a pipe, the bytes that it sends in a step, by kind (`Kind`).
 
     Empty for `nn.DataParallel`, which copies within one process.
     """
     if plan.recipe.parallel.strategy == "data_parallel":
         return ()
     groups, each, found = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps, []
-    for held in held_by(plan.model, plan.stages):
+    for held in held_by_ranks(plan):
         total = Counter[str]()
         for transfers, times in zip(groups.traffic(held), (each, each, each, 1, 1), strict=True):
             for kind, size in by_kind(transfers, sent).items():
@@ -106,7 +106,7 @@ class CommunicationGroups:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
-        messages = 2 if self.plan.parallel.pipeline == 2 else 4
+        messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
         found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)
         strategy = self.plan.recipe.parallel.strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,6 +11,7 @@ from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
+from llmtrain.plan.schedules import Schedule
 from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.rates import ReachedRates
@@ -24,7 +26,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class StageParameters:
-    """The parameters on the ranks of a stage, before tensor or expert parallelism splits them."""
+    """The parameters on a rank of the pipe, before tensor or expert parallelism splits them."""
 
     layers: int
     active: int
@@ -40,6 +42,28 @@ class StageParameters:
     embedding: bool
     head: bool
     """Whether it has the output projection."""
+
+
+def held_by_ranks(plan: Plan) -> tuple[StageParameters, ...]:
+    """Returns what each rank of the pipe holds in turn: the stages that the schedule gives it, or the whole model."""
+    stages = held_by(plan.model, plan.stages)
+    if plan.parallel.pipeline_chunks == 1:
+        return stages
+    schedule = Schedule.of(plan.parallel)
+    return tuple(_joined([stages[stage] for stage in schedule.stages_of(rank)]) for rank in range(schedule.ranks))
+
+
+def _joined(stages: Sequence[StageParameters]) -> StageParameters:
+    layers, parameters = sum(one.layers for one in stages), sum(one.parameters for one in stages)
+    return StageParameters(
+        layers=layers,
+        active=sum(one.active for one in stages),
+        parameters=parameters,
+        experts=sum(one.experts for one in stages),
+        trained=sum(one.trained * one.parameters for one in stages) / parameters,
+        reached=sum(one.reached * one.layers for one in stages) / layers,
+        head=any(one.head for one in stages),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -142,7 +142,7 @@ def _or(values: list[int]) -> str:
 @rule("memory.fits", "The rank that needs most memory, by component, against the memory of a device.", "arithmetic")
 def fits(draft: Draft) -> Iterator[Fault]:
     """Refuses plans whose fullest rank needs more than a device has, if the capacity and all degrees are known."""
-    facts, stages = draft.facts, draft.parallel.pipeline
+    facts, stages = draft.facts, draft.parallel.stages
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
     memory = memory_of(assemble(draft))

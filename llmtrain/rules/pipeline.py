@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft, divisors
+from llmtrain.plan.schedules import Schedule
 from llmtrain.rules.rule import Fault, assignment, rule
 
 
@@ -33,10 +34,71 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
 @rule("pipeline.layers", "A stage without a layer has nothing to run.", "arithmetic")
 def layers(draft: Draft) -> Iterator[Fault]:
     """Refuses more stages than layers."""
-    degree, facts = draft.parallel.pipeline, draft.facts
-    if facts is not None and degree > facts.layers:
-        message = f"{degree} was given: the model has {facts.layers} layers"
+    parallel, facts = draft.parallel, draft.facts
+    if facts is None or parallel.stages <= facts.layers:
+        return
+    if parallel.pipeline > facts.layers:
+        message = f"{parallel.pipeline} was given: the model has {facts.layers} layers"
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
+    else:
+        message = (
+            f"{parallel.pipeline_chunks} was given: {parallel.pipeline} × {parallel.pipeline_chunks} stages, "
+            f"and the model has {facts.layers} layers"
+        )
+        yield Fault("parallel.pipeline_chunks", message, "fewer devices in the pipeline, or fewer stages on each")
+
+
+@rule(
+    "pipeline.chunks",
+    "1F1B has one stage on each device. Interleaving needs several. The stages of the zero bubble schedule run back and "
+    "forth over the devices, so that the first device also has the last stage.",
+    "arithmetic",
+)
+def chunks(draft: Draft) -> Iterator[Fault]:
+    """Refuses numbers of stages that a schedule does not have, and schedules without a pipeline."""
+    parallel = draft.parallel
+    name, given = parallel.pipeline_schedule, parallel.pipeline_chunks
+    if parallel.pipeline == 1:
+        if (name, given) != ("1f1b", 1):
+            message = f"'{name}' with pipeline_chunks = {given} was given, but there is no pipeline"
+            fix = assignment(parallel__pipeline_schedule="1f1b", parallel__pipeline_chunks=1)
+            yield Fault("parallel.pipeline_schedule", message, fix)
+    elif name == "1f1b" and given != 1:
+        message = f"{given} was given, but 1f1b has one stage on each device"
+        yield Fault("parallel.pipeline_chunks", message, f"{assignment(parallel__pipeline_schedule='interleaved')}")
+    elif name == "interleaved" and given == 1:
+        yield Fault("parallel.pipeline_chunks", "1 was given to interleave", assignment(parallel__pipeline_chunks=2))
+    elif name == "zero_bubble" and given % 2:
+        message = f"{given} was given, but zero_bubble needs an even number"
+        yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=given + 1))
+
+
+@rule(
+    "pipeline.interleaved",
+    "Interleaved stages take micro-batches in groups of as many as there are devices; with a smaller last group, the "
+    "devices would wait for each other forever.",
+    "arithmetic",
+)
+def interleaved(draft: Draft) -> Iterator[Fault]:
+    """Refuses numbers of micro-batches that interleaved stages cannot divide."""
+    parallel, micro_batches = draft.parallel, draft.accumulation
+    if parallel.pipeline_schedule != "interleaved" or parallel.pipeline == 1 or micro_batches is None:
+        return
+    if micro_batches % parallel.pipeline:
+        message = f"{micro_batches} micro-batches in a step are no multiple of pipeline = {parallel.pipeline}"
+        yield Fault("parallel.pipeline_schedule", message, assignment(parallel__pipeline_schedule="1f1b"))
+
+
+@rule(
+    "pipeline.compiled",
+    "A compiled layer computes the gradients of its weights in its backward pass, which the schedule would delay.",
+    "arithmetic",
+)
+def compiled(draft: Draft) -> Iterator[Fault]:
+    """Refuses compiled layers under the zero bubble schedule."""
+    if draft.parallel.pipeline_schedule == "zero_bubble" and draft.recipe.kernels.blocks == "compiled":
+        message = "'compiled' was given, whose backward pass zero_bubble cannot divide"
+        yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
 @rule("pipeline.chain", "A stage is a part of one sequence of decoder layers.", "arithmetic")
@@ -90,17 +152,16 @@ MOST_IDLE = 0.2
 @rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
 def bubble(draft: Draft) -> Iterator[Fault]:
     """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
-    stages, micro_batches = draft.parallel.pipeline, draft.accumulation
-    if stages == 1 or micro_batches is None:
+    parallel, micro_batches = draft.parallel, draft.accumulation
+    if parallel.pipeline == 1 or micro_batches is None or any(chunks.check(draft)) or any(interleaved.check(draft)):
         return
-    idle = (stages - 1) / (micro_batches + stages - 1)
+    idle = Schedule.of(parallel).bubble(micro_batches)
     if idle <= MOST_IDLE:
         return
     one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-    message = (
-        f"{one} per step in {stages} stages: each stage idles ({stages} − 1) / ({micro_batches} + "
-        f"{stages} − 1) = {idle:.0%} of the time"
-    )
+    is_1f1b = parallel.pipeline_schedule == "1f1b"
+    formula = f" ({parallel.pipeline} − 1) / ({micro_batches} + {parallel.pipeline} − 1) =" if is_1f1b else ""
+    message = f"{one} per step in {parallel.stages} stages: each device idles{formula} {idle:.0%} of the time"
     if micro_batches == 1:
         message += ", since only one stage works at a time"
     yield Fault("parallel.pipeline", message, _less_idle(draft))
@@ -119,4 +180,4 @@ def _less_idle(draft: Draft) -> str:
     return f"{needed} micro-batches need {larger}, or use fewer stages"
 
 
-RULES = (zero_stage, layers, chain, autocast_fp16, tied_accumulation, bubble)
+RULES = (zero_stage, layers, chunks, interleaved, compiled, chain, autocast_fp16, tied_accumulation, bubble)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.axes import CHOSEN, PIPELINE
 from llmtrain.plan.draft import divisors
 from llmtrain.plan.installed import check_runnable, is_installed
+from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
@@ -21,6 +22,8 @@ from llmtrain.search.variants import (
     MICRO_BATCH,
     NVME_PATH,
     OFFLOADS,
+    ONE_STAGE,
+    SCHEDULE,
     ZERO_STAGE,
     Fields,
     changed,
@@ -66,12 +69,15 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
     `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
+    layers = model_facts(recipe.model, recipe.vocab_size).layers
     for world in divisors(nproc):
         cluster = Cluster(devices_per_node=world, device=device)
         for split, stored in itertools.product(degrees(world), stores(recipe, divisors(world)[1:-1])):
+            if split[SCHEDULE[1]] > 1 and split[PIPELINE.field] * split[SCHEDULE[1]] > layers:
+                continue
             dp = world // math.prod(split[axis.field] for axis in CHOSEN if axis.has_ranks)
             offload = offload_name(*(stored[field] for field in OFFLOADS))
-            if (offload or stored[HIERARCHY] > 1) and max(split.values()) > 1:
+            if (offload or stored[HIERARCHY] > 1) and any(split[field] > 1 for field in DEGREES):
                 continue
             for micro in _micro_batches(recipe, dp):
                 accumulation = recipe.batch.global_batch_size // (dp * micro)
@@ -98,7 +104,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
 
 def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
     """Yields data parallelism over all devices with the other backends that are installed."""
-    whole = dict.fromkeys((*DEGREES, HIERARCHY), 1) | dict.fromkeys(OFFLOADS, "none")
+    whole = dict.fromkeys((*DEGREES, HIERARCHY), 1) | ONE_STAGE | dict.fromkeys(OFFLOADS, "none")
     for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
         if not is_installed(backend):
             continue
@@ -123,4 +129,6 @@ def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
 
 def _name(dp: int, split: Fields, stage: str, accumulation: int, suffix: str) -> str:
     parts = [f"dp{dp}", *(f"{axis.short}{split[axis.field]}" for axis in CHOSEN if split[axis.field] > 1)]
-    return "-".join(filter(None, [*parts, f"zero{stage}", f"acc{accumulation}", suffix]))
+    schedule, chunks = (split[field] for field in SCHEDULE)
+    order = f"{schedule}{chunks}" if chunks > 1 else ""
+    return "-".join(filter(None, [*parts, order, f"zero{stage}", f"acc{accumulation}", suffix]))

@@ -18,7 +18,7 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import Recipe
 from llmtrain.rules import broken, resolve
-from llmtrain.search.variants import DEGREES, MICRO_BATCH, Fields, changed, choices, value_of
+from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, changed, choices, value_of
 
 MOST = 3
 """Number of suggestions."""
@@ -35,7 +35,7 @@ WEIGHTS = {
     MICRO_BATCH: 0.5,
     "parallel.zero_stage": 0.75,
     "parallel.hierarchical_partition": 1.0,
-    **dict.fromkeys(DEGREES, 1.0),
+    **dict.fromkeys((*DEGREES, *SCHEDULE), 1.0),
     "parallel.activation_checkpointing": 1.0,
     "parallel.checkpoint_every": 1.0,
     "parallel.offload_activations": 1.0,
@@ -63,6 +63,7 @@ RELATED = {
     "batch.global_batch_size": (MICRO_BATCH, *DEGREES[:3]),
     "parallel.grad_accum_dtype": ("parallel.precision", "parallel.offload_optimizer"),
     "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
+    **dict.fromkeys(SCHEDULE, SCHEDULE),
 }
 """Fields that a rule reports → other fields that it depends on."""
 
@@ -150,6 +151,7 @@ def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
     """Returns the values that each field may have."""
     sizes = {
         **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
+        SCHEDULE[1]: (1, 2, 4),
         MICRO_BATCH: divisors(recipe.batch.global_batch_size),
     }
     return {field: sizes[field] if field in sizes else choices(recipe)[field] for field in WEIGHTS}

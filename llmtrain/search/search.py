@@ -24,6 +24,7 @@ from llmtrain.search.room import Fits, Room
 from llmtrain.search.variants import (
     DEGREES,
     MICRO_BATCH,
+    SCHEDULE,
     ZERO_STAGE,
     Fields,
     changed,
@@ -204,7 +205,7 @@ def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
     """Whether a plan differs from a faster one that fits only by saving memory."""
-    degrees = (*DEGREES, ZERO_STAGE, MICRO_BATCH)
+    degrees = (*DEGREES, *SCHEDULE, ZERO_STAGE, MICRO_BATCH)
     return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from llmtrain.plan.axes import CHOSEN, Axis
+from llmtrain.plan.axes import CHOSEN, PIPELINE, Axis
 from llmtrain.plan.draft import divisors
 from llmtrain.recipe import ParallelConfig, Recipe
 
@@ -19,6 +19,9 @@ Fields = dict[str, Any]
 """Dotted recipe fields, as `Recipe.with_` accepts them."""
 
 DEGREES = tuple(axis.field for axis in CHOSEN)
+SCHEDULE = ("parallel.pipeline_schedule", "parallel.pipeline_chunks")
+ONE_STAGE = dict(zip(SCHEDULE, ("1f1b", 1), strict=True))
+"""The only schedule without a pipeline."""
 ZERO_STAGE = "parallel.zero_stage"
 HIERARCHY = "parallel.hierarchical_partition"
 OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
@@ -53,7 +56,20 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
     for split in splits(ranks, devices):
         holders = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
         for chosen in itertools.product(*(sizes(axis, holders) for axis in subsets)):
-            yield split | {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
+            sizes_of_subsets = {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
+            for schedule in schedules(split[PIPELINE.field], layers):
+                yield split | sizes_of_subsets | schedule
+
+
+def schedules(pipeline: int, layers: float = math.inf) -> Iterator[Fields]:
+    """Yields the schedules of a pipeline of so many devices; more stages than layers are left out.
+
+    Each has the fewest stages that it can have, and the zero bubble schedule also twice as many: further ones wait
+    little less, and send as much again.
+    """
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 4)):
+        if chunks == 1 or (pipeline > 1 and pipeline * chunks <= layers):
+            yield dict(zip(SCHEDULE, (name, chunks), strict=True))
 
 
 def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:

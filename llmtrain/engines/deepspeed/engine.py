@@ -180,11 +180,11 @@ class DeepSpeedEngine:
         for axis in axes:
             axis.prepare(ds_config)
         self.module = self._build(ds_config)
-        stage = self.module.stage if self.pipeline else None
-        self.model: PreTrainedModel = stage.model if stage else self.module
-        # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it sees no layers.
-        use_recomputation(self.model, recipe.parallel)
-        use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
+        self.model: Any = self.module.stages if self.pipeline else self.module
+        for model, has_head in self.models():
+            # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it sees no layers.
+            use_recomputation(model, recipe.parallel)
+            use_kernels(model, plan, has_head)
         if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
@@ -221,6 +221,10 @@ class DeepSpeedEngine:
         if self.plan.parallel.zero_stage == 3:
             return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
         return build_model(recipe, dtype, self.device)
+
+    def models(self) -> list[tuple[PreTrainedModel, bool]]:
+        """Returns the model, or that of each stage of this rank, and whether the loss is computed from its output."""
+        return [(stage.model, stage.is_last) for stage in self.model] if self.pipeline else [(self.model, True)]
 
     @property
     def data_parallel_rank(self) -> int:

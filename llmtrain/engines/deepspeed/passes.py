@@ -1,0 +1,253 @@
+"""Runs the passes of a schedule on the stages of a rank, and exchanges their results with the other ranks of the pipe.
+
+What a stage sends is known from the schedule: hidden states to the rank of the next stage, their gradients to the rank
+of the stage before. Token ids and positions are not sent, because all ranks of a pipe read the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
+from llmtrain.engines.forward import bounds_for, documents_known
+from llmtrain.models.stages import RankStages, Stage
+from llmtrain.plan.schedules import Pass, Schedule
+
+Tensors = tuple[Tensor, ...]
+Order = Sequence[Sequence[Pass]]
+"""The passes of each rank."""
+
+
+@dataclass
+class _Running:
+    """What a stage keeps of a micro-batch from its forward to its backward pass."""
+
+    received: Tensors
+    """Leaves, whose gradients the stage before waits for."""
+    results: Tensors
+    """What was sent, or the loss."""
+
+
+class Passes:
+    """The passes of one rank. All ranks of the pipe call `train` and `evaluate` at the same time."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: RankStages,
+        links: Links,
+        device: torch.device,
+        accumulating: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """accumulating: the context in which gradients are computed, at whose end they are added to the step's."""
+        self.schedule = schedule
+        self._stages = dict(zip(schedule.stages_of(links.rank), stages, strict=True))
+        self._links = links
+        self._device = device
+        self._accumulating = accumulating
+        self._delayed = DelayedWeights(stages) if schedule.splits_backward else None
+
+    def train(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+        """Runs forward and backward passes over micro-batches, and accumulates gradients.
+
+        batches: whole micro-batches of this replica; own: this rank's slices of them. loss: see `Loss`.
+        """
+        self._run(self.schedule.passes(len(batches)), batches, own, loss)
+
+    def evaluate(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+        """Runs forward passes only. Called without gradients."""
+        self._run(self.schedule.forward_passes(len(batches)), batches, own, loss)
+
+    def _run(self, order: Order, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+        self._batches, self._own, self._loss = batches, own, loss
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._waiting: dict[tuple[int, int], list[Delayed]] = {}
+        self._links.begin(self.schedule, order, [one.input_ids.shape for one in own])
+        passes = order[self._links.rank]
+        runs = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
+        for one, following in zip_longest(passes, passes[1:]):
+            if following is not None and (needed := self._received(following)):
+                self._links.expect(needed)  # while this pass runs
+            runs[one.kind](one)
+        self._links.finish()
+
+    def _received(self, one: Pass) -> Pass | None:
+        """Returns the pass whose results a pass receives, if there is one."""
+        is_end = one.kind == "weights" or (one.kind == "backward" and one.stage == self.schedule.stages - 1)
+        return None if is_end else self.schedule.needs(one)
+
+    def _forward(self, one: Pass) -> None:
+        stage, batch, own = self._stages[one.stage], self._batches[one.micro_batch], self._own[one.micro_batch]
+        tokens, positions = (part.to(self._device, non_blocking=True) for part in (own.input_ids, own.position_ids))
+        received: Tensors = ()
+        inputs: Tensors = (tokens, positions)
+        if (needed := self._received(one)) is not None:
+            received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
+            inputs = stage.inputs(received, tokens, positions)
+        stage.context, stage.bounds = documents_known(batch), bounds_for(stage.model, batch, self._device)
+        results = self._loss(stage, inputs, own) if stage.is_last else _floating(stage(inputs))
+        if torch.is_grad_enabled():
+            self._running[one.stage, one.micro_batch] = _Running(received, results)
+        if not stage.is_last:
+            self._links.give(one, tuple(part.detach() for part in results))
+
+    def _backward(self, one: Pass) -> None:
+        running = self._running.pop((one.stage, one.micro_batch))
+        needed = self._received(one)
+        gradients = [None] * len(running.results) if needed is None else self._links.take(needed)
+        with self._accumulating():
+            torch.autograd.backward(running.results, gradients)
+        if self._delayed is not None:
+            self._waiting[one.stage, one.micro_batch] = self._delayed.take()
+        if one.stage:
+            self._links.give(one, tuple(_gradient(part) for part in running.received))
+
+    def _weights(self, one: Pass) -> None:
+        with self._accumulating():
+            for accumulate in self._waiting.pop((one.stage, one.micro_batch)):
+                accumulate()
+
+
+Loss = Callable[[Stage, Tensors, MicroBatch], Tensors]
+"""Runs the last stage and returns its loss; called with the stage, its inputs and this rank's micro-batch."""
+
+
+def _floating(output: Tensor | Tensors) -> Tensors:
+    assert isinstance(output, tuple)
+    return tuple(part for part in output if part.is_floating_point())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DESCRIPTION = 64
+"""Numbers of the message that describes tensors: how many there are; of each its type, its dimensions and its sizes."""
+Shapes = list[tuple[torch.Size, torch.dtype]]
+
+
+class Links:
+    """Messages between the ranks of a pipe, each named after the pass whose result it is.
+
+    A rank receives in the order in which the other one sends, which both know from the schedule. Each direction has
+    communicators of its own: on a GPU, a message that is not received yet would block what is sent the other way.
+    """
+
+    def __init__(self, pipes: Sequence[Sequence[int]], device: torch.device) -> None:
+        """pipes: the global ranks of every pipe of the run. All ranks of the run make their links at the same time."""
+        self._device = device
+        own = dist.get_rank()
+        for pipe in pipes:
+            up, down = dist.new_group(list(pipe)), dist.new_group(list(pipe))
+            if own in pipe:
+                self._pipe, self._up, self._down = list(pipe), up, down
+        self.rank = self._pipe.index(own)
+        self._shapes: dict[tuple[int, torch.Size], Shapes] = {}
+        """What stages send, by the shape of the micro-batch. It is sent once, before the first message."""
+
+    def begin(self, schedule: Schedule, order: Order, sizes: Sequence[torch.Size]) -> None:
+        """Starts a step. sizes: the shapes of the micro-batches, [batch, T]."""
+        self._schedule, self._sizes = schedule, sizes
+        self._due = [deque(one for one in passes if self._receiver(one) == self.rank) for passes in order]
+        self._coming: dict[Pass, list[tuple[dist.Work, Tensor]]] = {}
+        self._here: dict[Pass, Tensors] = {}
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def finish(self) -> None:
+        """Waits until everything was sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def give(self, one: Pass, results: Tensors) -> None:
+        """Passes on the results of a pass of this rank."""
+        receiver = self._receiver(one)
+        assert receiver is not None
+        if receiver == self.rank:
+            self._here[one] = results
+            return
+        key = self._described_as(one)
+        if key not in self._shapes:
+            self._shapes[key] = [(part.shape, part.dtype) for part in results]
+            self._send(_description(results).to(self._device), receiver)
+        for part in results:
+            self._send(part.contiguous(), receiver)
+
+    def expect(self, one: Pass) -> None:
+        """Begins to receive the results of a pass, if their sizes are known."""
+        sender = self._schedule.rank_of(one.stage)
+        while sender != self.rank and one not in self._coming:
+            if self._described_as(self._due[sender][0]) not in self._shapes:
+                return
+            self._receive(sender)
+
+    def take(self, one: Pass) -> Tensors:
+        """Returns the results of a pass."""
+        sender = self._schedule.rank_of(one.stage)
+        if sender == self.rank:
+            return self._here.pop(one)
+        while one not in self._coming:
+            self._receive(sender)
+        coming = self._coming.pop(one)
+        for work, _ in coming:
+            work.wait()
+        return tuple(part for _, part in coming)
+
+    def _receiver(self, one: Pass) -> int | None:
+        """Returns the rank that waits for the result of a pass; None if it is not passed on."""
+        stage = one.stage + {"forward": 1, "backward": -1, "weights": self._schedule.stages}[one.kind]
+        return self._schedule.rank_of(stage) if 0 <= stage < self._schedule.stages else None
+
+    def _described_as(self, one: Pass) -> tuple[int, torch.Size]:
+        """Returns the key of a message's shapes; a gradient has those of what the stage before has sent."""
+        return one.stage - (one.kind == "backward"), self._sizes[one.micro_batch]
+
+    def _send(self, part: Tensor, receiver: int) -> None:
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        group = self._up if receiver > self.rank else self._down
+        work = dist.isend(part, self._pipe[receiver], group=group)
+        assert work is not None
+        self._sending.append((work, part))
+
+    def _receive(self, sender: int) -> None:
+        """Begins to receive the next message of a rank."""
+        one = self._due[sender].popleft()
+        key = self._described_as(one)
+        if key not in self._shapes:
+            description = torch.empty(DESCRIPTION, dtype=torch.int64, device=self._device)
+            self._begin(description, sender).wait()
+            self._shapes[key] = _shapes(description)
+        parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes[key]]
+        self._coming[one] = [(self._begin(part, sender), part) for part in parts]
+
+    def _begin(self, part: Tensor, sender: int) -> dist.Work:
+        work = dist.irecv(part, self._pipe[sender], group=self._up if sender < self.rank else self._down)
+        assert work is not None
+        return work
+
+
+def _description(parts: Tensors) -> Tensor:
+    numbers = [len(parts)]
+    for part in parts:
+        numbers += [DTYPES.index(part.dtype), part.dim(), *part.shape]
+    return torch.tensor(numbers + [0] * (DESCRIPTION - len(numbers)))
+
+
+def _shapes(description: Tensor) -> Shapes:
+    numbers = iter(description.tolist())
+    found = []
+    for _ in range(next(numbers)):
+        dtype, dimensions = DTYPES[next(numbers)], next(numbers)
+        found.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
+    return found

@@ -1,0 +1,233 @@
+"""The schedules of a pipeline: on which rank each stage lies, and in which order a rank runs its passes.
+
+- `1f1b`: a stage for each rank; forward and backward passes alternate (PipeDream-Flush, arXiv 2006.09503).
+- `interleaved`: rank r of p holds the stages r, r + p, r + 2p, … (Megatron-LM, arXiv 2104.04473, section 2.2).
+- `zero_bubble`: the stages run back and forth over the ranks, as a V or a W, and the gradients of the weights are
+  computed when a rank would otherwise wait (ZB-V, arXiv 2405.15362; zero bubble, arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from llmtrain.recipe import ParallelConfig
+
+PassKind = Literal["forward", "backward", "weights"]
+KINDS: tuple[PassKind, ...] = get_args(PassKind)
+
+
+class Pass(NamedTuple):
+    """One pass of a stage over a micro-batch; `weights` computes the gradients of matrices that `backward` left out."""
+
+    kind: PassKind
+    stage: int
+    micro_batch: int
+
+
+class Slot(NamedTuple):
+    """A pass, and when it runs."""
+
+    rank: int
+    what: Pass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of `ranks` × `chunks` stages."""
+
+    name: str
+    ranks: int
+    chunks: int
+    """Stages of a rank."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Schedule:
+        """Returns the schedule of a recipe."""
+        return cls(parallel.pipeline_schedule, parallel.pipeline, parallel.pipeline_chunks)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.ranks * self.chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.name == "zero_bubble"
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank, among those of the pipe, that holds a stage."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.splits_backward and turn % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the stages of a rank in ascending order."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+
+    def needs(self, what: Pass) -> Pass | None:
+        """Returns the pass that a pass waits for; None for the first forward passes."""
+        stage, micro_batch = what.stage, what.micro_batch
+        if what.kind == "weights":
+            return Pass("backward", stage, micro_batch)
+        if what.kind == "forward":
+            return Pass("forward", stage - 1, micro_batch) if stage else None
+        if stage == self.stages - 1:
+            return Pass("forward", stage, micro_batch)
+        return Pass("backward", stage + 1, micro_batch)
+
+    def passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
+        """Returns the passes of each rank in order."""
+        return _passes(self, micro_batches)
+
+    def forward_passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
+        """Returns the passes of each rank in an evaluation."""
+        return tuple(tuple(one for one in passes if one.kind == "forward") for passes in self.passes(micro_batches))
+
+    def slots(self, micro_batches: int, lengths: Mapping[PassKind, float]) -> list[Slot]:
+        """Returns every pass with its times. A rank starts a pass when it is free and the input has arrived.
+
+        lengths: of the passes of a stage, in any unit; sending takes no time.
+        """
+        ends: dict[Pass, float] = {}
+        waiting = [deque(passes) for passes in self.passes(micro_batches)]
+        free = [0.0] * self.ranks
+        slots = []
+        while any(waiting):
+            before = len(slots)
+            for rank, passes in enumerate(waiting):
+                while passes and ((needed := self.needs(passes[0])) is None or needed in ends):
+                    start = max(free[rank], ends[needed] if needed else 0.0)
+                    ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
+                    slots.append(Slot(rank, passes.popleft(), start, free[rank]))
+            assert len(slots) > before, f"{self} waits for itself"
+        return slots
+
+    def bubble(self, micro_batches: int) -> float:
+        """Returns the share of a step in which a rank waits for the others, if all stages take equally long."""
+        return _bubble(self, micro_batches)
+
+    def in_flight(self, rank: int, micro_batches: int) -> int:
+        """Returns the largest number of forward passes of a rank whose activations are held at once."""
+        return _in_flight(self, rank, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _passes(schedule: Schedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
+    if schedule.name == "zero_bubble":
+        # Which of both is shorter depends on the numbers of ranks and micro-batches.
+        tries = (_ZeroBubble(schedule, micro_batches, reserve) for reserve in (0, 1))
+        return min(tries, key=lambda one: one.end).passes
+    return tuple(tuple(_alternating(schedule, rank, micro_batches)) for rank in range(schedule.ranks))
+
+
+def _alternating(schedule: Schedule, rank: int, micro_batches: int) -> Iterator[Pass]:
+    """Yields the passes of a rank: forward passes until the pipeline is full, then both kinds in turn.
+
+    With chunks, `ranks` micro-batches at a time go through one stage after the other (arXiv 2104.04473, figure 4).
+    """
+    stages = schedule.stages_of(rank)
+    numbers = range(micro_batches)
+    groups = [numbers[first : first + schedule.ranks] for first in range(0, micro_batches, schedule.ranks)]
+    forward = [Pass("forward", stage, number) for group in groups for stage in stages for number in group]
+    backward = [Pass("backward", stage, number) for group in groups for stage in reversed(stages) for number in group]
+    ahead = schedule.ranks - rank
+    if schedule.chunks > 1:
+        ahead = 2 * ahead - 1 + (schedule.chunks - 1) * schedule.ranks
+    ahead = min(ahead, len(forward))
+    yield from forward[:ahead]
+    for number, one in enumerate(backward):
+        yield one
+        yield from forward[ahead + number : ahead + number + 1]
+
+
+class _ZeroBubble:
+    """A simulation in which every pass takes one unit, and a rank that is free runs the most urgent pass.
+
+    Urgent are, in this order, backward passes, forward passes, both of later stages first, and gradients of weights.
+    A rank holds the activations of at most `stages` passes, which is what the first rank of 1F1B holds.
+    """
+
+    def __init__(self, schedule: Schedule, micro_batches: int, reserve: int) -> None:
+        """reserve: room that a stage leaves for each later stage of its rank."""
+        self.schedule, self.micro_batches, self.reserve = schedule, micro_batches, reserve
+        ranks = range(schedule.ranks)
+        self._stages = [schedule.stages_of(rank)[::-1] for rank in ranks]
+        self._next = {kind: [0] * schedule.stages for kind in KINDS}
+        self._ends: dict[Pass, int] = {}
+        self._delayed: list[deque[Pass]] = [deque() for _ in ranks]
+        self._held = [0] * schedule.ranks
+        orders: list[list[Pass]] = [[] for _ in ranks]
+        left, self.end = len(KINDS) * schedule.stages * micro_batches, 0
+        while left:
+            chosen = [(rank, one) for rank in ranks if (one := self._choose(rank))]
+            self.end += 1
+            for rank, one in chosen:
+                self._run(rank, one)
+                orders[rank].append(one)
+            left -= len(chosen)
+        self.passes = tuple(tuple(order) for order in orders)
+
+    def _choose(self, rank: int) -> Pass | None:
+        for kind in ("backward", "forward"):
+            for later, stage in enumerate(self._stages[rank]):
+                one = Pass(kind, stage, self._next[kind][stage])
+                full = kind == "forward" and self._held[rank] + later * self.reserve >= self.schedule.stages
+                if one.micro_batch < self.micro_batches and not full and self._is_ready(one):
+                    return one
+        return self._delayed[rank][0] if self._delayed[rank] else None
+
+    def _is_ready(self, one: Pass) -> bool:
+        if one.kind == "backward" and Pass("forward", one.stage, one.micro_batch) not in self._ends:
+            return False
+        needed = self.schedule.needs(one)
+        return needed is None or self._ends.get(needed, self.end + 1) <= self.end
+
+    def _run(self, rank: int, one: Pass) -> None:
+        self._ends[one] = self.end
+        self._next[one.kind][one.stage] += 1
+        if one.kind == "forward":
+            self._held[rank] += 1
+        elif one.kind == "backward":
+            self._delayed[rank].append(Pass("weights", one.stage, one.micro_batch))
+        else:
+            self._delayed[rank].popleft()
+            self._held[rank] -= 1
+
+
+UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1.0}
+"""Lengths of the passes of a stage: each has as many products as the others."""
+
+
+def lengths(schedule: Schedule) -> Mapping[PassKind, float]:
+    """Returns the lengths of passes in units of a forward pass; a whole backward pass has both kinds of products."""
+    return UNITS if schedule.splits_backward else {**UNITS, "backward": 2.0}
+
+
+def _enough(schedule: Schedule) -> int:
+    """Returns a number of micro-batches beyond which each further one only adds its own passes."""
+    return 3 * schedule.ranks
+
+
+@lru_cache(maxsize=4096)
+def _bubble(schedule: Schedule, micro_batches: int) -> float:
+    shown = min(micro_batches, _enough(schedule))
+    end = max(slot.end for slot in schedule.slots(shown, lengths(schedule)))
+    idle = end - 3.0 * schedule.chunks * shown
+    return idle / (idle + 3.0 * schedule.chunks * micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: Schedule, rank: int, micro_batches: int) -> int:
+    last: PassKind = "weights" if schedule.splits_backward else "backward"
+    shown = min(micro_batches, _enough(schedule))
+    held = most = 0
+    for one in schedule.passes(shown)[rank]:
+        held += (one.kind == "forward") - (one.kind == last)
+        most = max(most, held)
+    return most
