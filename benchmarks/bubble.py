@@ -1,14 +1,13 @@
-"""Measures the bubble of DeepSpeed's pipeline engine against (p − 1) / (m + p − 1), and writes results/bubble.json.
+"""Measures how long the ranks of a pipeline wait under each schedule, and writes results/bubble.json.
 
 python benchmarks/bubble.py
 
 Stages sleep instead of computing. The measurement therefore covers only the schedule, and two cores are enough for four
-stages. The engine is DeepSpeed's own, with its `TrainSchedule` over gloo.
+ranks. The engine is the one that trains: llmtrain's passes over gloo, and DeepSpeed's optimizer.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -21,86 +20,129 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from llmtrain.predict.time import bubble_of
+from llmtrain.plan.schedules import Schedule
 
-CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16))
-"""Numbers of stages and micro-batches."""
+CASES = (
+    (Schedule("1f1b", 2, 1), 2),
+    (Schedule("1f1b", 2, 1), 8),
+    (Schedule("1f1b", 4, 1), 4),
+    (Schedule("1f1b", 4, 1), 8),
+    (Schedule("1f1b", 4, 1), 16),
+    (Schedule("interleaved", 4, 2), 8),
+    (Schedule("zero_bubble", 4, 2), 8),
+    (Schedule("zero_bubble", 4, 4), 8),
+    (Schedule("zero_bubble", 4, 2), 16),
+)
+"""Schedules, and numbers of micro-batches."""
 FORWARD_S, BACKWARD_S = 0.1, 0.2
+"""Seconds of the passes of a rank over a micro-batch, which its stages share."""
 STEPS = 3
 WORLD = 4
+LENGTH = 4
 RESULT = Path(__file__).parent / "results" / "bubble.json"
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, which sleeps in the forward and in the backward pass."""
+    """The identity, which sleeps in the forward and in the backward pass, and may delay half of the latter."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
-        return inputs.clone()
+    def forward(ctx: Any, value: Tensor, chunks: int, delayed: Any) -> Tensor:
+        ctx.seconds, ctx.delayed = BACKWARD_S / chunks, delayed
+        time.sleep(FORWARD_S / chunks)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(BACKWARD_S)
-        return gradients[0]
+        seconds = ctx.seconds
+        if ctx.delayed is not None:
+            seconds /= 2
+            ctx.delayed.keep(lambda: time.sleep(seconds))
+        time.sleep(seconds)
+        return gradients[0], None, None
 
 
-class SleepingStage(nn.Module):
-    """A sleeping stage with one weight, so that there is something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: [batch, 4]."""
-        slept: Tensor = _Sleep.apply(inputs * self.scale)
-        return slept
-
-
-def measure(stages: int, micro_batches: int) -> float:
-    """Returns the median duration of a step in seconds, without the first step."""
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    module = PipelineModule(
-        layers=[SleepingStage() for _ in range(stages)],
-        num_stages=stages,
-        loss_fn=lambda outputs, labels: ((outputs - labels) ** 2).mean(),
-        partition_method="uniform",
+def measure(schedule: Schedule, micro_batches: int) -> float:
+    """Returns the median duration of a step in seconds, without the first step. All ranks of the world call it."""
+    from llmtrain.cluster import Cluster
+    from llmtrain.data import MicroBatch, StepBatch
+    from llmtrain.ds_config import render
+    from llmtrain.engines import build_engine
+    from llmtrain.recipe import (
+        BatchConfig,
+        DataConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        Recipe,
+        Source,
+        TrainConfig,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "timers": {"throughput": {"enabled": False, "synchronized": False}},
-    }
-    engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
-    batches = itertools.repeat((torch.ones(1, 4), torch.zeros(1, 4)))
+    from llmtrain.rules import resolve
+
+    replicas = WORLD // schedule.ranks
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 16}
+    recipe = Recipe(
+        name="bubble",
+        model=ModelConfig(architecture="llama", config=sizes | {"num_hidden_layers": schedule.stages}),
+        data=DataConfig(sources=[Source("none")], tokenizer="none", sequence_length=LENGTH),
+        optim=OptimConfig(lr=1e-3),
+        batch=BatchConfig(global_batch_size=micro_batches * replicas, micro_batch_size=1),
+        parallel=ParallelConfig.model_validate(
+            {
+                "zero_stage": 1,
+                "pipeline": schedule.ranks,
+                "pipeline_schedule": schedule.name,
+                "pipeline_chunks": schedule.chunks,
+            }
+        ),
+        train=TrainConfig(max_steps=STEPS + 1),
+    )
+    plan = resolve(recipe, Cluster(devices_per_node=WORLD))
+    engine: Any = build_engine(plan, render(plan), torch.device("cpu"))
+    for stage in engine.module.stages:
+        stage.forward = _sleeping(stage.forward, schedule.chunks, engine.pipeline.passes.delayed)
+    tokens = torch.ones(1, LENGTH, dtype=torch.int64)
+    micro = MicroBatch(tokens, torch.arange(LENGTH)[None], tokens)
+    targets = LENGTH * micro_batches * replicas
+    batch = StepBatch([micro] * micro_batches, targets, micro_batches * replicas, 0)
     seconds = []
     for _ in range(STEPS + 1):
         torch.distributed.barrier()
         started = time.perf_counter()
-        engine.train_batch(batches)
+        engine.train_step(batch)
         torch.distributed.barrier()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
 
 
-def result_of(stages: int, micro_batches: int, seconds: float) -> dict[str, float]:
-    """Returns formula and measurement side by side. A stage is busy for m forward and m backward passes."""
+def _sleeping(forward: Any, chunks: int, delayed: Any) -> Any:
+    """Returns the forward pass of a stage, which sleeps."""
+
+    def run(inputs: Any) -> Any:
+        output = forward(inputs)
+        if isinstance(output, Tensor):
+            return _Sleep.apply(output, chunks, delayed)  # type: ignore[no-untyped-call]
+        return _Sleep.apply(output[0], chunks, delayed), *output[1:]  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def result_of(schedule: Schedule, micro_batches: int, seconds: float) -> dict[str, float | str]:
+    """Returns prediction and measurement side by side. A rank is busy for m forward and m backward passes."""
     busy = micro_batches * (FORWARD_S + BACKWARD_S)
-    predicted = busy / (1 - bubble_of(stages, micro_batches))
+    bubble = schedule.bubble(micro_batches)
+    predicted = busy / (1 - bubble)
     return {
-        "stages": stages,
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "chunks": schedule.chunks,
         "micro_batches": micro_batches,
         "predicted_step_s": round(predicted, 4),
         "measured_step_s": round(seconds, 4),
         "step_error": round(seconds / predicted - 1, 4),
-        "predicted_bubble": round(bubble_of(stages, micro_batches), 4),
+        "predicted_bubble": round(bubble, 4),
         "measured_bubble": round(1 - busy / seconds, 4),
     }
 
@@ -115,13 +157,13 @@ def work(rank: int, port: int) -> None:
 
     __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    rows = [result_of(stages, micro, measure(stages, micro)) for stages, micro in CASES]
+    rows = [result_of(schedule, micro, measure(schedule, micro)) for schedule, micro in CASES]
     if rank == 0:
         RESULT.write_text(json.dumps(document(rows), indent=2) + "\n", encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
-def document(rows: list[dict[str, float]]) -> dict[str, Any]:
+def document(rows: list[dict[str, float | str]]) -> dict[str, Any]:
     """Returns the result together with a description of the machine."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     packages = {name: metadata.version(name) for name in ("torch", "deepspeed")}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llmtrain.engines.deepspeed import engine, pipeline
-from llmtrain.engines.deepspeed.pipeline import PipelineAxis, StagePipeline, StageSpec
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis, RankSpec, StagePipeline
 from llmtrain.models import IGNORE
 from llmtrain.verify.batches import Batches
 from tests.helpers.planted_zero import clipping_per_partition
@@ -27,7 +29,7 @@ def tied_gradient_counted_twice(patch):
 
     def index(self):
         comms = original(self)
-        for parameter in self.stage.parameters():
+        for parameter in self.stages.parameters():
             parameter.ds_pipe_replicated = False
         return comms
 
@@ -39,7 +41,7 @@ def stale_tied_copy(patch):
     original, started = PipelineAxis.train_step, {}
 
     def train_step(self, batch):
-        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self._stage.is_last else ():
+        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self._stages[-1].is_last else ():
             weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
         return original(self, batch)
 
@@ -49,26 +51,27 @@ def stale_tied_copy(patch):
 def loss_by_micro_batch(patch):
     original = PipelineAxis._loss
 
-    def loss(self, output, labels):
-        scale = self._scale
-        self._scale = 1 / (labels != IGNORE).sum().clamp(min=1)
+    def loss(self, stage, inputs, batch):
+        terms = self._terms
+        self._terms = (batch.labels != IGNORE).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
         try:
-            return original(self, output, labels)
+            return original(self, stage, inputs, batch)
         finally:
-            self._scale = scale
+            self._terms = terms
 
     patch.setattr(PipelineAxis, "_loss", loss)
 
 
 def loss_of_one_replica(patch):
     """Scaled as if there were one replica: a mean over replicas where the sum is meant."""
-    original = PipelineAxis._start
+    original = PipelineAxis._begin
 
-    def start(self, batch):
-        original(self, batch)
-        self._scale /= self.plan.data_parallel_size
+    def begin(self, batch):
+        micros = original(self, batch)
+        self._terms *= self.plan.data_parallel_size
+        return micros
 
-    patch.setattr(PipelineAxis, "_start", start)
+    patch.setattr(PipelineAxis, "_begin", begin)
 
 
 def replicas_read_the_same(patch):
@@ -77,15 +80,14 @@ def replicas_read_the_same(patch):
 
 
 def labels_in_another_order(patch):
-    """The last stage pulls its micro-batches from the end."""
-    original = PipelineAxis._micro_batches
+    """The last stage takes its labels from the end."""
+    original = PipelineAxis._begin
 
     def reverse(self, batch):
-        micros = list(original(self, batch))
-        labels = [one[1] for one in micros[::-1]]
-        return iter([(inputs, other) for (inputs, _), other in zip(micros, labels, strict=True)])
+        micros = original(self, batch)
+        return [replace(one, labels=other.labels) for one, other in zip(micros, micros[::-1], strict=True)]
 
-    patch.setattr(PipelineAxis, "_micro_batches", reverse)
+    patch.setattr(PipelineAxis, "_begin", reverse)
 
 
 def one_stage_with_another_seed(patch):
@@ -101,27 +103,27 @@ def one_stage_with_another_seed(patch):
 
 def _on_stage(patch, change):
     """Changes a stage that is built; the cut itself is proved on a tiny copy before."""
-    original = StageSpec.build
+    original = RankSpec.build
 
-    def build_stage(self, log=False):
-        stage = original(self, log)
-        change(stage)
-        return stage
+    def build(self, log=False):
+        stages = original(self, log)
+        for stage in stages:
+            change(stage)
+        return stages
 
-    patch.setattr(StageSpec, "build", build_stage)
+    patch.setattr(RankSpec, "build", build)
 
 
 def later_documents_see_each_other(patch):
     """The bounds of documents are lost on the way to the second stage."""
 
     def flatten(stage):
-        sent = stage._sent
+        inputs = stage.inputs
 
-        def send(output, position_ids, tokens):
-            flat = torch.arange(position_ids.shape[1]).expand_as(position_ids).contiguous()
-            return sent(output, flat, tokens)
+        def flattened(received, tokens, position_ids):
+            return inputs(received, tokens, torch.arange(position_ids.shape[1]).expand_as(position_ids).contiguous())
 
-        stage._sent = send
+        stage.inputs = flattened
 
     _on_stage(patch, flatten)
 
@@ -142,7 +144,7 @@ def no_decay_on_the_last_stage(patch):
     original = engine.parameter_groups
 
     def groups(module, weight_decay):
-        return original(module, 0.0 if module.stage.is_last else weight_decay)
+        return original(module, 0.0 if module.stages[-1].is_last else weight_decay)
 
     patch.setattr(engine, "parameter_groups", groups)
 

@@ -44,7 +44,8 @@ class DelayedWeights(TorchFunctionMode):
         taken, self._delayed = self._delayed, []
         return taken
 
-    def _keep(self, accumulate: Delayed) -> None:
+    def keep(self, accumulate: Delayed) -> None:
+        """Adds what was left out of a backward pass."""
         self._delayed.append(accumulate)
 
     def __torch_function__(
@@ -53,10 +54,10 @@ class DelayedWeights(TorchFunctionMode):
         if torch.is_grad_enabled() and not named:
             if function is functional.linear and _is_trained(arguments[1]):
                 value, weight, bias = (*arguments, None)[:3]
-                return _Product.apply(value, weight, bias, False, self._keep)
+                return _Product.apply(value, weight, bias, False, self.keep)
             if function is torch.addmm and _is_trained(arguments[2]):
                 bias, value, weight = arguments
-                return _Product.apply(value, weight, bias, True, self._keep)
+                return _Product.apply(value, weight, bias, True, self.keep)
         return function(*arguments, **(named or {}))
 
 

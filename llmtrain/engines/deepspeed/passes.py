@@ -54,7 +54,7 @@ class Passes:
         self._links = links
         self._device = device
         self._accumulating = accumulating
-        self._delayed = DelayedWeights(stages) if schedule.splits_backward else None
+        self.delayed = DelayedWeights(stages) if schedule.splits_backward else None
 
     def train(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs forward and backward passes over micro-batches, and accumulates gradients.
@@ -106,8 +106,8 @@ class Passes:
         gradients = [None] * len(running.results) if needed is None else self._links.take(needed)
         with self._accumulating():
             torch.autograd.backward(running.results, gradients)
-        if self._delayed is not None:
-            self._waiting[one.stage, one.micro_batch] = self._delayed.take()
+        if self.delayed is not None:
+            self._waiting[one.stage, one.micro_batch] = self.delayed.take()
         if one.stage:
             self._links.give(one, tuple(_gradient(part) for part in running.received))
 

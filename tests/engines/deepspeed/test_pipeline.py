@@ -21,6 +21,14 @@ OPT_350M = {
     **{"num_attention_heads": 4, "max_position_embeddings": T, "do_layer_norm_before": False, "dropout": 0.0},
 }
 """As `facebook/opt-350m`: the embedding is narrower than the layers, and norms come after them."""
+GPT2 = {
+    **{"vocab_size": VOCAB, "n_embd": 64, "n_layer": 5, "n_head": 4, "n_positions": T},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+"""Its matrices are transposed (`Conv1D`), and have biases."""
+SPLIT = {"parallel.pipeline_schedule": "zero_bubble", "parallel.pipeline_chunks": 2}
+ZERO_BUBBLE = {**SPLIT, "model.config.num_hidden_layers": 5}
+INTERLEAVED = {**ZERO_BUBBLE, "parallel.pipeline_schedule": "interleaved"}
 CASES = [
     # pp, dp, fields
     (2, 1, {}),
@@ -31,6 +39,14 @@ CASES = [
     (2, 2, {}),
     (2, 2, {"parallel.offload_optimizer": "cpu"}),
     (4, 1, {"model.config.num_hidden_layers": 5}),
+    (2, 1, INTERLEAVED),
+    (2, 1, ZERO_BUBBLE),
+    (2, 1, {**ZERO_BUBBLE, "parallel.activation_checkpointing": "full", "model.config.tie_word_embeddings": False}),
+    (2, 1, {**SPLIT, "model": {"architecture": "gpt2", "config": GPT2}}),
+    (2, 2, ZERO_BUBBLE),
+    (4, 1, {**INTERLEAVED, "model.config.num_hidden_layers": 9}),
+    (4, 1, {**ZERO_BUBBLE, "model.config.num_hidden_layers": 9}),
+    (2, 2, {**ZERO_BUBBLE, "parallel.offload_optimizer": "cpu"}),
 ]
 
 
@@ -102,7 +118,7 @@ def _forward_passes(rank: int, recipe) -> float:
     plan = plan_of(recipe, 2)
     engine = engine_of(plan)
     calls = []
-    layers = engine.module.stage.model.model.layers
+    layers = engine.module.stages[0].model.model.layers
     own = next(layer for layer in layers if next(layer.parameters(), None) is not None)
     own.register_forward_pre_hook(lambda *_: calls.append(1))
     _run(engine, plan, range(1))
