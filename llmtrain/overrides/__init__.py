@@ -172,6 +172,19 @@ OVERRIDES = (
         "tests/engines/deepspeed/test_pipeline.py",
     ),
     Override(
+        (
+            *(
+                f"deepspeed.runtime.pipe.engine:PipelineEngine.{name}"
+                for name in ("_exec_reduce_tied_grads", "_exec_reduce_grads", "_exec_optimizer_step")
+            ),
+            f"{_BF16}BF16_Optimizer.update_hp_grads",
+            f"{_ZERO}DeepSpeedZeroOptimizer.fill_grad_accum_attribute",
+            "deepspeed.runtime.engine:._running_engine_backward",
+        ),
+        "DeepSpeed's pipelines have one schedule, and one stage on each rank.",
+        "tests/engines/deepspeed/test_pipeline.py",
+    ),
+    Override(
         ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
         "Its public adapter drops attention masks, so packed documents would see each other.",
         "tests/engines/deepspeed/test_sequence.py",
