@@ -60,16 +60,18 @@ class RefusedPlan:
     problem: Problem
 
 
-def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tuple[str, Recipe, Cluster]]:
+def candidates(
+    recipe: Recipe, nproc: int, device: str = "cpu", layers: float = math.inf
+) -> Iterator[tuple[str, Recipe, Cluster]]:
     """Yields every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
 
     World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
     with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
     stage supports it; so are the groups of hpZ, and the other backends, if they are installed. Examples of names:
-    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`.
+    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: those of the model; schedules with more stages are
+    left out.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
-    layers = model_facts(recipe.model, recipe.vocab_size).layers
     for world in divisors(nproc):
         cluster = Cluster(devices_per_node=world, device=device)
         for split, stored in itertools.product(degrees(world), stores(recipe, divisors(world)[1:-1])):
@@ -91,7 +93,8 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns the candidates that this version can train, and the others."""
     plans, refused = [], []
-    for name, candidate, cluster in candidates(recipe, nproc, device):
+    layers = model_facts(recipe.model, recipe.vocab_size).layers
+    for name, candidate, cluster in candidates(recipe, nproc, device, layers):
         try:
             plan = resolve(candidate, cluster)
             check_runnable(plan)
