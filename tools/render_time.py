@@ -325,16 +325,16 @@ Each run is predicted as the llmtrain plan that is nearest to it. A positive err
 BUBBLE = """
 ## The bubble
 
-The engine on CPUs, with ranks that sleep {forward:g} s forward and {backward:g} s backward for each micro-batch, instead
-of computing (`python benchmarks/bubble.py`, {hardware}, DeepSpeed {deepspeed}):
+The engine on CPUs, with ranks that sleep {forward:g} s forward and {backward:g} s backward for each micro-batch
+instead of computing (`python benchmarks/bubble.py`, {hardware}, DeepSpeed {deepspeed}):
 
-| Schedule | Ranks | Stages of a rank | Micro-batches | Predicted step | Measured | Error | Predicted bubble | Measured |
+| Schedule | Ranks | Stages each | Micro-batches | Predicted step | Measured | Error | Predicted bubble | Measured |
 |---|---|---|---|---|---|---|---|---|
 """
 
 TAIL = """
 For the {number} runs without a pipeline, the mean absolute error is {mean:.0%}, the median {median:.0%} and the largest
-{largest:.0%}. The {others} pipelines, whose stages are interleaved and tensor parallel, are predicted up to {other:.0%} off.
+{largest:.0%}. The {others} pipelines, whose stages are interleaved and tensor parallel, are up to {other:.0%} off.
 MegaScale states how many stages a rank has; for the others 2 (Megatron-LM) and 4 (Llama 3) are assumed.
 
 Limits of this comparison:

@@ -16,7 +16,6 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -232,14 +231,6 @@ def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor 
 def _mark_invalid(norm: Tensor, device: object = None) -> None:
     """Replaces a norm that is not finite by −1, as DeepSpeed does."""
     norm.masked_fill_(~norm.isfinite(), -1.0)
-
-
-def keep_losses_apart(engine: PipelineEngine) -> None:
-    """Leaves out the loss that DeepSpeed's pipeline reports for a step, since stages add up and reduce their own.
-
-    Stages without a loss would copy a zero to the device, and wait for all that is queued there.
-    """
-    engine._aggregate_total_loss = lambda: None
 
 
 def gradients_in_order(optimizer: Any) -> None:

@@ -50,8 +50,8 @@ def layers(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "pipeline.chunks",
-    "1F1B has one stage on each device. Interleaving needs several. The stages of the zero bubble schedule run back and "
-    "forth over the devices, so that the first device also has the last stage.",
+    "1F1B has one stage on each device. Interleaving needs several. The stages of the zero bubble schedule run back "
+    "and forth over the devices, so that the first device also has the last stage.",
     "arithmetic",
 )
 def chunks(draft: Draft) -> Iterator[Fault]:

@@ -85,7 +85,7 @@ REMOVALS = (
         )
         for module, name in (("runtime.utils", "deepspeed_utils"), ("stage_1_and_2", "stage_1_and_2"))
     ),
-    Removal("_aggregate_total_loss", *_removed("engine._aggregate_total_loss = lambda: None"), WAITS),
+    Removal("_exec_reduce_tied_grads", *_removed("engine._exec_reduce_tied_grads()"), f"{DEEPSPEED}test_pipeline.py"),
     Removal("reduce_and_partition_stream", "if isinstance(stream, torch.cuda.Stream):", "if False:", WAITS),
     Removal("_record_gradient_stream", *_removed("optimizer._record_gradient_stream = keep"), OVERLAP),
     Removal(

@@ -141,7 +141,8 @@ def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
 
 def _layers_again(engine: Any, parallel: ParallelConfig) -> list[torch.nn.Module]:
     """Layers of this rank that are to be computed again, if any are."""
-    layers = list(decoder_layers(engine.model)[1])[:: parallel.checkpoint_every]
+    models = [one for one, _ in engine.models()] if hasattr(engine, "models") else [engine.model]
+    layers = [layer for model in models for layer in list(decoder_layers(model)[1])[:: parallel.checkpoint_every]]
     return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
 

@@ -182,7 +182,7 @@ class DeepSpeedEngine:
         self.module = self._build(ds_config)
         self.model: Any = self.module.stages if self.pipeline else self.module
         for model, has_head in self.models():
-            # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it sees no layers.
+            # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages: it sees no layers.
             use_recomputation(model, recipe.parallel)
             use_kernels(model, plan, has_head)
         if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
