@@ -14,7 +14,7 @@ from llmtrain.rules import resolve
 from llmtrain.search import nearest
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.search.search import legal_plans
-from llmtrain.search.variants import DEGREES, NVME_PATH, OFFLOADS, ZERO_STAGE, degrees, value_of
+from llmtrain.search.variants import DEGREES, NVME_PATH, OFFLOADS, SCHEDULE, ZERO_STAGE, degrees, value_of
 
 QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
 DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})
@@ -59,8 +59,17 @@ def _is_own(plan, devices):
     return plan.recipe.parallel.backend == "deepspeed" and plan.cluster.world_size == devices
 
 
+def test_every_schedule_of_a_pipeline_is_tried_if_the_model_has_enough_layers():
+    found = {(split[DEGREES[0]], *(split[field] for field in SCHEDULE)) for split in degrees(4, 12)}
+    assert found == {
+        *((degree, "1f1b", 1) for degree in (1, 2, 4)),
+        *((degree, name, 2) for degree in (2, 4) for name in ("interleaved", "zero_bubble")),
+        (2, "zero_bubble", 4),
+    }
+
+
 def test_degrees_of_experts_are_those_of_all_ranks_of_a_stage():
-    found = {tuple(split.values()) for split in degrees(8, 48, 128)}
+    found = {tuple(split[field] for field in DEGREES) for split in degrees(8, 48, 128)}
     assert {(1, 4, 1, 8), (1, 2, 2, 8), (1, 8, 1, 8), (2, 4, 1, 4)} <= found
     assert not {(2, 1, 1, 8), (3, 1, 1, 1)} & found
 
