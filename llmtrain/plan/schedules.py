@@ -97,7 +97,7 @@ class Schedule:
         ends: dict[Pass, float] = {}
         waiting = [deque(passes) for passes in self.passes(micro_batches)]
         free = [0.0] * self.ranks
-        slots = []
+        slots: list[Slot] = []
         while any(waiting):
             before = len(slots)
             for rank, passes in enumerate(waiting):

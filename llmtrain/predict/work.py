@@ -40,6 +40,7 @@ class StageParameters:
     reached: float
     """Fraction of the layers that the backward pass reaches."""
     embedding: bool
+    """Whether it has the embedding."""
     head: bool
     """Whether it has the output projection."""
 
@@ -62,6 +63,7 @@ def _joined(stages: Sequence[StageParameters]) -> StageParameters:
         experts=sum(one.experts for one in stages),
         trained=sum(one.trained * one.parameters for one in stages) / parameters,
         reached=sum(one.reached * one.layers for one in stages) / layers,
+        embedding=any(one.embedding for one in stages),
         head=any(one.head for one in stages),
     )
 

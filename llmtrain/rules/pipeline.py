@@ -76,7 +76,7 @@ def chunks(draft: Draft) -> Iterator[Fault]:
 @rule(
     "pipeline.interleaved",
     "Interleaved stages take micro-batches in groups of as many as there are devices; with a smaller last group, the "
-    "devices would wait for each other forever.",
+    "devices can wait for each other forever.",
     "arithmetic",
 )
 def interleaved(draft: Draft) -> Iterator[Fault]:

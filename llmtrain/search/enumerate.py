@@ -68,8 +68,8 @@ def candidates(
     World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
     with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
     stage supports it; so are the groups of hpZ, and the other backends, if they are installed. Examples of names:
-    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: those of the model; schedules with more stages are
-    left out.
+    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: those of the model; schedules with more
+    stages are left out.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):

@@ -9,6 +9,7 @@ from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import MOST_LAYERS
+from llmtrain.plan.schedules import UNITS, Schedule
 from llmtrain.recipe import parse_assignments
 from llmtrain.rules import RULES, broken, resolve
 
@@ -240,7 +241,9 @@ def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
     (note,) = resolve(recipe, cluster).notes
     assert note["rule"] == "pipeline.bubble"
     idle = f"({stages} − 1) / (1 + {stages} − 1) = {(stages - 1) / stages:.0%}"
-    assert note["message"].startswith(f"1 micro-batch per step in {stages} stages: each stage idles {idle} of the time")
+    assert note["message"].startswith(
+        f"1 micro-batch per step in {stages} stages: each device idles {idle} of the time"
+    )
     told = [word for word in note["fix"].replace(",", "").split() if "=" in word]
     better = recipe.with_(**parse_assignments(told))
     assert resolve(better, cluster).notes == ()
@@ -272,3 +275,38 @@ def test_an_attention_that_is_named_is_told(tiny):
     assert kernel_lines(resolve(tiny.with_(**{"model.attention": "varlen"}), Cluster())) == [
         "kernels  attention varlen"
     ]
+
+
+CHUNKED = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "field"),
+    [
+        ({"pipeline_chunks": 2}, "pipeline.chunks", "parallel.pipeline_chunks"),
+        ({"pipeline_schedule": "interleaved"}, "pipeline.chunks", "parallel.pipeline_chunks"),
+        ({"pipeline_schedule": "zero_bubble", "pipeline_chunks": 3}, "pipeline.chunks", "parallel.pipeline_chunks"),
+        ({"pipeline": 1, "pipeline_schedule": "zero_bubble"}, "pipeline.chunks", "parallel.pipeline_schedule"),
+        ({"pipeline_schedule": "interleaved", "pipeline_chunks": 8}, "pipeline.layers", "parallel.pipeline_chunks"),
+    ],
+)
+def test_a_schedule_has_its_own_number_of_stages(tiny, fields, rule, field):
+    given = {f"parallel.{name}": value for name, value in fields.items()}
+    assert refusals(tiny, Cluster(devices_per_node=2), **{**CHUNKED, **given})[rule].field == field
+
+
+def test_interleaved_stages_take_whole_groups_of_micro_batches(tiny):
+    fields = CHUNKED | {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
+    odd = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"batch.global_batch_size": 5})
+    assert "5 micro-batches" in odd["pipeline.interleaved"].message
+    with pytest.raises(AssertionError, match="waits for itself"):
+        for number in range(1, 12):  # some of these numbers, none of them a multiple of 4
+            if number % 4:
+                Schedule("interleaved", 4, 3).slots(number, UNITS)
+    resolve(tiny.with_(**fields, **{"batch.global_batch_size": 6}), Cluster(devices_per_node=2))
+
+
+def test_compiled_layers_cannot_delay_gradients(tiny):
+    fields = CHUNKED | {"parallel.pipeline_schedule": "zero_bubble", "parallel.pipeline_chunks": 2}
+    compiled = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"kernels.blocks": "compiled"})
+    assert compiled["pipeline.compiled"].field == "kernels.blocks"

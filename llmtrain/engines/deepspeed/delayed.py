@@ -30,7 +30,7 @@ class DelayedWeights(TorchFunctionMode):
         self._delayed: list[Delayed] = []
         for module in model.modules():
             if isinstance(module, nn.Linear | Conv1D):
-                module.forward = self._within(module.forward)
+                module.forward = self._within(module.forward)  # type: ignore[method-assign]
 
     def _within(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(value: Tensor) -> Tensor:
@@ -54,10 +54,10 @@ class DelayedWeights(TorchFunctionMode):
         if torch.is_grad_enabled() and not named:
             if function is functional.linear and _is_trained(arguments[1]):
                 value, weight, bias = (*arguments, None)[:3]
-                return _Product.apply(value, weight, bias, False, self.keep)
+                return _Product.apply(value, weight, bias, False, self.keep)  # type: ignore[no-untyped-call]
             if function is torch.addmm and _is_trained(arguments[2]):
                 bias, value, weight = arguments
-                return _Product.apply(value, weight, bias, True, self.keep)
+                return _Product.apply(value, weight, bias, True, self.keep)  # type: ignore[no-untyped-call]
         return function(*arguments, **(named or {}))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class Passes:
     ) -> None:
         """accumulating: the context in which gradients are computed, at whose end they are added to the step's."""
         self.schedule = schedule
-        self._stages = dict(zip(schedule.stages_of(links.rank), stages, strict=True))
+        held: list[Any] = list(stages)
+        self._stages: dict[int, Stage] = dict(zip(schedule.stages_of(links.rank), held, strict=True))
         self._links = links
         self._device = device
         self._accumulating = accumulating
