@@ -254,13 +254,14 @@ class RankStages(nn.ModuleList):
         self._names: dict[str, str] = {}
         held: dict[str, nn.Parameter] = {}
         for index, stage in enumerate(stages):
+            parameters = dict(stage.named_parameters())
             for path, name in stage.hf_names().items():
-                parameter = stage.get_parameter(path)
                 if name in held:
-                    _replace(stage, parameter, held[name])
-                else:
-                    held[name] = parameter
-                    self._names[f"{index}.{path}"] = name
+                    _replace(stage, parameters[path], held[name])
+                    continue
+                self._names[f"{index}.{path}"] = name
+                if path in parameters:  # a weight that is held in 4 bit is none
+                    held[name] = parameters[path]
 
     def hf_names(self) -> dict[str, str]:
         """Maps parameter names of this module to names in the whole model."""

@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from llmtrain.engines.own_time import PASSES, Forwards, Waits, _module_of
+from llmtrain.engines.own_time import PASSES, Forwards, Waits, _modules_of
 from llmtrain.system.heartbeat import Heartbeat
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -89,7 +89,7 @@ def _passes(rank: int) -> list[float]:
     for other in ({}, {"parallel.pipeline": 2}, accelerate):
         plan = plan_of(tiny_recipe(**{**fields, **other}), 2)
         engine = engine_of(plan)
-        forwards = Forwards(_module_of(engine))
+        forwards = Forwards(_modules_of(engine))
         batch = plan.batch
         shape = (batch.micro_batch_size, batch.gradient_accumulation_steps)
         forwards.begin()

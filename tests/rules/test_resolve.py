@@ -300,9 +300,7 @@ def test_interleaved_stages_take_whole_groups_of_micro_batches(tiny):
     odd = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"batch.global_batch_size": 5})
     assert "5 micro-batches" in odd["pipeline.interleaved"].message
     with pytest.raises(AssertionError, match="waits for itself"):
-        for number in range(1, 12):  # some of these numbers, none of them a multiple of 4
-            if number % 4:
-                Schedule("interleaved", 4, 3).slots(number, UNITS)
+        Schedule("interleaved", 4, 3).slots(5, UNITS)
     resolve(tiny.with_(**fields, **{"batch.global_batch_size": 6}), Cluster(devices_per_node=2))
 
 
