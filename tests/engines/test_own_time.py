@@ -109,7 +109,7 @@ def test_forward_passes_with_gradients_count():
             return super().forward(inputs)
 
     module = Slow(2, 2)
-    forwards = Forwards(module)
+    forwards = Forwards([module])
     forwards.begin()
     with torch.no_grad():
         module(torch.ones(1, 2))

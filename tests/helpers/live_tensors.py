@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deepspeed.runtime.pipe.schedule import OptimizerStep
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -118,11 +117,12 @@ def _watch(engine: Any, look: Callable[[], None]) -> None:
 
 
 def _watch_pipeline(engine: Any, look: Callable[[], None]) -> None:
-    instructions = dict(engine.engine._INSTRUCTION_MAP)
-    update = instructions[OptimizerStep]
+    """Looks before each update."""
+    inner = engine.engine
+    update = inner._exec_optimizer_step
 
-    def watched(inner: Any, **options: Any) -> None:
+    def watched(*arguments: Any, **options: Any) -> None:
         look()
-        update(inner, **options)
+        update(*arguments, **options)
 
-    engine.engine._INSTRUCTION_MAP = instructions | {OptimizerStep: watched}
+    inner._exec_optimizer_step = watched
