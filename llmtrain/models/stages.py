@@ -269,7 +269,7 @@ class RankStages(nn.ModuleList):
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the name of a parameter or buffer in the whole model."""
-        return self._names.get(name) or name.partition(".model.")[2]
+        return self._names.get(name) or name.partition(".")[2].removeprefix("model.")
 
 
 def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:
