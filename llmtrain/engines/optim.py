@@ -36,11 +36,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def groups_for(optim: OptimConfig, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups with those weights of `model` apart that the optimizer updates in another way."""
+def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups with those weights apart that the optimizer updates in another way.
+
+    models: the model, or what each stage of this rank has of it.
+    """
     if optimizer_of(optim).layer_states is None:
         return groups
-    apart = {id(one) for name, one in model.named_parameters() if is_matrix_of_layer(name, len(shape_of(one)))}
+    named = (one for model in models for one in model.named_parameters())
+    apart = {id(one) for name, one in named if is_matrix_of_layer(name, len(shape_of(one)))}
     split = [
         {**group, "params": [one for one in group["params"] if (id(one) in apart) is inside], "muon": inside}
         for group in groups

@@ -125,7 +125,7 @@ class PlainLoop:
         self.distribution = distribution or Distribution()
         self.objective = self.distribution.objective = objective_of(recipe)
         self.device = next(model.parameters()).device
-        groups = groups_for(recipe.optim, model, parameter_groups(model, recipe.optim.weight_decay))
+        groups = groups_for(recipe.optim, [model], parameter_groups(model, recipe.optim.weight_decay))
         self.masters = {
             weight: nn.Parameter(weight.detach().float())
             for weight in model.parameters()

@@ -189,7 +189,8 @@ class DeepSpeedEngine:
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None
-        groups = groups_for(recipe.optim, self.model, parameter_groups(self.module, recipe.optim.weight_decay))
+        models = (model for model, _ in self.models())
+        groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))
         for axis in axes:
             groups = axis.parameter_groups(groups)
         grid = next((axis.grid for axis in axes if axis.grid is not None), None)
