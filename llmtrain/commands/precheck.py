@@ -112,5 +112,5 @@ def without_uncut(
         else:
             out.append(RefusedPlan(one.name, fault.problems[0]))
     if plans and not kept:
-        raise RecipeError(fault.problems[0] for fault in faults.values() if fault)
+        raise RecipeError(dict.fromkeys(fault.problems[0] for fault in faults.values() if fault))
     return kept, out
