@@ -261,7 +261,7 @@ def _load_named(
                 "model.pretrained_quantized",
                 "model.pretrained",
                 f"{source.pretrained} is quantized, so it cannot be loaded in parts",
-                "name a folder with plain weights, or use parallel.zero_stage=2 without a pipeline",
+                "name a folder with plain weights, or use parallel.zero_stage=2 without stages and tensor parallelism",
             )
         )
     pretrained = read_pretrained(source, config)

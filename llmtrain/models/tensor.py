@@ -107,7 +107,7 @@ class TensorParallel:
     def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
-        self._layers, self._outside = SplitSection(ranks), SplitSection(ranks, one_module=True)
+        self._joined, self._alone = SplitSection(ranks), SplitSection(ranks, one_module=True)
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
@@ -128,7 +128,7 @@ class TensorParallel:
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                section = self._outside if _pattern(name) == name else self._layers
+                section = self._alone if _pattern(name) == name else self._joined
                 STYLES[style].install(module, section, model.config)
 
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
@@ -146,7 +146,7 @@ class TensorParallel:
         part: Any = inner if shard.dim else outer
         part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
         part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, self._layers, config)
+        STYLES[style].install(part, self._alone, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -204,7 +204,7 @@ class SplitSection:
     """
 
     def __init__(self, ranks: Ranks, one_module: bool = False) -> None:
-        """one_module: whether the section is a single module, such as the head."""
+        """one_module: whether the section is a single module, such as the head or a matrix of an adapter."""
         self.ranks = ranks
         self._one_module = one_module
         self._entered: tuple[Tensor, Tensor] | None = None
