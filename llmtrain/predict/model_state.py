@@ -161,8 +161,8 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
     is_pipeline = plan.parallel.pipeline > 1
     is_kept = stage == 1 and _accumulates(plan)
-    # The first bucket of a pass that follows others starts new sums (`copy_grads_in_partition`).
-    starts_early = stage == 2 and not compact and _accumulates(plan) and bucket_elements(plan) < elements
+    # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`).
+    starts_early = not compact and (reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements))
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
         late=Parts(buckets=0 if is_kept else bucket, gradients=reduced if starts_early else 0),
