@@ -15,8 +15,10 @@ from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.moe import moe_recipe
 
 LARGE, SMALL = 20_000, 3_000
 """Elements of a bucket: of several weights, but less than two layers have; and fewer than most matrices have."""
@@ -40,12 +42,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-2, offload": {"parallel.zero_stage": 2, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
     "ZeRO-2, tensor, four ranks": {"parallel.zero_stage": 2, "parallel.tensor": 2},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ZeRO-2, bf16": {"parallel.zero_stage": 2, "parallel.precision": "bf16"},
+    "ZeRO-1, tensor, four ranks": {"parallel.zero_stage": 1, "parallel.tensor": 2},
+}
 FEW = {"ZeRO-1": LARGE, "ZeRO-2, bf16": SMALL}
 """Those that are always tested: buckets in turn, and gradients that are reduced where they are."""
 
 
 def plan_of(name: str) -> Plan:
-    recipe = tiny_recipe(**{"model.config.tie_word_embeddings": False, **PLANS[name]})
+    return resolved(name, tiny_recipe(**{"model.config.tie_word_embeddings": False, **PLANS[name]}))
+
+
+def resolved(name: str, recipe: Recipe) -> Plan:
     return resolve(recipe, Cluster(devices_per_node=4 if "four ranks" in name else 2, device="h100"))
 
 
@@ -66,8 +75,7 @@ def train(rank: int, plan: Plan, zero: dict[str, Any], steps: int) -> tuple[list
     return [*numbers, *((name, one.float().numpy().tobytes()) for name, one in engine.named_weights())], waited
 
 
-def compare(gpus, name: str, bucket: int, steps: int) -> None:
-    plan = plan_of(name)
+def compare(gpus, plan: Plan, bucket: int, steps: int) -> None:
     zero = {"reduce_bucket_size": bucket}
     ranks = plan.cluster.world_size
     after, beside = (gpus(ranks, train, plan, zero | {"overlap_comm": on}, steps) for on in (False, True))
@@ -80,11 +88,17 @@ def compare(gpus, name: str, bucket: int, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bucket"), FEW.items())
 def test_overlapping_changes_no_bit(gpus, name, bucket):
-    compare(gpus, name, bucket, steps=4)
+    compare(gpus, plan_of(name), bucket, steps=4)
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("bucket", [LARGE, SMALL])
 @pytest.mark.parametrize("name", PLANS)
 def test_overlapping_changes_no_bit_under_other_plans(gpus, name, bucket):
-    compare(gpus, name, bucket, LONG)
+    compare(gpus, plan_of(name), bucket, LONG)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", EXPERTS)
+def test_overlapping_changes_no_bit_of_distributed_experts(gpus, name):
+    compare(gpus, resolved(name, moe_recipe(**EXPERTS[name])), SMALL, steps=4)
