@@ -59,6 +59,18 @@ def _verify(result: Result) -> Sequence[Verdict]:
     return [Verdict("every plan that is not refused trains the same run", found, certified == len(result["plans"]))]
 
 
+def _slow_network(result: Result) -> Sequence[Verdict]:
+    return [
+        Verdict(
+            f"{row['plan']}: a step within 15% of the prediction",
+            f"{row['measured_step_s']:.2f} s, predicted {row['predicted_step_s']:.2f} s; "
+            f"{row['measured_hidden']:.0%} of the communication hidden, predicted {row['predicted_hidden']:.0%}",
+            abs(row["step_error"]) <= 0.15,
+        )
+        for row in result["rows"]
+    ]
+
+
 PIPELINE = (
     Script(
         "bubble",
@@ -70,6 +82,15 @@ PIPELINE = (
     ),
 )
 OTHERS = (
+    Script(
+        "slow_network",
+        "Communication that is hidden",
+        "Four ranks on two hosts, network namespaces joined by a cable of 200 Mbit/s, with layers that sleep: the "
+        "seconds that each strategy waits for the network, compared with the prediction.",
+        ("python", "benchmarks/slow_network.py"),
+        _slow_network,
+        minutes=5,
+    ),
     Script(
         "memory",
         "Memory, predicted and measured",

@@ -13,7 +13,7 @@ from llmtrain.predict.assumptions import EAGER, Assumptions
 from llmtrain.predict.links import Links
 from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
-from llmtrain.predict.work import StageParameters, Worker, held_by_ranks
+from llmtrain.predict.work import StageParameters, Work, Worker, held_by_ranks
 from llmtrain.recipe import Part
 
 
@@ -94,19 +94,9 @@ class _Stage:
     def __init__(self, plan: Plan, held: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
         self.plan, self.work = plan, worker.micro_batch(held)
         self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
-        waited, beside, backward_beside, step, step_beside = (
-            by_kind(transfers, links.seconds) for transfers in traffic
-        )
-        exposed, hidden = _exposed(beside, worker.assumed.overlap * work.seconds)
-        left = max(0.0, worker.assumed.overlap * work.backward - hidden)
-        reduced, hidden_reduced = _exposed(backward_beside, left)
-        self.per_micro_batch = summed(waited, exposed, reduced)
+        self.per_micro_batch, self.once, self.overlapped = waits_of(traffic, links, work, self.micro_batches)
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
-        # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
-        last, hidden_last = _exposed(step_beside, worker.assumed.overlap * work.backward)
-        self.once = summed(step, last)
-        self.overlapped = (hidden + hidden_reduced) * self.micro_batches + hidden_last
         self.update = _update(plan, held, worker)
         self.fixed = sum(self.once.values()) + self.update
 
@@ -132,6 +122,20 @@ class _Stage:
             tokens_per_second_per_device=per_device,
             mfu=per_device * plan.flops_per_token / peak,
         )
+
+
+def waits_of(
+    traffic: Traffic, links: Links, work: Work, micro_batches: int
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
+    waited, beside, backward_beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
+    overlap = links.assumed.overlap
+    exposed, hidden = _exposed(beside, overlap * work.seconds)
+    reduced, hidden_reduced = _exposed(backward_beside, max(0.0, overlap * work.backward - hidden))
+    # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
+    last, hidden_last = _exposed(step_beside, overlap * work.backward)
+    overlapped = (hidden + hidden_reduced) * micro_batches + hidden_last
+    return summed(waited, exposed, reduced), summed(step, last), overlapped
 
 
 def _slow(stage: _Stage) -> tuple[float, float]:

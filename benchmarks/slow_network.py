@@ -1,0 +1,148 @@
+"""Measures what share of its communication each strategy hides on a slow network; writes results/slow_network.json.
+
+python benchmarks/slow_network.py
+
+Two hosts are network namespaces with two ranks each, joined by a virtual cable whose rate `tc` limits. Layers sleep
+instead of computing for long. Each plan runs without the limit first: the further seconds under the limit are those in
+which it waits for the network. It needs root, and the programs that `tests/helpers/two_hosts.py` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import facts  # noqa: E402
+from benchmarks.programs.slow_network import (  # noqa: E402
+    BACKWARD_S,
+    FORWARD_S,
+    MICRO_BATCHES,
+    NODES,
+    PER_NODE,
+    PLANS,
+    STEPS,
+    plan_of,
+)
+from llmtrain.plan import Plan  # noqa: E402
+from llmtrain.predict.assumptions import Assumptions  # noqa: E402
+from llmtrain.predict.links import Links  # noqa: E402
+from llmtrain.predict.time import waits_of  # noqa: E402
+from llmtrain.predict.traffic import CommunicationGroups, Traffic  # noqa: E402
+from llmtrain.predict.work import Work, held_by  # noqa: E402
+from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # noqa: E402
+
+RESULT = ROOT / "benchmarks/results/slow_network.json"
+RATE = 25e6
+"""Bytes per second, each way, of the limited cable."""
+LOOPBACK = 2e9
+"""Of what ranks of a host send each other: too fast to matter."""
+ASSUMED = Assumptions(link=0.95, overlap=1.0, node_latency_s=1e-4, network_latency_s=2e-4)
+"""What is known here: headers take 5% of the cable, and a process that sleeps leaves its core to communication."""
+PORT = 29500
+
+
+def main() -> None:
+    """Runs all plans on the free and on the limited cable, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PLANS, help="print the result of one plan, and write nothing")
+    parser.add_argument("--short", action="store_true", help="time one step of each plan, and write nothing")
+    options = parser.parse_args()
+    if lacking := missing():
+        sys.exit(lacking)
+    names, steps = [options.only] if options.only else list(PLANS), 1 if options.short else STEPS
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, two_hosts(Path(folder)) as both:
+        free = _run(both, names, steps)
+        _limit(both, RATE)
+        limited = _run(both, names, steps)
+    rows = [row_of(name, free[name], limited[name]) for name in names]
+    document = {
+        "command": "python benchmarks/slow_network.py",
+        **facts(),
+        "rate": RATE,
+        "layer_forward_s": FORWARD_S,
+        "layer_backward_s": BACKWARD_S,
+        "micro_batches": MICRO_BATCHES,
+        "steps": steps,
+        "rows": rows,
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    print(text)
+    if not (options.only or options.short):
+        RESULT.write_text(text, encoding="utf-8")
+
+
+def _limit(both: TwoHosts, rate: float) -> None:
+    for host in both.hosts:
+        shaped = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{8 * rate:.0f}bit")
+        subprocess.run(host.command(*shaped, "burst", "256kb", "latency", "400ms"), check=True)
+
+
+def _run(both: TwoHosts, names: list[str], steps: int) -> dict[str, dict[str, float]]:
+    """Starts two ranks on each host, and returns what rank 0 prints."""
+    workers = []
+    for rank in range(NODES * PER_NODE):
+        host = both.hosts[rank // PER_NODE]
+        own: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank % PER_NODE, "WORLD_SIZE": NODES * PER_NODE}
+        own |= {"MASTER_ADDR": both.hosts[0].address, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
+        own |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1, "SLOW_NETWORK": json.dumps([names, steps])}
+        environment = os.environ | {key: str(value) for key, value in own.items()}
+        command = host.command(sys.executable, "-m", "benchmarks.programs.slow_network")
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        workers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, text=True))
+    printed = workers[0].communicate()[0]
+    if any(worker.wait() for worker in workers):
+        sys.exit("a rank failed; its error is above")
+    found: dict[str, dict[str, float]] = json.loads(printed.partition("RESULT ")[2].splitlines()[0])
+    return found
+
+
+def row_of(name: str, free: dict[str, float], limited: dict[str, float]) -> dict[str, Any]:
+    """Returns prediction and measurement side by side. The step on the free cable is measured."""
+    waiting, hidden = predicted(plan_of(name))
+    expected, measured = free["step_s"] + waiting, limited["step_s"]
+    total = waiting + hidden
+    return {
+        "plan": name,
+        "cable_bytes": round(limited["cable_bytes"]),
+        "free_step_s": round(free["step_s"], 4),
+        "communication_s": round(total, 4),
+        "predicted_step_s": round(expected, 4),
+        "measured_step_s": round(measured, 4),
+        "step_error": round(expected / measured - 1, 4),
+        "predicted_hidden": round(hidden / total, 4),
+        "measured_hidden": round(1 - (measured - free["step_s"]) / total, 4),
+    }
+
+
+def predicted(plan: Plan) -> tuple[float, float]:
+    """Returns the seconds of a step in which the slowest rank waits, and those that are hidden."""
+    links = Links(PER_NODE, LOOPBACK, RATE * ASSUMED.link / PER_NODE, LOOPBACK, ASSUMED)
+    groups, m = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
+    found = []
+    for held in held_by(plan.model, plan.stages):
+        work = Work(forward=held.layers * FORWARD_S, recompute=0.0, backward=held.layers * BACKWARD_S)
+        each, once, hidden = waits_of(_on_gloo(groups.traffic(held)), links, work, m)
+        slots = m + plan.parallel.pipeline - 1  # a pipeline fills and drains at the pace of its sends
+        found.append((slots * sum(each.values()) + sum(once.values()), hidden))
+    return max(found)
+
+
+def _on_gloo(traffic: Traffic) -> Traffic:
+    """Returns the transfers as gloo makes them: its reduce-scatter is an all-reduce, for which a rank waits."""
+    reduced = [replace(one, kind="all_reduce") for one in traffic.hidden if one.kind == "reduce_scatter"]
+    others = [one for one in traffic.hidden if one.kind != "reduce_scatter"]
+    return traffic._replace(waited=[*traffic.waited, *reduced], hidden=others)
+
+
+if __name__ == "__main__":
+    main()
