@@ -37,7 +37,7 @@ from llmtrain.plan import Plan  # noqa: E402
 from llmtrain.predict.assumptions import Assumptions  # noqa: E402
 from llmtrain.predict.links import Links  # noqa: E402
 from llmtrain.predict.time import waits_of  # noqa: E402
-from llmtrain.predict.traffic import CommunicationGroups, Traffic  # noqa: E402
+from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
 from llmtrain.predict.work import Work, held_by  # noqa: E402
 from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # noqa: E402
 
@@ -139,9 +139,14 @@ def predicted(plan: Plan) -> tuple[float, float]:
 
 def _on_gloo(traffic: Traffic) -> Traffic:
     """Returns the transfers as gloo makes them: its reduce-scatter is an all-reduce, for which a rank waits."""
-    reduced = [replace(one, kind="all_reduce") for one in traffic.hidden if one.kind == "reduce_scatter"]
-    others = [one for one in traffic.hidden if one.kind != "reduce_scatter"]
-    return traffic._replace(waited=[*traffic.waited, *reduced], hidden=others)
+
+    def parted(transfers: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+        others = [one for one in transfers if one.kind != "reduce_scatter"]
+        return others, [replace(one, kind="all_reduce") for one in transfers if one.kind == "reduce_scatter"]
+
+    (hidden, each), (step_hidden, once) = parted(traffic.hidden), parted(traffic.step_hidden)
+    waits = {"waited": [*traffic.waited, *each], "step": [*traffic.step, *once]}
+    return traffic._replace(hidden=hidden, step_hidden=step_hidden, **waits)
 
 
 if __name__ == "__main__":

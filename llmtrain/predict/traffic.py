@@ -113,7 +113,9 @@ class CommunicationGroups:
         if strategy == "deepspeed":
             self._zero(held, found)
         elif strategy == "fsdp2":
-            self._fully_sharded(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
+            self._gathered(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
+            # Gradients of the micro-batches before the last one stay where they are (`no_sync`).
+            found.step_hidden.append(self._gradients("reduce_scatter", held))
         else:
             found.step_hidden.append(self._gradients("all_reduce", held))
         found.step.extend(self._matrices(held))
@@ -191,7 +193,8 @@ class CommunicationGroups:
             # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
             own = share.own(held)
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
-            self._fully_sharded(held, found, gathers=1 + again)
+            self._gathered(held, found, gathers=1 + again)
+            found.hidden.append(self._gradients("reduce_scatter", held))
         else:
             self._reduced(held, found)
             if stage:
@@ -219,15 +222,14 @@ class CommunicationGroups:
             beside.append(replace(reduction, times=1 - last))
         (found.waited if each_pass else found.step).append(replace(reduction, times=last))
 
-    def _fully_sharded(self, held: StageParameters, found: Traffic, gathers: float) -> None:
-        """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
+    def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
+        """Adds the all-gathers of weights for a micro-batch, layer by layer and `gathers` times."""
         near = self.plan.parallel.hierarchical_partition
         # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
         far = gathers if near == 1 else held.trained / self.plan.batch.gradient_accumulation_steps
         found.hidden.append(self._weights(held, far))
         weights = self.share.own(held) * self.share.weight_bytes
         found.hidden.append(Transfer("all_gather", ((weights, RankGroup(near, 1)),), gathers - far))
-        found.hidden.append(self._gradients("reduce_scatter", held))
 
     def _weights(self, held: StageParameters, times: float = 1.0, part: float = 1.0) -> Transfer:
         """Returns the all-gathers of a device's weights, or of a part of them."""
