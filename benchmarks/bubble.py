@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 
 CASES = (
-    (Schedule("1f1b", 2, 1), 2),
-    (Schedule("1f1b", 2, 1), 8),
-    (Schedule("1f1b", 4, 1), 4),
-    (Schedule("1f1b", 4, 1), 8),
-    (Schedule("1f1b", 4, 1), 16),
-    (Schedule("interleaved", 4, 2), 8),
-    (Schedule("zero_bubble", 4, 2), 8),
-    (Schedule("zero_bubble", 4, 4), 8),
-    (Schedule("zero_bubble", 4, 2), 16),
+    (PipelineSchedule("1f1b", 2, 1), 2),
+    (PipelineSchedule("1f1b", 2, 1), 8),
+    (PipelineSchedule("1f1b", 4, 1), 4),
+    (PipelineSchedule("1f1b", 4, 1), 8),
+    (PipelineSchedule("1f1b", 4, 1), 16),
+    (PipelineSchedule("interleaved", 4, 2), 8),
+    (PipelineSchedule("zero_bubble", 4, 2), 8),
+    (PipelineSchedule("zero_bubble", 4, 4), 8),
+    (PipelineSchedule("zero_bubble", 4, 2), 16),
 )
 """Schedules, and numbers of micro-batches."""
 FORWARD_S, BACKWARD_S = 0.1, 0.2
@@ -63,7 +63,7 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def measure(schedule: Schedule, micro_batches: int) -> float:
+def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
     """Returns the median duration of a step in seconds, without the first step. All ranks of the world call it."""
     from llmtrain.cluster import Cluster
     from llmtrain.data import MicroBatch, StepBatch
@@ -129,7 +129,7 @@ def _sleeping(forward: Any, chunks: int, delayed: Any) -> Any:
     return run
 
 
-def result_of(schedule: Schedule, micro_batches: int, seconds: float) -> dict[str, float | str]:
+def result_of(schedule: PipelineSchedule, micro_batches: int, seconds: float) -> dict[str, float | str]:
     """Returns prediction and measurement side by side. A rank is busy for m forward and m backward passes."""
     busy = micro_batches * (FORWARD_S + BACKWARD_S)
     bubble = schedule.bubble(micro_batches)

@@ -152,7 +152,7 @@ def _write(folder: Path, planned: Planned) -> list[str]:
     Returns the names of the files.
     """
     from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
-    from llmtrain.plan.schedules import Schedule
+    from llmtrain.plan.schedules import PipelineSchedule
     from llmtrain.predict.drawn import memory_svg
     from llmtrain.predict.schedule import schedule_svg
 
@@ -165,7 +165,7 @@ def _write(folder: Path, planned: Planned) -> list[str]:
     if planned.memory:
         files["memory.svg"] = memory_svg(planned.memory)
     if plan.parallel.pipeline > 1:
-        files["schedule.svg"] = schedule_svg(Schedule.of(plan.parallel), plan.batch)
+        files["schedule.svg"] = schedule_svg(PipelineSchedule.of(plan.parallel), plan.batch)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule of `ranks` × `chunks` stages."""
 
     name: str
@@ -47,7 +47,7 @@ class Schedule:
     """Stages of a rank."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> Schedule:
+    def of(cls, parallel: ParallelConfig) -> PipelineSchedule:
         """Returns the schedule of a recipe."""
         return cls(parallel.pipeline_schedule, parallel.pipeline, parallel.pipeline_chunks)
 
@@ -118,7 +118,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def _passes(schedule: Schedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
+def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     if schedule.name == "zero_bubble":
         # Which of both is shorter depends on the numbers of ranks and micro-batches.
         tries = (_ZeroBubble(schedule, micro_batches, reserve) for reserve in (0, 1))
@@ -126,7 +126,7 @@ def _passes(schedule: Schedule, micro_batches: int) -> tuple[tuple[Pass, ...], .
     return tuple(tuple(_alternating(schedule, rank, micro_batches)) for rank in range(schedule.ranks))
 
 
-def _alternating(schedule: Schedule, rank: int, micro_batches: int) -> Iterator[Pass]:
+def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> Iterator[Pass]:
     """Yields the passes of a rank: forward passes until the pipeline is full, then both kinds in turn.
 
     With chunks, `ranks` micro-batches at a time go through one stage after the other (arXiv 2104.04473, figure 4).
@@ -153,7 +153,7 @@ class _ZeroBubble:
     A rank holds the activations of at most `stages` passes, which is what the first rank of 1F1B holds.
     """
 
-    def __init__(self, schedule: Schedule, micro_batches: int, reserve: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, micro_batches: int, reserve: int) -> None:
         """reserve: room that a stage leaves for each later stage of its rank."""
         self.schedule, self.micro_batches, self.reserve = schedule, micro_batches, reserve
         ranks = range(schedule.ranks)
@@ -204,18 +204,18 @@ UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1
 """Lengths of the passes of a stage: each has as many products as the others."""
 
 
-def lengths(schedule: Schedule) -> Mapping[PassKind, float]:
+def lengths(schedule: PipelineSchedule) -> Mapping[PassKind, float]:
     """Returns the lengths of passes in units of a forward pass; a whole backward pass has both kinds of products."""
     return UNITS if schedule.splits_backward else {**UNITS, "backward": 2.0}
 
 
-def _enough(schedule: Schedule) -> int:
+def _enough(schedule: PipelineSchedule) -> int:
     """Returns a number of micro-batches beyond which each further one only adds its own passes."""
     return 3 * schedule.ranks
 
 
 @lru_cache(maxsize=4096)
-def _bubble(schedule: Schedule, micro_batches: int) -> float:
+def _bubble(schedule: PipelineSchedule, micro_batches: int) -> float:
     shown = min(micro_batches, _enough(schedule))
     end = max(slot.end for slot in schedule.slots(shown, lengths(schedule)))
     idle = end - 3.0 * schedule.chunks * shown
@@ -223,7 +223,7 @@ def _bubble(schedule: Schedule, micro_batches: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(schedule: Schedule, rank: int, micro_batches: int) -> int:
+def _in_flight(schedule: PipelineSchedule, rank: int, micro_batches: int) -> int:
     last: PassKind = "weights" if schedule.splits_backward else "backward"
     shown = min(micro_batches, _enough(schedule))
     held = most = 0

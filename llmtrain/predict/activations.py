@@ -24,7 +24,7 @@ from llmtrain.plan.kernels import (
     recomputes_loss,
 )
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.stages import head_parameters, is_recomputed, reached_layers
 from llmtrain.plan.weights import Weight, Weights
 from llmtrain.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, sliced
@@ -114,7 +114,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - one.used for index, one in again.items())])
     working += max((_feed_forward_gradients(plan, weights, index, tokens) for index in layers), default=0)
-    is_last = rank == Schedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
+    is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
         last = _of_norm(plan, widths, any(one.trained for one in norm)) + _input(widths) * plan.model.trains_head
@@ -168,7 +168,7 @@ def _loss(plan: Plan, tokens: int) -> int:
 
 def in_flight(plan: Plan, rank: int) -> int:
     """Returns the largest number of passes whose activations a rank of the pipe holds at once."""
-    return Schedule.of(plan.parallel).in_flight(rank, plan.batch.gradient_accumulation_steps)
+    return PipelineSchedule.of(plan.parallel).in_flight(rank, plan.batch.gradient_accumulation_steps)
 
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
@@ -434,7 +434,7 @@ def _of_each(
 def _layers_of(plan: Plan, rank: int) -> list[int]:
     if not plan.stages:
         return list(range(plan.model.layers))
-    bounds = (plan.stages[stage].layers for stage in Schedule.of(plan.parallel).stages_of(rank))
+    bounds = (plan.stages[stage].layers for stage in PipelineSchedule.of(plan.parallel).stages_of(rank))
     return [index for first, last in bounds for index in range(first, last + 1)]
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.weights import Weight, Weights
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
@@ -210,7 +210,7 @@ def rank_weights(plan: Plan, weights: Weights, rank: int) -> Iterable[Weight]:
     if not plan.stages:
         return weights.of_layers(0, weights.layers, first=True, last=True)
     found: list[Weight] = []
-    stages = Schedule.of(plan.parallel).stages_of(rank)
+    stages = PipelineSchedule.of(plan.parallel).stages_of(rank)
     for stage in stages:
         (first, last), is_last = plan.stages[stage].layers, stage == plan.parallel.stages - 1
         own = list(weights.of_layers(first, last + 1, first=stage == 0, last=is_last))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.plan import Batch
-from llmtrain.plan.schedules import Schedule, Slot, lengths
+from llmtrain.plan.schedules import PipelineSchedule, Slot, lengths
 from llmtrain.predict.picture import GREY, LEFT, ROW, bar_label, box, picture, row_name
 
 MOST_SHOWN = 32
@@ -16,7 +16,7 @@ COLOURS = {"forward": ("#4c78a8", "#9ecae9"), "backward": ("#54a24b", "#b6d7a8")
 UNIT, TOP = 11, 34
 
 
-def schedule_svg(schedule: Schedule, batch: Batch) -> str:
+def schedule_svg(schedule: PipelineSchedule, batch: Batch) -> str:
     """Draws a step: a row for each rank of the pipe, with numbered passes; grey means idle."""
     micro_batches = batch.gradient_accumulation_steps
     shown = min(micro_batches, max(MOST_SHOWN, schedule.ranks))
@@ -41,7 +41,7 @@ def schedule_svg(schedule: Schedule, batch: Batch) -> str:
     return picture(LEFT + length * unit + 12, TOP + schedule.ranks * ROW + 12, title, (*rows, *drawn))
 
 
-def _drawn(schedule: Schedule, slot: Slot, unit: float) -> Iterator[str]:
+def _drawn(schedule: PipelineSchedule, slot: Slot, unit: float) -> Iterator[str]:
     kind, stage, micro_batch = slot.what
     x, y, width = LEFT + slot.start * unit, TOP + slot.rank * ROW, (slot.end - slot.start) * unit
     title = f"stage {stage}, {kind} pass of micro-batch {micro_batch}"

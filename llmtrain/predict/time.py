@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.predict.assumptions import EAGER, Assumptions
 from llmtrain.predict.links import Links
 from llmtrain.predict.rates import ReachedRates
@@ -103,7 +103,7 @@ class _Stage:
     def time(self, peak: float) -> StepTime:
         """peak: FLOP/s of a device."""
         plan, m = self.plan, self.micro_batches
-        bubble = Schedule.of(plan.parallel).bubble(m)
+        bubble = PipelineSchedule.of(plan.parallel).bubble(m)
         bubble_s = m * self.slot * bubble / (1 - bubble)
         step = m * self.slot + bubble_s + self.fixed
         communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)

@@ -11,7 +11,7 @@ from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.rates import ReachedRates
@@ -50,7 +50,7 @@ def held_by_ranks(plan: Plan) -> tuple[StageParameters, ...]:
     stages = held_by(plan.model, plan.stages)
     if plan.parallel.pipeline_chunks == 1:
         return stages
-    schedule = Schedule.of(plan.parallel)
+    schedule = PipelineSchedule.of(plan.parallel)
     return tuple(_joined([stages[stage] for stage in schedule.stages_of(rank)]) for rank in range(schedule.ranks))
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft, divisors
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.rules.rule import Fault, assignment, rule
 
 
@@ -155,7 +155,7 @@ def bubble(draft: Draft) -> Iterator[Fault]:
     parallel, micro_batches = draft.parallel, draft.accumulation
     if parallel.pipeline == 1 or micro_batches is None or any(chunks.check(draft)) or any(interleaved.check(draft)):
         return
-    idle = Schedule.of(parallel).bubble(micro_batches)
+    idle = PipelineSchedule.of(parallel).bubble(micro_batches)
     if idle <= MOST_IDLE:
         return
     one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"

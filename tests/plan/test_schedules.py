@@ -7,18 +7,18 @@ import itertools
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from llmtrain.plan.schedules import KINDS, Pass, Schedule, lengths
+from llmtrain.plan.schedules import KINDS, Pass, PipelineSchedule, lengths
 
 SIZES = [(2, 1), (2, 8), (3, 6), (4, 2), (4, 16), (5, 7)]
 
 
-def drawn() -> list[tuple[Schedule, int]]:
-    found = [(Schedule("1f1b", ranks, 1), number) for ranks, number in SIZES]
+def drawn() -> list[tuple[PipelineSchedule, int]]:
+    found = [(PipelineSchedule("1f1b", ranks, 1), number) for ranks, number in SIZES]
     for ranks, chunks, number in itertools.product((2, 3, 4), (2, 3, 4), (1, 2, 3, 4, 6, 8, 12)):
         if number % ranks == 0:
-            found.append((Schedule("interleaved", ranks, chunks), number))
+            found.append((PipelineSchedule("interleaved", ranks, chunks), number))
         if chunks % 2 == 0:
-            found.append((Schedule("zero_bubble", ranks, chunks), number))
+            found.append((PipelineSchedule("zero_bubble", ranks, chunks), number))
     return found
 
 
@@ -41,7 +41,7 @@ def test_every_pass_runs_once_on_its_rank_and_after_what_it_needs(schedule, micr
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_1f1b_waits_as_the_formula_says(stages, micro_batches):
-    schedule = Schedule("1f1b", stages, 1)
+    schedule = PipelineSchedule("1f1b", stages, 1)
     assert schedule.bubble(micro_batches) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     end = max(slot.end for slot in schedule.slots(micro_batches, {"forward": 1.0, "backward": 2.5, "weights": 0.0}))
     assert end == pytest.approx((micro_batches + stages - 1) * 3.5)
@@ -49,7 +49,7 @@ def test_1f1b_waits_as_the_formula_says(stages, micro_batches):
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_1f1b_has_the_order_of_deepspeed(stages, micro_batches):
-    for stage, own in enumerate(Schedule("1f1b", stages, 1).passes(micro_batches)):
+    for stage, own in enumerate(PipelineSchedule("1f1b", stages, 1).passes(micro_batches)):
         theirs = [
             "forward" if isinstance(command, ForwardPass) else "backward"
             for commands in TrainSchedule(micro_batches, stages, stage).steps()
@@ -62,26 +62,26 @@ def test_1f1b_has_the_order_of_deepspeed(stages, micro_batches):
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 4, 8), (8, 2, 64)])
 def test_interleaved_stages_wait_as_the_formula_says(ranks, chunks, micro_batches):
     """arXiv 2104.04473, section 2.2.2: (p − 1) / v of a micro-batch's time."""
-    bubble = Schedule("interleaved", ranks, chunks).bubble(micro_batches)
+    bubble = PipelineSchedule("interleaved", ranks, chunks).bubble(micro_batches)
     assert bubble / (1 - bubble) == pytest.approx((ranks - 1) / (chunks * micro_batches))
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 4, 8), (8, 2, 16)])
 def test_zero_bubble_waits_only_until_the_last_rank_has_something_to_do(ranks, chunks, micro_batches):
     """Every rank has 3 passes of each stage and micro-batch; the last one starts after a pass of each other rank."""
-    bubble = Schedule("zero_bubble", ranks, chunks).bubble(micro_batches)
+    bubble = PipelineSchedule("zero_bubble", ranks, chunks).bubble(micro_batches)
     assert bubble / (1 - bubble) == pytest.approx((ranks - 1) / (3 * chunks * micro_batches))
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 8), (4, 2, 16), (4, 4, 8)])
 def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(ranks, chunks, micro_batches):
-    schedule = Schedule("zero_bubble", ranks, chunks)
+    schedule = PipelineSchedule("zero_bubble", ranks, chunks)
     assert all(schedule.in_flight(rank, micro_batches) <= ranks * chunks for rank in range(ranks))
-    assert Schedule("1f1b", ranks, 1).in_flight(0, micro_batches) == ranks
+    assert PipelineSchedule("1f1b", ranks, 1).in_flight(0, micro_batches) == ranks
 
 
 def test_more_micro_batches_than_are_simulated_add_only_their_own_passes():
     for name, chunks in (("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 4)):
-        schedule = Schedule(name, 4, chunks)
+        schedule = PipelineSchedule(name, 4, chunks)
         end = max(slot.end for slot in schedule.slots(64, lengths(schedule)))
         assert schedule.bubble(64) == pytest.approx(1 - 3 * chunks * 64 / end)

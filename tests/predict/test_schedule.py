@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from llmtrain.plan.plan import Batch
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.predict.schedule import schedule_svg
 
-ONE = Schedule("1f1b", 4, 1)
+ONE = PipelineSchedule("1f1b", 4, 1)
 
 
 def test_the_picture_is_one(tmp_path):
@@ -23,7 +23,7 @@ def test_the_picture_is_one(tmp_path):
 
 def test_the_title_of_a_short_step_is_not_cut_off():
     batch = Batch(global_batch_size=1, micro_batch_size=1, gradient_accumulation_steps=1, tokens_per_step=1)
-    root = ElementTree.fromstring(schedule_svg(Schedule("1f1b", 2, 1), batch))
+    root = ElementTree.fromstring(schedule_svg(PipelineSchedule("1f1b", 2, 1), batch))
     title = next(one.text for one in root.findall("{*}text") if one.get("font-size") == "13")
     assert title.endswith("blue forward, green backward")
     assert float(root.get("width")) > 6.5 * len(title)
@@ -31,13 +31,13 @@ def test_the_title_of_a_short_step_is_not_cut_off():
 
 def test_the_picture_of_a_long_step_stays_small():
     batch = Batch(global_batch_size=10**6, micro_batch_size=1, gradient_accumulation_steps=10**6, tokens_per_step=1)
-    picture = schedule_svg(Schedule("1f1b", 8, 1), batch)
+    picture = schedule_svg(PipelineSchedule("1f1b", 8, 1), batch)
     assert "the picture has 32 micro-batches" in picture
     assert len(picture) < 300_000
 
 
 @pytest.mark.parametrize(
-    ("schedule", "passes"), [(Schedule("interleaved", 4, 2), 2), (Schedule("zero_bubble", 4, 2), 3)]
+    ("schedule", "passes"), [(PipelineSchedule("interleaved", 4, 2), 2), (PipelineSchedule("zero_bubble", 4, 2), 3)]
 )
 def test_the_picture_of_several_stages_on_a_rank_has_all_of_their_passes(schedule, passes):
     batch = Batch(global_batch_size=8, micro_batch_size=1, gradient_accumulation_steps=8, tokens_per_step=8)

@@ -9,7 +9,7 @@ from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import MOST_LAYERS
-from llmtrain.plan.schedules import UNITS, Schedule
+from llmtrain.plan.schedules import UNITS, PipelineSchedule
 from llmtrain.recipe import parse_assignments
 from llmtrain.rules import RULES, broken, resolve
 
@@ -300,7 +300,7 @@ def test_interleaved_stages_take_whole_groups_of_micro_batches(tiny):
     odd = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"batch.global_batch_size": 5})
     assert "5 micro-batches" in odd["pipeline.interleaved"].message
     with pytest.raises(AssertionError, match="waits for itself"):
-        Schedule("interleaved", 4, 3).slots(5, UNITS)
+        PipelineSchedule("interleaved", 4, 3).slots(5, UNITS)
     resolve(tiny.with_(**fields, **{"batch.global_batch_size": 6}), Cluster(devices_per_node=2))
 
 

@@ -54,10 +54,10 @@ class DelayedWeights(TorchFunctionMode):
         if torch.is_grad_enabled() and not named:
             if function is functional.linear and _is_trained(arguments[1]):
                 value, weight, bias = (*arguments, None)[:3]
-                return _Product.apply(value, weight, bias, False, self.keep)  # type: ignore[no-untyped-call]
+                return _DelayedProduct.apply(value, weight, bias, False, self.keep)  # type: ignore[no-untyped-call]
             if function is torch.addmm and _is_trained(arguments[2]):
                 bias, value, weight = arguments
-                return _Product.apply(value, weight, bias, True, self.keep)  # type: ignore[no-untyped-call]
+                return _DelayedProduct.apply(value, weight, bias, True, self.keep)  # type: ignore[no-untyped-call]
         return function(*arguments, **(named or {}))
 
 
@@ -65,7 +65,7 @@ def _is_trained(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
 
 
-class _Product(torch.autograd.Function):
+class _DelayedProduct(torch.autograd.Function):
     """value · weightᵀ + bias; or value · weight + bias if `transposed`."""
 
     @staticmethod

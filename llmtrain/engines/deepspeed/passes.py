@@ -21,7 +21,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
 from llmtrain.engines.forward import bounds_for, documents_known
 from llmtrain.models.stages import RankStages, Stage
-from llmtrain.plan.schedules import Pass, Schedule
+from llmtrain.plan.schedules import Pass, PipelineSchedule
 
 Tensors = tuple[Tensor, ...]
 Order = Sequence[Sequence[Pass]]
@@ -38,14 +38,14 @@ class _Running:
     """What was sent, or the loss."""
 
 
-class Passes:
+class PassRunner:
     """The passes of one rank. All ranks of the pipe call `train` and `evaluate` at the same time."""
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         stages: RankStages,
-        links: Links,
+        links: PipeLinks,
         device: torch.device,
         accumulating: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -138,7 +138,7 @@ DESCRIPTION = 64
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
 
-class Links:
+class PipeLinks:
     """Messages between the ranks of a pipe, each named after the pass whose result it is.
 
     A rank receives in the order in which the other one sends, which both know from the schedule. Each direction has
@@ -157,7 +157,7 @@ class Links:
         self._shapes: dict[tuple[int, torch.Size], Shapes] = {}
         """What stages send, by the shape of the micro-batch. It is sent once, before the first message."""
 
-    def begin(self, schedule: Schedule, order: Order, sizes: Sequence[torch.Size]) -> None:
+    def begin(self, schedule: PipelineSchedule, order: Order, sizes: Sequence[torch.Size]) -> None:
         """Starts a step. sizes: the shapes of the micro-batches, [batch, T]."""
         self._schedule, self._sizes = schedule, sizes
         self._due = [deque(one for one in passes if self._receiver(one) == self.rank) for passes in order]

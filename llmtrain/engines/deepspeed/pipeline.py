@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.deepspeed.passes import Links, Passes, Tensors
+from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.engines.state.pieces import Region
@@ -33,7 +33,7 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
-from llmtrain.plan.schedules import Schedule
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.runtime.alone import is_alone
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StagePipeline(PipelineTiedByName):
 
     def __init__(self, build: StageBuilder, plan: Plan, names: Callable[[], list[list[str]]]) -> None:
         """names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
-        schedule = Schedule.of(plan.parallel)
+        schedule = PipelineSchedule.of(plan.parallel)
 
         def make(rank: int) -> RankStages:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
@@ -103,10 +103,10 @@ class PipelineAxis(EngineAxis):
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Connects the stages of the pipe."""
         self._engine = engine
-        self.passes = Passes(
-            Schedule.of(self.plan.parallel),
+        self.passes = PassRunner(
+            PipelineSchedule.of(self.plan.parallel),
             self._stages,
-            Links(self._grid.pipe_groups, self.device),
+            PipeLinks(self._grid.pipe_groups, self.device),
             self.device,
             partial(accumulating, engine.engine),
         )
