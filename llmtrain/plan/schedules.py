@@ -110,11 +110,24 @@ class PipelineSchedule:
 
     def bubble(self, micro_batches: int) -> float:
         """Returns the share of a step in which a rank waits for the others, if all stages take equally long."""
-        return _bubble(self, micro_batches)
+        if self.splits_backward:
+            return _bubble(self, micro_batches)
+        # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
+        return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
 
     def in_flight(self, rank: int, micro_batches: int) -> int:
         """Returns the largest number of forward passes of a rank whose activations are held at once."""
-        return _in_flight(self, rank, micro_batches)
+        if self.splits_backward:
+            return _in_flight(self, rank, micro_batches)
+        return min(self.forwards_ahead(rank), self.chunks * micro_batches)
+
+    def forwards_ahead(self, rank: int) -> int:
+        """Returns the number of forward passes of a rank before its first backward pass, if there are as many.
+
+        Not of the zero bubble schedule.
+        """
+        ahead = self.ranks - rank
+        return ahead if self.chunks == 1 else 2 * ahead - 1 + (self.chunks - 1) * self.ranks
 
 
 @lru_cache(maxsize=256)
@@ -136,10 +149,7 @@ def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> I
     groups = [numbers[first : first + schedule.ranks] for first in range(0, micro_batches, schedule.ranks)]
     forward = [Pass("forward", stage, number) for group in groups for stage in stages for number in group]
     backward = [Pass("backward", stage, number) for group in groups for stage in reversed(stages) for number in group]
-    ahead = schedule.ranks - rank
-    if schedule.chunks > 1:
-        ahead = 2 * ahead - 1 + (schedule.chunks - 1) * schedule.ranks
-    ahead = min(ahead, len(forward))
+    ahead = min(schedule.forwards_ahead(rank), len(forward))
     yield from forward[:ahead]
     for number, one in enumerate(backward):
         yield one
@@ -210,8 +220,8 @@ def lengths(schedule: PipelineSchedule) -> Mapping[PassKind, float]:
 
 
 def _enough(schedule: PipelineSchedule) -> int:
-    """Returns a number of micro-batches beyond which each further one only adds its own passes."""
-    return 3 * schedule.ranks
+    """Returns a number of micro-batches beyond which each further one adds little but its own passes."""
+    return 4 * schedule.ranks
 
 
 @lru_cache(maxsize=4096)
@@ -224,10 +234,9 @@ def _bubble(schedule: PipelineSchedule, micro_batches: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: PipelineSchedule, rank: int, micro_batches: int) -> int:
-    last: PassKind = "weights" if schedule.splits_backward else "backward"
     shown = min(micro_batches, _enough(schedule))
     held = most = 0
     for one in schedule.passes(shown)[rank]:
-        held += (one.kind == "forward") - (one.kind == last)
+        held += (one.kind == "forward") - (one.kind == "weights")
         most = max(most, held)
     return most

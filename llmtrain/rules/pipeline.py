@@ -153,7 +153,8 @@ MOST_IDLE = 0.2
 def bubble(draft: Draft) -> Iterator[Fault]:
     """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
     parallel, micro_batches = draft.parallel, draft.accumulation
-    if parallel.pipeline == 1 or micro_batches is None or any(chunks.check(draft)) or any(interleaved.check(draft)):
+    refusals = (layers, chunks, interleaved)
+    if parallel.pipeline == 1 or micro_batches is None or any(any(one.check(draft)) for one in refusals):
         return
     idle = PipelineSchedule.of(parallel).bubble(micro_batches)
     if idle <= MOST_IDLE:

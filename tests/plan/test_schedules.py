@@ -39,6 +39,16 @@ def test_every_pass_runs_once_on_its_rank_and_after_what_it_needs(schedule, micr
         assert needed is None or ends[needed] <= slot.start
 
 
+@pytest.mark.parametrize(("schedule", "micro_batches"), drawn(), ids=str)
+def test_bubble_and_passes_in_flight_are_those_of_the_order(schedule, micro_batches):
+    end = max(slot.end for slot in schedule.slots(micro_batches, lengths(schedule)))
+    assert schedule.bubble(micro_batches) == pytest.approx(1 - 3 * schedule.chunks * micro_batches / end)
+    last = "weights" if schedule.splits_backward else "backward"
+    for rank, order in enumerate(schedule.passes(micro_batches)):
+        held = itertools.accumulate((one.kind == "forward") - (one.kind == last) for one in order)
+        assert schedule.in_flight(rank, micro_batches) == max(held)
+
+
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_1f1b_waits_as_the_formula_says(stages, micro_batches):
     schedule = PipelineSchedule("1f1b", stages, 1)
