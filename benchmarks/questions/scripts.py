@@ -8,7 +8,8 @@ from benchmarks.question import Result, Script, Verdict
 def _bubble(result: Result) -> Sequence[Verdict]:
     return [
         Verdict(
-            f"{row['stages']} stages, {row['micro_batches']} micro-batches: at least 0.95 of the formula's efficiency",
+            f"{row['schedule']}, {row['ranks']} × {row['chunks']} stages, {row['micro_batches']} micro-batches: "
+            "at least 0.95 of the drawn pace",
             f"{row['predicted_step_s'] / row['measured_step_s']:.3f}",
             row["predicted_step_s"] / row["measured_step_s"] >= 0.95,
         )
@@ -75,7 +76,7 @@ PIPELINE = (
     Script(
         "bubble",
         "The pipeline's efficiency",
-        "DeepSpeed's schedule with stages that sleep, compared with m / (m + p − 1).",
+        "Each schedule with stages that sleep, compared with the waits that it is drawn with.",
         ("python", "benchmarks/bubble.py"),
         _bubble,
         minutes=2,

@@ -77,7 +77,8 @@ def _messages(plan) -> Counter:
     """The number of messages of a rank of the first stage, by kind."""
     groups, each = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
     found: Counter = Counter()
-    for transfers, times in zip(groups.traffic(held_by(plan.model, plan.stages)[0]), (each, each, 1, 1), strict=True):
+    traffic, times_of = groups.traffic(held_by(plan.model, plan.stages)[0]), (each, each, each, 1, 1)
+    for transfers, times in zip(traffic, times_of, strict=True):
         for one in transfers:
             reached = [where for size, where in one.tensors if isinstance(where, RankGroup) and where.size > 1 and size]
             found[one.kind] += round(one.times * times * len(reached))

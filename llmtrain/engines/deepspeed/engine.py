@@ -359,7 +359,8 @@ class DeepSpeedEngine:
 
     def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
         """Returns what the optimizer holds on this rank, and where that belongs."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        own = {one for model, _ in self.models() for one in model.parameters()}  # without `Stage.idle`
+        names = {parameter: name for name, parameter in self.model.named_parameters() if parameter in own}
         trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
         return trained, lambda one: self._place(names[one], one)
 
