@@ -36,7 +36,7 @@ MOST_ID_BYTES = 4096
 MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
-    r"|parallel\.hierarchical_partition"
+    r"|parallel\.(pipeline_schedule|pipeline_chunks|hierarchical_partition)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
     r"|kernels\.(blocks|loss|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
 )
