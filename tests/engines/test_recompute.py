@@ -138,7 +138,7 @@ def test_with_distributed_experts_too(name):
 
 def _unmarked(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "overwrites", lambda module: None)
+        patch.setattr(autotp, "overwrites", lambda module: None)
         return _train(rank, recipes, ranks)
 
 

@@ -216,7 +216,8 @@ class PipeLinks:
 
     def _send(self, part: Tensor, receiver: int) -> None:
         while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            # Only after this does the allocator know that the memory of the message may be used again.
+            self._sending.popleft()[0].wait()
         group = self._up if receiver > self.rank else self._down
         work = dist.isend(part, self._pipe[receiver], group=group)
         assert work is not None
