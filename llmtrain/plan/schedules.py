@@ -81,13 +81,22 @@ class PipelineSchedule:
             return Pass("forward", stage, micro_batch)
         return Pass("backward", stage + 1, micro_batch)
 
+    def receiver(self, what: Pass) -> int | None:
+        """Returns the rank that waits for the result of a pass, which may be its own; None if nothing is passed on."""
+        stage = what.stage + {"forward": 1, "backward": -1, "weights": self.stages}[what.kind]
+        return self.rank_of(stage) if 0 <= stage < self.stages else None
+
     def passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
         """Returns the passes of each rank in order."""
         return _passes(self, micro_batches)
 
-    def forward_passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
-        """Returns the passes of each rank in an evaluation."""
-        return tuple(tuple(one for one in passes if one.kind == "forward") for passes in self.passes(micro_batches))
+    def messages(self, micro_batches: int) -> tuple[Pass, ...]:
+        """Returns the passes whose results go to another rank, in the order in which they end.
+
+        Whatever a pass waits for ends before it. If each rank sends and receives its messages in this order, no two
+        ranks wait for each other, however long the passes take.
+        """
+        return _messages(self, micro_batches)
 
     def slots(self, micro_batches: int, lengths: Mapping[PassKind, float]) -> list[Slot]:
         """Returns every pass with its times. A rank starts a pass when it is free and the input has arrived.
@@ -154,6 +163,12 @@ def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> I
     for number, one in enumerate(backward):
         yield one
         yield from forward[ahead + number : ahead + number + 1]
+
+
+@lru_cache(maxsize=16)
+def _messages(schedule: PipelineSchedule, micro_batches: int) -> tuple[Pass, ...]:
+    slots = sorted(schedule.slots(micro_batches, lengths(schedule)), key=lambda slot: slot.end)
+    return tuple(slot.what for slot in slots if schedule.receiver(slot.what) not in (None, slot.rank))
 
 
 class _ZeroBubble:

@@ -35,12 +35,25 @@ TWO = {
     "bf16": {"parallel.zero_stage": 1, "parallel.precision": "bf16"},
     "tensor": {"parallel.tensor": 2},
     "pipeline": STAGES,
+    "zero bubble": {
+        **STAGES,
+        "parallel.pipeline_chunks": 2,
+        "parallel.pipeline_schedule": "zero_bubble",
+        "model.config.num_hidden_layers": 5,
+    },
     "DDP": {"parallel.backend": "accelerate"},
     "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
 }
 FOUR = {
     "sequence": {"parallel.sequence": 2, "parallel.zero_stage": 1},
     "sequence and pipeline": {"parallel.sequence": 2, **STAGES},
+    "interleaved": {
+        **STAGES,
+        "parallel.pipeline": 4,
+        "parallel.pipeline_chunks": 2,
+        "parallel.pipeline_schedule": "interleaved",
+        "model.config.num_hidden_layers": 9,
+    },
     "tensor and ZeRO-3": {"parallel.tensor": 2, "parallel.zero_stage": 3},
     "experts": {"parallel.zero_stage": 1, "optim.name": "sgd", "optim.lr": 0.1},
 }
@@ -68,8 +81,8 @@ def train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     ("ranks", "names"),
     [
         (2, ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "offload", "bf16"]),
-        (2, ["tensor", "pipeline", "DDP", "FSDP2"]),
-        (4, ["sequence", "sequence and pipeline"]),
+        (2, ["tensor", "pipeline", "zero bubble", "DDP", "FSDP2"]),
+        (4, ["sequence", "sequence and pipeline", "interleaved"]),
         (4, ["tensor and ZeRO-3", "experts"]),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else str(value),
@@ -77,8 +90,10 @@ def train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
 def test_strategies_are_the_plain_loop(gpus, ranks, names):
     by_rank = gpus(ranks, train, [recipe_of(name) for name in names], ranks)
     for name, *runs in zip(names, *by_rank, strict=True):
-        is_rounded = "parallel.precision" in (TWO | FOUR)[name]
-        expected = plain_run(recipe_of(name) if name == "experts" else tiny_recipe(), STEPS)
+        fields = (TWO | FOUR)[name]
+        is_rounded = "parallel.precision" in fields
+        model = {key: value for key, value in fields.items() if key.startswith("model")}
+        expected = plain_run(recipe_of(name) if name == "experts" else tiny_recipe(**model), STEPS)
         for run in runs:
             if is_rounded:  # by one unit in the last place of bf16, as `test_parity` derives
                 assert worst(run.losses, expected.losses) < 2**-8, name

@@ -40,6 +40,20 @@ def test_every_pass_runs_once_on_its_rank_and_after_what_it_needs(schedule, micr
 
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), drawn(), ids=str)
+def test_ranks_that_keep_the_order_of_messages_do_not_wait_for_each_other(schedule, micro_batches):
+    """What a pass waits for, and all that is sent or received before, depends on earlier passes of its rank only."""
+    messages = schedule.messages(micro_batches)
+    place = {one: number for number, one in enumerate(messages)}
+    assert len(place) == len(messages)
+    for rank, passes in enumerate(schedule.passes(micro_batches)):
+        for number, one in enumerate(passes):
+            needed = schedule.needs(one)
+            if needed in place and schedule.receiver(needed) == rank:
+                assert all(place[needed] < place[sent] for sent in passes[number:] if sent in place)
+            assert all(place[sent] < place[one] for sent in passes[:number] if sent in place and one in place)
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), drawn(), ids=str)
 def test_bubble_and_passes_in_flight_are_those_of_the_order(schedule, micro_batches):
     end = max(slot.end for slot in schedule.slots(micro_batches, lengths(schedule)))
     assert schedule.bubble(micro_batches) == pytest.approx(1 - 3 * schedule.chunks * micro_batches / end)

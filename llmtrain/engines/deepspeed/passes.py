@@ -21,11 +21,9 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
 from llmtrain.engines.forward import bounds_for, documents_known
 from llmtrain.models.stages import RankStages, Stage
-from llmtrain.plan.schedules import Pass, PipelineSchedule
+from llmtrain.plan.schedules import KINDS, Pass, PassKind, PipelineSchedule
 
 Tensors = tuple[Tensor, ...]
-Order = Sequence[Sequence[Pass]]
-"""The passes of each rank."""
 
 
 @dataclass
@@ -63,18 +61,20 @@ class PassRunner:
 
         batches: whole micro-batches of this replica; own: this rank's slices of them. loss: see `Loss`.
         """
-        self._run(self.schedule.passes(len(batches)), batches, own, loss)
+        self._run(KINDS, batches, own, loss)
 
     def evaluate(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs forward passes only. Called without gradients."""
-        self._run(self.schedule.forward_passes(len(batches)), batches, own, loss)
+        self._run(("forward",), batches, own, loss)
 
-    def _run(self, order: Order, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+    def _run(
+        self, kinds: Sequence[PassKind], batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss
+    ) -> None:
         self._batches, self._own, self._loss = batches, own, loss
         self._running: dict[tuple[int, int], _Running] = {}
         self._waiting: dict[tuple[int, int], list[Delayed]] = {}
-        self._links.begin(self.schedule, order, [one.input_ids.shape for one in own])
-        passes = order[self._links.rank]
+        self._links.begin(self.schedule, kinds, [one.input_ids.shape for one in own])
+        passes = [one for one in self.schedule.passes(len(batches))[self._links.rank] if one.kind in kinds]
         runs = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for one, following in zip_longest(passes, passes[1:]):
             if following is not None and (needed := self._received(following)):
@@ -141,8 +141,10 @@ Shapes = list[tuple[torch.Size, torch.dtype]]
 class PipeLinks:
     """Messages between the ranks of a pipe, each named after the pass whose result it is.
 
-    A rank receives in the order in which the other one sends, which both know from the schedule. Each direction has
-    communicators of its own: on a GPU, a message that is not received yet would block what is sent the other way.
+    Each direction has communicators of its own: on a GPU, a message that is not received yet would block what is sent
+    the other way. NCCL can deadlock unless all ranks launch the operations of several communicators in one order
+    ("Using multiple NCCL communicators concurrently" in its guide). All ranks therefore follow the schedule's
+    `messages`.
     """
 
     def __init__(self, pipes: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -157,10 +159,15 @@ class PipeLinks:
         self._shapes: dict[tuple[int, torch.Size], Shapes] = {}
         """What stages send, by the shape of the micro-batch. It is sent once, before the first message."""
 
-    def begin(self, schedule: PipelineSchedule, order: Order, sizes: Sequence[torch.Size]) -> None:
-        """Starts a step. sizes: the shapes of the micro-batches, [batch, T]."""
+    def begin(self, schedule: PipelineSchedule, kinds: Sequence[PassKind], sizes: Sequence[torch.Size]) -> None:
+        """Starts passes of some kinds. sizes: the shapes of the micro-batches, [batch, T]."""
         self._schedule, self._sizes = schedule, sizes
-        self._due = [deque(one for one in passes if self._receiver(one) == self.rank) for passes in order]
+        self._due = deque(
+            one
+            for one in schedule.messages(len(sizes))
+            if one.kind in kinds and self.rank in (schedule.rank_of(one.stage), schedule.receiver(one))
+        )
+        """What this rank sends and receives, in order."""
         self._coming: dict[Pass, list[tuple[dist.Work, Tensor]]] = {}
         self._here: dict[Pass, Tensors] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
@@ -173,11 +180,14 @@ class PipeLinks:
 
     def give(self, one: Pass, results: Tensors) -> None:
         """Passes on the results of a pass of this rank."""
-        receiver = self._receiver(one)
+        receiver = self._schedule.receiver(one)
         assert receiver is not None
         if receiver == self.rank:
             self._here[one] = results
             return
+        while self._due[0] != one:
+            self._receive()
+        self._due.popleft()
         key = self._described_as(one)
         if key not in self._shapes:
             self._shapes[key] = [(part.shape, part.dtype) for part in results]
@@ -186,29 +196,27 @@ class PipeLinks:
             self._send(part.contiguous(), receiver)
 
     def expect(self, one: Pass) -> None:
-        """Begins to receive the results of a pass, if their sizes are known."""
-        sender = self._schedule.rank_of(one.stage)
-        while sender != self.rank and one not in self._coming:
-            if self._described_as(self._due[sender][0]) not in self._shapes:
-                return
-            self._receive(sender)
+        """Begins to receive the results of a pass, unless this rank has to send something before."""
+        if self._is_own(one):
+            return
+        while one not in self._coming and not self._is_own(self._due[0]):
+            if self._described_as(self._due[0]) not in self._shapes:
+                return  # The sizes would have to be waited for.
+            self._receive()
 
     def take(self, one: Pass) -> Tensors:
         """Returns the results of a pass."""
-        sender = self._schedule.rank_of(one.stage)
-        if sender == self.rank:
+        if self._is_own(one):
             return self._here.pop(one)
         while one not in self._coming:
-            self._receive(sender)
+            self._receive()
         coming = self._coming.pop(one)
         for work, _ in coming:
             work.wait()
         return tuple(part for _, part in coming)
 
-    def _receiver(self, one: Pass) -> int | None:
-        """Returns the rank that waits for the result of a pass; None if it is not passed on."""
-        stage = one.stage + {"forward": 1, "backward": -1, "weights": self._schedule.stages}[one.kind]
-        return self._schedule.rank_of(stage) if 0 <= stage < self._schedule.stages else None
+    def _is_own(self, one: Pass) -> bool:
+        return self._schedule.rank_of(one.stage) == self.rank
 
     def _described_as(self, one: Pass) -> tuple[int, torch.Size]:
         """Returns the key of a message's shapes; a gradient has those of what the stage before has sent."""
@@ -223,10 +231,11 @@ class PipeLinks:
         assert work is not None
         self._sending.append((work, part))
 
-    def _receive(self, sender: int) -> None:
-        """Begins to receive the next message of a rank."""
-        one = self._due[sender].popleft()
-        key = self._described_as(one)
+    def _receive(self) -> None:
+        """Begins to receive the next message."""
+        one = self._due.popleft()
+        sender, key = self._schedule.rank_of(one.stage), self._described_as(one)
+        assert sender != self.rank, f"{one} has to be sent first"
         if key not in self._shapes:
             description = torch.empty(DESCRIPTION, dtype=torch.int64, device=self._device)
             self._begin(description, sender).wait()
