@@ -34,6 +34,7 @@ from benchmarks.programs.slow_network import (  # noqa: E402
     plan_of,
 )
 from llmtrain.plan import Plan  # noqa: E402
+from llmtrain.plan.schedules import PipelineSchedule  # noqa: E402
 from llmtrain.predict.assumptions import Assumptions  # noqa: E402
 from llmtrain.predict.links import Links  # noqa: E402
 from llmtrain.predict.time import waits_of  # noqa: E402
@@ -128,12 +129,12 @@ def predicted(plan: Plan) -> tuple[float, float]:
     """Returns the seconds of a step in which the slowest rank waits, and those that are hidden."""
     links = Links(PER_NODE, LOOPBACK, RATE * ASSUMED.link / PER_NODE, LOOPBACK, ASSUMED)
     groups, m = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
+    schedule = PipelineSchedule.of(plan.parallel)
     found = []
     for held in held_by(plan.model, plan.stages):
         work = Work(forward=held.layers * FORWARD_S, recompute=0.0, backward=held.layers * BACKWARD_S)
-        each, once, hidden = waits_of(_on_gloo(groups.traffic(held)), links, work, m)
-        slots = m + plan.parallel.pipeline - 1  # a pipeline fills and drains at the pace of its sends
-        found.append((slots * sum(each.values()) + sum(once.values()), hidden))
+        each, once, hidden = waits_of(_on_gloo(groups.traffic(held)), links, work, m, schedule)
+        found.append((m * sum(each.values()) + sum(once.values()), hidden))
     return max(found)
 
 

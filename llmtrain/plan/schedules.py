@@ -98,10 +98,10 @@ class PipelineSchedule:
         """
         return _messages(self, micro_batches)
 
-    def slots(self, micro_batches: int, lengths: Mapping[PassKind, float]) -> list[Slot]:
+    def slots(self, micro_batches: int, lengths: Mapping[PassKind, float], message: float = 0.0) -> list[Slot]:
         """Returns every pass with its times. A rank starts a pass when it is free and the input has arrived.
 
-        lengths: of the passes of a stage, in any unit; sending takes no time.
+        lengths: of the passes of a stage, in any unit; message: of what one rank sends another.
         """
         ends: dict[Pass, float] = {}
         waiting = [deque(passes) for passes in self.passes(micro_batches)]
@@ -111,7 +111,10 @@ class PipelineSchedule:
             before = len(slots)
             for rank, passes in enumerate(waiting):
                 while passes and ((needed := self.needs(passes[0])) is None or needed in ends):
-                    start = max(free[rank], ends[needed] if needed else 0.0)
+                    arrived = 0.0
+                    if needed is not None:
+                        arrived = ends[needed] + message * (self.rank_of(needed.stage) != rank)
+                    start = max(free[rank], arrived)
                     ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
                     slots.append(Slot(rank, passes.popleft(), start, free[rank]))
             assert len(slots) > before, f"{self} waits for itself"
@@ -123,6 +126,19 @@ class PipelineSchedule:
             return _bubble(self, micro_batches)
         # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
         return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
+
+    def message_waits(self, micro_batches: int, message: float, forward: float) -> float:
+        """Returns by how much messages between ranks lengthen a step.
+
+        message: seconds of a message; forward: seconds of a stage's forward pass.
+
+        An interleaved rank has another pass to run while a message is on its way, unless the pipe fills or drains, or
+        the message takes longer than that pass. In the other schedules, a rank needs at once what it receives.
+        """
+        waited = message * _messages_waited_for(self, micro_batches)
+        if self.name == "interleaved":
+            waited += self.chunks * micro_batches * max(0.0, message - forward)
+        return waited
 
     def in_flight(self, rank: int, micro_batches: int) -> int:
         """Returns the largest number of forward passes of a rank whose activations are held at once."""
@@ -245,6 +261,21 @@ def _bubble(schedule: PipelineSchedule, micro_batches: int) -> float:
     end = max(slot.end for slot in schedule.slots(shown, lengths(schedule)))
     idle = end - 3.0 * schedule.chunks * shown
     return idle / (idle + 3.0 * schedule.chunks * micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> float:
+    """Returns the number of messages on the longest path through a step, if they are shorter than passes."""
+    ranks = schedule.ranks
+    if ranks == 1:
+        return 0.0
+    if schedule.name == "interleaved":
+        return 2.0 * (schedule.stages - 1)
+    if schedule.name == "1f1b":
+        return 2.0 * (micro_batches - micro_batches // ranks + ranks - 2)
+    shown, message = min(micro_batches, _enough(schedule)), 0.125
+    ends = [max(slot.end for slot in schedule.slots(shown, UNITS, sent)) for sent in (0.0, message)]
+    return (ends[1] - ends[0]) / message * micro_batches / shown
 
 
 @lru_cache(maxsize=4096)

@@ -94,7 +94,10 @@ class _Stage:
     def __init__(self, plan: Plan, held: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
         self.plan, self.work = plan, worker.micro_batch(held)
         self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
-        self.per_micro_batch, self.once, self.overlapped = waits_of(traffic, links, work, self.micro_batches)
+        self.schedule = PipelineSchedule.of(plan.parallel)
+        self.per_micro_batch, self.once, self.overlapped = waits_of(
+            traffic, links, work, self.micro_batches, self.schedule
+        )
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
         self.update = _update(plan, held, worker)
@@ -103,7 +106,7 @@ class _Stage:
     def time(self, peak: float) -> StepTime:
         """peak: FLOP/s of a device."""
         plan, m = self.plan, self.micro_batches
-        bubble = PipelineSchedule.of(plan.parallel).bubble(m)
+        bubble = self.schedule.bubble(m)
         bubble_s = m * self.slot * bubble / (1 - bubble)
         step = m * self.slot + bubble_s + self.fixed
         communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)
@@ -125,17 +128,23 @@ class _Stage:
 
 
 def waits_of(
-    traffic: Traffic, links: Links, work: Work, micro_batches: int
+    traffic: Traffic, links: Links, work: Work, micro_batches: int, schedule: PipelineSchedule
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
-    waited, beside, backward_beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
+    waited, beside, backward_beside, step, step_beside, between = (
+        by_kind(transfers, links.seconds) for transfers in traffic
+    )
     overlap = links.assumed.overlap
     exposed, hidden = _exposed(beside, overlap * work.seconds)
     reduced, hidden_reduced = _exposed(backward_beside, max(0.0, overlap * work.backward - hidden))
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
     last, hidden_last = _exposed(step_beside, overlap * work.backward)
-    overlapped = (hidden + hidden_reduced) * micro_batches + hidden_last
-    return summed(waited, exposed, reduced), summed(step, last), overlapped
+    # Of the messages of a rank, one half is received.
+    message = sum(between.values()) / sum(one.times for one in traffic.between_stages)
+    sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)
+    hidden_sent = max(0.0, micro_batches * sum(between.values()) / 2 - sent)
+    overlapped = (hidden + hidden_reduced) * micro_batches + hidden_last + hidden_sent
+    return summed(waited, exposed, reduced), summed(step, last, {"p2p": sent}), overlapped
 
 
 def _slow(stage: _Stage) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
 gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`).
-Pipelines send and wait. A test counts the bytes on the engine.
+A test counts the bytes on the engine.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ class Traffic(NamedTuple):
     """Once per step; not overlapped with computation."""
     step_hidden: list[Transfer]
     """Once per step; overlapped with the last backward pass while that lasts."""
+    between_stages: list[Transfer]
+    """For each micro-batch; the schedule decides for how many of them a rank waits."""
+
+    def per_step(self, micro_batches: int) -> Iterator[Transfer]:
+        """Yields all transfers, with how often they take place in a step."""
+        once = self.step, self.step_hidden
+        for transfers in self:
+            times = 1 if any(transfers is one for one in once) else micro_batches
+            yield from (replace(one, times=one.times * times) for one in transfers)
 
 
 def by_kind(
@@ -81,14 +90,9 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
     """
     if plan.recipe.parallel.strategy == "data_parallel":
         return ()
-    groups, each, found = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps, []
-    for held in held_by_ranks(plan):
-        total = Counter[str]()
-        for transfers, times in zip(groups.traffic(held), (each, each, each, 1, 1), strict=True):
-            for kind, size in by_kind(transfers, sent).items():
-                total[kind] += round(size * times)
-        found.append({kind: size for kind, size in total.items() if size})
-    return tuple(found)
+    groups, micro_batches = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
+    steps = (by_kind(groups.traffic(held).per_step(micro_batches), sent) for held in held_by_ranks(plan))
+    return tuple({kind: round(size) for kind, size in step.items()} for step in steps)
 
 
 class CommunicationGroups:
@@ -101,13 +105,13 @@ class CommunicationGroups:
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        found = Traffic(self._within_layers(held), [], [], [], [])
+        found = Traffic(self._within_layers(held), [], [], [], [], [])
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
-        found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
+        found.between_stages.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)
         strategy = self.plan.recipe.parallel.strategy
         if strategy == "deepspeed":

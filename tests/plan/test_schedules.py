@@ -104,6 +104,32 @@ def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(ranks, chunks, mi
     assert PipelineSchedule("1f1b", ranks, 1).in_flight(0, micro_batches) == ranks
 
 
+@pytest.mark.parametrize(("schedule", "micro_batches"), drawn(), ids=str)
+def test_messages_lengthen_a_step_by_those_on_its_longest_path(schedule, micro_batches):
+    def end(message: float) -> float:
+        return max(slot.end for slot in schedule.slots(micro_batches, lengths(schedule), message))
+
+    shortest = end(0.0)
+    for message in (0.1, 1.0):
+        longer, waited = end(message) - shortest, schedule.message_waits(micro_batches, message, 1.0)
+        if schedule.name == "interleaved":
+            assert longer == pytest.approx(waited)
+        elif schedule.name == "1f1b":  # exact for whole groups of micro-batches
+            exact = micro_batches % schedule.ranks == 0
+            assert longer == pytest.approx(waited, abs=1e-9 if exact else 2.001 * message)
+        elif message == 0.1:  # other messages are not simulated
+            assert longer == pytest.approx(waited, rel=0.02)
+
+
+@pytest.mark.parametrize("message", [1.5, 4.0])
+def test_a_message_longer_than_a_pass_is_waited_for_by_interleaved_stages_too(message):
+    """The prediction is an upper bound then, since it counts the waits of all ranks."""
+    schedule, m = PipelineSchedule("interleaved", 4, 2), 16
+    plain, longer = (max(slot.end for slot in schedule.slots(m, lengths(schedule), sent)) for sent in (0.0, message))
+    waited = schedule.message_waits(m, message, 1.0)
+    assert schedule.message_waits(m, 1.0, 1.0) < longer - plain <= waited < 1.5 * (longer - plain)
+
+
 def test_more_micro_batches_than_are_simulated_add_only_their_own_passes():
     for name, chunks in (("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 4)):
         schedule = PipelineSchedule(name, 4, chunks)

@@ -75,13 +75,11 @@ def _seen(rank: int, fields: dict, ranks: int) -> list[Seen]:
 
 def _messages(plan) -> Counter:
     """The number of messages of a rank of the first stage, by kind."""
-    groups, each = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
+    traffic = CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0])
     found: Counter = Counter()
-    traffic, times_of = groups.traffic(held_by(plan.model, plan.stages)[0]), (each, each, each, 1, 1)
-    for transfers, times in zip(traffic, times_of, strict=True):
-        for one in transfers:
-            reached = [where for size, where in one.tensors if isinstance(where, RankGroup) and where.size > 1 and size]
-            found[one.kind] += round(one.times * times * len(reached))
+    for one in traffic.per_step(plan.batch.gradient_accumulation_steps):
+        reached = [where for size, where in one.tensors if isinstance(where, RankGroup) and where.size > 1 and size]
+        found[one.kind] += round(one.times * len(reached))
     return +found
 
 
