@@ -39,41 +39,47 @@ def _kind(parallel):
 
 def brute_force(recipe, cluster, facts, rules):
     """Every combination that the rules let pass, asked one by one."""
-    sizes, found = (1, 2, 4, 8), set()
+    devices, found = cluster.world_size, set()
+    sizes = [size for size in (1, 2, 4, 8) if size <= devices]
     stores = tuple(itertools.product(("none", "cpu"), repeat=2))
-    for pp, tp, sp, ep, stage in itertools.product(sizes, sizes, sizes, sizes, range(4)):
-        if 8 % (pp * tp * sp):
+    orders = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 4))
+    for pp, tp, sp, ep, stage, order in itertools.product(sizes, sizes, sizes, sizes, range(4), orders):
+        if devices % (pp * tp * sp) or (pp == 1 and order != orders[0]):
             continue
         for micro, (optimizer, parameters), again in itertools.product(
             (1, 2, 4, 8, 16, 32, 64), stores, ("none", "selective", "full")
         ):
             degrees = {"pipeline": pp, "tensor": tp, "sequence": sp, "expert": ep, "zero_stage": stage}
+            degrees |= {"pipeline_schedule": order[0], "pipeline_chunks": order[1]}
             stored = {"offload_optimizer": optimizer, "offload_param": parameters, "activation_checkpointing": again}
             part = recipe.parallel.model_copy(update=degrees | stored)
             batch = recipe.batch.model_copy(update={"micro_batch_size": micro})
             candidate = recipe.model_copy(update={"parallel": part, "batch": batch})
             if not broken(Draft(candidate, cluster, facts), rules)[0]:
-                found.add((pp, tp, sp, ep, stage, micro, optimizer, parameters, again))
+                found.add((pp, tp, sp, ep, stage, *order, micro, optimizer, parameters, again))
     return found
 
 
 def _key(draft):
     one = draft.parallel
     degrees = (one.pipeline, one.tensor, one.sequence, one.expert, one.zero_stage)
+    degrees += (one.pipeline_schedule, one.pipeline_chunks)
     stored = (one.offload_optimizer, one.offload_param, one.activation_checkpointing)
     return (*degrees, draft.recipe.batch.micro_batch_size, *stored)
 
 
-@pytest.mark.slow
-def test_every_legal_plan_is_looked_at_and_no_other(llama):
-    facts = model_facts(llama.model, llama.vocab_size)
-    drafts = [draft for _, draft in legal_plans(llama, NODE, facts)]
+@pytest.mark.parametrize(
+    "devices", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.breadth)]
+)
+def test_every_legal_plan_is_looked_at_and_no_other(llama, devices):
+    facts, cluster = model_facts(llama.model, llama.vocab_size), Cluster(devices_per_node=devices, device="h100")
+    drafts = [draft for _, draft in legal_plans(llama, cluster, facts)]
     found = [_key(draft) for draft in drafts]
     assert len(found) == len(set(found))
-    assert set(found) == brute_force(llama, NODE, facts, LEGALITY)
+    assert set(found) == brute_force(llama, cluster, facts, LEGALITY)
     room = Room(lacking)
     fitting = {_key(draft) for draft in drafts if room.has(draft)}
-    assert fitting == brute_force(llama, NODE, facts, RULES)
+    assert fitting == brute_force(llama, cluster, facts, RULES)
     assert 0 < len(fitting) < len(found)
 
 
