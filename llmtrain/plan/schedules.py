@@ -68,7 +68,7 @@ class PipelineSchedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a rank in ascending order."""
-        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+        return _stages(self)[rank]
 
     def needs(self, what: Pass) -> Pass | None:
         """Returns the pass that a pass waits for; None for the first forward passes."""
@@ -103,6 +103,7 @@ class PipelineSchedule:
 
         lengths: of the passes of a stage, in any unit; message: of what one rank sends another.
         """
+        rank_of = [self.rank_of(stage) for stage in range(self.stages)]
         ends: dict[Pass, float] = {}
         waiting = [deque(passes) for passes in self.passes(micro_batches)]
         free = [0.0] * self.ranks
@@ -113,7 +114,7 @@ class PipelineSchedule:
                 while passes and ((needed := self.needs(passes[0])) is None or needed in ends):
                     arrived = 0.0
                     if needed is not None:
-                        arrived = ends[needed] + message * (self.rank_of(needed.stage) != rank)
+                        arrived = ends[needed] + message * (rank_of[needed.stage] != rank)
                     start = max(free[rank], arrived)
                     ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
                     slots.append(Slot(rank, passes.popleft(), start, free[rank]))
@@ -153,6 +154,13 @@ class PipelineSchedule:
         """
         ahead = self.ranks - rank
         return ahead if self.chunks == 1 else 2 * ahead - 1 + (self.chunks - 1) * self.ranks
+
+
+@lru_cache(maxsize=256)
+def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
+    """Returns the stages of each rank."""
+    stages = range(schedule.stages)
+    return tuple(tuple(one for one in stages if schedule.rank_of(one) == rank) for rank in range(schedule.ranks))
 
 
 @lru_cache(maxsize=256)
@@ -274,8 +282,9 @@ def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> floa
     if schedule.name == "1f1b":
         return 2.0 * (micro_batches - micro_batches // ranks + ranks - 2)
     shown, message = min(micro_batches, _enough(schedule)), 0.125
-    ends = [max(slot.end for slot in schedule.slots(shown, UNITS, sent)) for sent in (0.0, message)]
-    return (ends[1] - ends[0]) / message * micro_batches / shown
+    end = max(slot.end for slot in schedule.slots(shown, UNITS, message))
+    without = 3.0 * schedule.chunks * shown / (1 - schedule.bubble(shown))
+    return (end - without) / message * micro_batches / shown
 
 
 @lru_cache(maxsize=4096)
