@@ -102,8 +102,9 @@ def measure(plan: Plan, steps: int) -> dict[str, float]:
     from llmtrain.models.stages import decoder_layers
 
     engine: Any = build_engine(plan, render(plan), torch.device("cpu"))  # every one of these has a model
-    for layer in decoder_layers(engine.model)[1]:
-        if next(layer.parameters(), None) is not None:  # a pipeline's rank has the layers of its stage
+    models = [stage.model for stage in engine.model] if plan.parallel.pipeline > 1 else [engine.model]
+    for layer in (layer for model in models for layer in decoder_layers(model)[1]):
+        if next(layer.parameters(), None) is not None:  # a stage has only layers of its own
             layer.register_forward_pre_hook(_sleep)
     seconds = []
     for step in range(WARM_UP + steps):
