@@ -40,7 +40,7 @@ def test_the_notebook_in_the_repository_has_its_outputs():
     assert str(ROOT) not in NOTEBOOK.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_notebook_runs(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "docs/guides", tmp_path / "docs/guides")
     (tmp_path / "examples").mkdir()

@@ -85,7 +85,7 @@ def test_the_recipe_of_readme_is_short_and_legal(tmp_path):
     assert "mine: llama" in _run("llmtrain plan mine.py", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_tutorials_of_a_corpus_and_of_pretrained_weights(tmp_path):
     """One after the other, in one folder, as they are meant to be read."""
     shutil.copytree(ROOT / "docs/guides", tmp_path / "docs/guides")

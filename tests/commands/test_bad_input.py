@@ -257,7 +257,7 @@ def test_a_refusal_ends_with_the_nearest_legal_plans(arguments, rule, nearest, s
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_family_that_cannot_be_split_starts_nothing(small_recipe, tmp_path):
     """Found by comparing a tiny copy, before the data is prepared and a worker started."""
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

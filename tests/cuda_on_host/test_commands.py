@@ -92,6 +92,7 @@ def verify(recipe, environment, run_dir, devices: int, plans: str) -> list[str]:
     return [plan["name"] for plan in found]
 
 
+@pytest.mark.breadth
 def test_two_plans_are_verified(two_gpus, small_recipe, tmp_path):
     plans = {"dp2-zero2-acc2", "dp1-pp2-zero1-acc4"}
     assert set(verify(small_recipe, two_gpus, tmp_path / "run", 2, ",".join(plans))) == plans
@@ -107,6 +108,7 @@ def test_all_plans_of_four_gpus_are_verified(libraries, small_recipe, tmp_path, 
         assert_one_device_each(contexts, devices=4)
 
 
+@pytest.mark.breadth
 def test_kernels_are_tuned(two_gpus, small_recipe):
     result = llmtrain("tune", small_recipe, "--nproc", 1, "--set", "kernels.blocks=eager", "--json", **two_gpus)
     assert result.returncode == 0, result.stderr + result.stdout

@@ -333,7 +333,8 @@ def _secrets(host: Host) -> set[str]:
     return texts | {Secret(text, is_given=True).seal.key for text in texts}
 
 
-@pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
 def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path, runner):
     """From an address of its own to every port of a run. The store's verdicts it can spoil: then the run says so."""
     run_dir = tmp_path / "run"

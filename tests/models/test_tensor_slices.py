@@ -88,7 +88,7 @@ def test_the_rule_knows_what_works():
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_families_are_documented_and_ruled_as_they_are():
     spec = importlib.util.spec_from_file_location("render_families_tensor", ROOT / "tools/render_families_tensor.py")
     families = importlib.util.module_from_spec(spec)

@@ -181,7 +181,7 @@ def test_launchers_run_it_as_a_module(written):
     assert TrainRequest(recipe="tiny.py:bf16").script("tiny.py")[:3] == ("tiny.py", "--variant", "bf16")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_training_by_the_line_for_torchrun(written, tmp_path):
     small = '{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
     (tmp_path / "text.txt").write_text("some words to train on, again and again. " * 500)

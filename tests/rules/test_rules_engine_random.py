@@ -28,7 +28,7 @@ def test_rules_and_engine_agree_on_more_drawn_plans(seed):
     assert not (found := _disagreements(seed, 6, [1, 2, 4])), "\n".join(found)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_draws_repeat_and_reach_the_rules():
     drawn = cases(3, 300, [1, 2, 4])
     again = cases(3, 300, [1, 2, 4])

@@ -44,7 +44,7 @@ def prolonged(small_recipe, tmp_path_factory):
     return run_dir, before, _train(small_recipe, run_dir, *EIGHT)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(prolonged):
     run_dir, before, output = prolonged
     assert json.loads((before / "llmtrain.json").read_text())["step"] == 6

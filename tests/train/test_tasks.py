@@ -145,7 +145,7 @@ def accuracy(folder: Path) -> float:
     return sum(right) / len(right)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_scores_a_checkpoint_and_its_export(small_recipe, task_folder, tmp_path):
     fields = ['tasks.names=["which_word"]', f"tasks.include_path={task_folder}", "tasks.every_steps=4"]
     fields += ["train.max_steps=6", "evaluation.every_steps=0"]
