@@ -308,7 +308,8 @@ None of this was measured with llmtrain, which has not been run on a GPU.
 """
 
 ASSUMED = """
-Plans are predicted with the eager kernels of `transformers`. Most published runs use fused kernels.
+A plan is predicted with the kernels that its recipe names: fused ones for layers or for the loss are those that
+`kernels.blocks` or `kernels.loss` compiles or takes from Liger. Most published runs use fused kernels.
 
 | Assumption | Eager | Fused | |
 |---|---|---|---|

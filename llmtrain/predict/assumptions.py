@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llmtrain.recipe import Part, PositiveFloat
+from llmtrain.recipe import KernelsConfig, Part, PositiveFloat
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -74,6 +74,15 @@ class Assumptions(Part):
 
 
 EAGER = Assumptions()
-"""The unchanged kernels of `transformers`, which this package runs."""
-FUSED = Assumptions(residual_passes=20.0, width_passes=1.5, logit_bytes=16.0, layer_kernels=10.0)
-"""Compiled or hand-fused kernels, as in the published runs that the model is compared with."""
+"""The unchanged kernels of `transformers`."""
+FUSED_LAYERS = {"residual_passes": 20.0, "width_passes": 1.5, "layer_kernels": 10.0}
+FUSED_LOSS = {"logit_bytes": 16.0}
+FUSED = Assumptions(**FUSED_LAYERS, **FUSED_LOSS)
+"""Compiled or hand-fused kernels, as in most of the published runs that the model is compared with."""
+
+
+def assumed_of(kernels: KernelsConfig) -> Assumptions:
+    """Returns the assumptions for the kernels that a recipe names."""
+    fused = ("compiled", "liger")
+    layers = FUSED_LAYERS if kernels.blocks in fused else {}
+    return Assumptions(**layers, **(FUSED_LOSS if kernels.loss in fused else {}))

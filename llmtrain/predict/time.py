@@ -9,7 +9,7 @@ from __future__ import annotations
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.predict.assumptions import EAGER, Assumptions
+from llmtrain.predict.assumptions import Assumptions, assumed_of
 from llmtrain.predict.links import Links
 from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
@@ -45,10 +45,15 @@ class StepTime(Part):
     """Share of the peak, with the convention of `Plan.flops_per_token`."""
 
 
-def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
-    """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`)."""
+def predict(plan: Plan, assumed: Assumptions | None = None) -> StepTime | None:
+    """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`).
+
+    assumed: those of the recipe's kernels if not given.
+    """
     if unknown(plan):
         return None
+    if assumed is None:
+        assumed = assumed_of(plan.recipe.kernels)
     rates = ReachedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
     worker = Worker(plan, rates, assumed)
     links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)

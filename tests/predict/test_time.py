@@ -11,7 +11,7 @@ import pytest
 
 from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.load import load_recipe
-from llmtrain.predict.assumptions import Assumptions
+from llmtrain.predict.assumptions import FUSED, Assumptions
 from llmtrain.predict.flat import bucket_elements
 from llmtrain.predict.links import Groups, Links, RankGroup, sent
 from llmtrain.predict.time import described, predict, unknown
@@ -231,3 +231,11 @@ def test_neighbours_gather_over_the_network_once_per_step(llama):
     assert gathers(8) == [(1 / steps, every), (both - 1 / steps, neighbours)]
     slow = {"cluster": H100.model_copy(update={"network_bandwidth": 1e9}), "parallel__zero_stage": 3}
     assert time_of(llama, **slow, parallel__hierarchical_partition=8).step_s < time_of(llama, **slow).step_s
+
+
+def test_fused_kernels_of_the_recipe_pass_less_memory(llama):
+    fused = [{}, {"kernels__blocks": "compiled"}, {"kernels__blocks": "compiled", "kernels__loss": "compiled"}]
+    eager, layers, both = (time_of(llama, **LAYOUTS["zero1"], **fields).compute_s for fields in fused)
+    assert eager > layers > both
+    named = {"parallel.zero_stage": 1, "kernels.blocks": "compiled", "kernels.loss": "compiled"}
+    assert predict(resolve(llama.with_(**named), H100), FUSED).compute_s == both
