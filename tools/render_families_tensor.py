@@ -18,7 +18,7 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 from llmtrain.errors import FamilyError
 from llmtrain.models.proof.slices_check import VOCABULARY, compare
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import DeclaredSplit
+from llmtrain.models.tensor.split import DeclaredSplit
 
 HEAD = """# Model families with tensor parallelism
 

@@ -21,7 +21,7 @@ from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource
 from llmtrain.data.samples import PackedSamples, Rows, Samples, empty_rows
 from llmtrain.data.tokenizer import token_bytes
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.plan import Plan
+from llmtrain.plan.plan import SHORTENED_TO, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,6 @@ class Documents:
 
 
 Index = NDArray[np.int64]
-SHORTENED_TO = 8
-"""Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels."""
 READ_TOKENS = 1 << 14
 """Tokens of a rank in the steps that are read together; a step with more tokens is read alone."""
 

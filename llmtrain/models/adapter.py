@@ -34,7 +34,7 @@ from llmtrain.models.packed import nf4
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor import TensorParallel
+from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.plan.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 

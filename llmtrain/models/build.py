@@ -25,7 +25,8 @@ from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.proof.cut import build_stage, check_cut
 from llmtrain.models.proof.slices_check import check_split
 from llmtrain.models.stages import Cut, Stage, allocate
-from llmtrain.models.tensor import DeclaredSplit, Ranks, TensorParallel
+from llmtrain.models.tensor.exchanges import Ranks
+from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
 from llmtrain.plan.model_facts import decoder_lists, model_facts, pretrained_configuration, pretrained_folder
 from llmtrain.plan.stages import stage_bounds
@@ -181,29 +182,36 @@ class StageBuilder(Protocol):
         """Builds stage `index`; if tensor parallel ranks share it, only the slices of this rank."""
 
 
-def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
+def find_stages(
+    recipe: Recipe, stages: int, tensor: int = 1, regions: bool = False
+) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
     Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
-    ranks that share each stage. Raises RecipeError if the family cannot be cut or split this way, or if there are more
-    stages than layers.
+    ranks that share each stage; regions: whether they hold slices of the residual stream, if the family can. Raises
+    RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
     """
     config = model_configuration(recipe)
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return config, cut, check_split(config, tensor, attention) if tensor > 1 else DeclaredSplit({}, {})
+    return config, cut, check_split(config, tensor, attention, regions) if tensor > 1 else DeclaredSplit({}, {})
 
 
 def stage_builder(
-    recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device, tensor: int = 1
+    recipe: Recipe,
+    stages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: int = 1,
+    regions: bool = False,
 ) -> StageBuilder:
     """Returns a function that builds the stages of the recipe's model with their initial or pretrained weights.
 
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
     RecipeError like `find_stages`.
     """
-    config, cut, split = find_stages(recipe, stages, tensor)
+    config, cut, split = find_stages(recipe, stages, tensor, regions)
     trained = adapter.trained_part(recipe, config)
     attention, bounds = recipe.model.attention_kernel, cut.bounds
 

@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.loss import freeze_choosers
-from llmtrain.models.tensor import TensorParallel
+from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
 from llmtrain.plan.model_facts import decoder_lists
 from llmtrain.plan.stages import StageBounds

@@ -406,3 +406,12 @@ EXPERT_PRESETS = {
     "qwen3_moe": "qwen3_moe",
 }
 """Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
+
+_IN_REGIONS = (
+    "arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_unified_text "
+    "glm glm4 gpt_neox granite granite_swa helium hyperclovax jais2 llama ministral ministral3 mistral nanochat "
+    "nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma"
+)
+REGION_FAMILIES = frozenset(_IN_REGIONS.split())
+"""Model types whose tensor parallel ranks may hold slices of the residual stream: those that
+`docs/reference/families_tensor.md` says so of."""

@@ -10,8 +10,12 @@ from pydantic import Field
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
+from llmtrain.plan.families import REGION_FAMILIES
 from llmtrain.plan.weights import Weights
 from llmtrain.recipe import ParallelConfig, Part, Recipe
+
+SHORTENED_TO = 8
+"""Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels."""
 
 
 class Batch(Part):
@@ -199,6 +203,18 @@ class Plan(Part):
         """
         kernels = self.recipe.kernels
         return self.parallel.pipeline * self.parallel.sequence > 1 or "compiled" in (kernels.blocks, kernels.loss)
+
+    @property
+    def region_ranks(self) -> int:
+        """Number of tensor parallel ranks that each hold a slice of the residual stream; 1 if each holds all of it.
+
+        The length of every micro-batch has to be divisible among them. AutoTP, beside distributed experts, has no such
+        slices, and a feed-forward layer in tiles would sum the gradients of its bias once for each tile.
+        """
+        tensor, length = self.parallel.tensor, self.recipe.data.sequence_length // self.parallel.sequence
+        divides = length % tensor == 0 and (self.has_one_shape or SHORTENED_TO % tensor == 0)
+        is_able = self.model.model_type in REGION_FAMILIES and self.parallel.expert == 1 and not self.parallel.tiled_mlp
+        return tensor if divides and is_able else 1
 
     @property
     def read_size(self) -> int:

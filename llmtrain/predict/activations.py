@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import (
@@ -99,7 +99,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
             estimate * traced[index] // _whole(plan, weights, index)
             for estimate, index in zip(each, layers, strict=True)
         ]
-    stream = widths.stream * plan.model.hidden_size * tokens
+    stream = widths.stream * plan.model.hidden_size * tokens // plan.region_ranks
     # Of passes in flight each holds the layers of one stage.
     passes, chunks = in_flight(plan, rank), plan.parallel.pipeline_chunks
     recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
@@ -117,8 +117,9 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
-        last = _of_norm(plan, widths, any(one.trained for one in norm)) + _input(widths) * plan.model.trains_head
-        saved += last * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
+        elements = plan.model.hidden_size * tokens
+        saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.region_ranks
+        saved += _input(widths) * plan.model.trains_head * elements + lower_copies(plan, weights, weights.head)
     saved += passes * _rotations(plan, weights, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
         saved += passes * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
@@ -174,14 +175,15 @@ def in_flight(plan: Plan, rank: int) -> int:
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
-    per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths)
+    of_norms, of_adapters = _norms(plan, layer, widths), _adapters(plan, layer, widths)
+    per_token = of_norms.whole + _attention(plan, layer, widths) + of_adapters.whole
     if not feeds_in_tiles(plan):
         per_token += _feed_forward(plan, layer, widths)
-    per_token += _adapters(plan, layer, widths)
+    of_slice = (of_norms.in_regions + of_adapters.in_regions) * tokens // plan.region_ranks
     of_layer = lower_copies(plan, weights, layer)
     if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
         of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
-    return per_token * tokens + of_layer
+    return per_token * tokens + of_slice + of_layer
 
 
 def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
@@ -202,6 +204,15 @@ def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: in
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
 
+class BytesOfToken(NamedTuple):
+    """Bytes that are kept of a token."""
+
+    whole: int
+    """On each rank that has the token's sequence."""
+    in_regions: int
+    """On one of the tensor parallel ranks that hold slices of the residual stream, if there are such slices."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """Bytes of a layer that is computed again."""
@@ -215,7 +226,7 @@ class Kept:
 def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     """Returns what is kept of a decoder layer that is computed again, in whole or in part."""
     layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
-    stream = widths.stream * facts.hidden_size
+    stream = widths.stream * facts.hidden_size // plan.region_ranks
     if plan.parallel.activation_checkpointing == "full":
         return Kept(stream * tokens, 0)
     results = [_result(plan, one) for one in layer if one.is_matrix and not one.is_expert]
@@ -242,6 +253,8 @@ def _result(plan: Plan, weight: Weight) -> int:
     slices = plan.parts("matrices")
     if ".lora_A." in weight.name:
         slices = 1
+    if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
+        return weight.shape[0] // plan.region_ranks
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
     if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.expert > 1:
         return 0
@@ -294,7 +307,7 @@ def _input(widths: Widths) -> int:
     return widths.norm - 4 - widths.stream
 
 
-def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
     """Returns the bytes of the residual stream's norms, and of the inputs of the projections after them.
 
     A LayerNorm always saves its input only.
@@ -302,7 +315,7 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     width = plan.model.hidden_size
     if any(one.name.startswith("ln_1") for one in layer):
         inputs = _readers(plan, layer, "c_attn", "c_fc")
-        return 2 * (widths.stream * width + STATISTICS) + inputs * widths.computed * width
+        return BytesOfToken(inputs * widths.computed * width, 2 * (widths.stream * width + STATISTICS))
     norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
     readers = [_readers(plan, layer, "q_proj", "k_proj", "v_proj"), _readers(plan, layer, "gate_proj", "up_proj")]
     if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
@@ -312,7 +325,8 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     else:
         inputs = _input(widths) * sum(map(bool, readers))
     scaled = inputs * len(norms) // 2 * width
-    return sum(_of_norm(plan, widths, one.trained) * width + STATISTICS for one in norms) + scaled
+    own = sum(_of_norm(plan, widths, one.trained) * width + STATISTICS for one in norms)
+    return BytesOfToken(scaled, own)
 
 
 def _unrounded(plan: Plan, widths: Widths) -> int:
@@ -382,23 +396,26 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     return (3 + _readers(plan, layer, "down_proj")) * widths.computed * inner
 
 
-def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
     """Returns the bytes that adapters keep beside their layers' inputs.
 
     That is what A returns; with dropout its own input and a mask; with DoRA the results of the layer and of B, which
     the trained norms multiply.
     """
-    adapter, total = plan.recipe.model.adapter, 0
+    adapter, whole, in_regions = plan.recipe.model.adapter, 0, 0
     for one in layer:
         if ".lora_A." in one.name:
             rank, inputs = one.shape
             inputs //= plan.parts("matrices") if one.module in SPLIT_COLUMNS else 1
-            total += widths.computed * rank
-            total += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
+            whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
+            if one.module in SPLIT_COLUMNS:  # the result is scattered
+                in_regions += widths.computed * rank
+            else:
+                whole += widths.computed * rank
         elif ".lora_magnitude_vector." in one.name:
             slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
-            total += 2 * widths.computed * one.elements // slices
-    return total
+            whole += 2 * widths.computed * one.elements // slices
+    return BytesOfToken(whole, in_regions)
 
 
 def _is_fused(experts: list[Weight]) -> bool:

@@ -50,10 +50,12 @@ class Assumptions(Part):
     """Share of a link's bandwidth that large NCCL messages reach: 360 to 370 of 450 GB/s within an H100's node."""
     overlap: Share = 0.8
     """Share of the computation that communication can hide behind, if the engine overlaps the two at all."""
-    residual_passes: PositiveFloat = 70.0
-    """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass outside
-    matrix products, in units of the model's width: two norms in fp32 (2 × 19), the residual sums (2 × 3), and reading
-    and writing the ends of the products."""
+    residual_passes: PositiveFloat = 44.0
+    """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass beside
+    attention and feed-forward, in units of the model's width: two norms in fp32 (2 × 19) and the residual sums (2 × 3).
+    """
+    end_passes: PositiveFloat = 26.0
+    """The same at the ends of the matrix products, which are read and written."""
     width_passes: PositiveFloat = 2.5
     """The same in units of the sum of the widths of all matrix products: activation, product of the gate, rotary."""
     logit_bytes: PositiveFloat = 32.0
@@ -75,7 +77,7 @@ class Assumptions(Part):
 
 EAGER = Assumptions()
 """The unchanged kernels of `transformers`."""
-FUSED_LAYERS = {"residual_passes": 20.0, "width_passes": 1.5, "layer_kernels": 10.0}
+FUSED_LAYERS = {"residual_passes": 8.0, "end_passes": 12.0, "width_passes": 1.5, "layer_kernels": 10.0}
 FUSED_LOSS = {"logit_bytes": 16.0}
 FUSED = Assumptions(**FUSED_LAYERS, **FUSED_LOSS)
 """Compiled or hand-fused kernels, as in most of the published runs that the model is compared with."""

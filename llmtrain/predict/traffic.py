@@ -16,7 +16,8 @@ from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
-from llmtrain.predict.flat import bucket_elements, reduces_meanwhile
+from llmtrain.plan.weights import Weight
+from llmtrain.predict.flat import SPLIT_COLUMNS, bucket_elements, reduces_meanwhile
 from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
 from llmtrain.predict.work import DeviceShare, StageParameters, held_by_ranks
 
@@ -101,6 +102,8 @@ class CommunicationGroups:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
+        """Bytes of a residual stream that enters attention or feed-forward for a micro-batch, on one device."""
+        self.residual = self.hidden_states / plan.region_ranks
         """Bytes that are passed between two layers for a micro-batch, on one device."""
 
     def traffic(self, held: StageParameters) -> Traffic:
@@ -108,10 +111,10 @@ class CommunicationGroups:
         found = Traffic(self._within_layers(held), [], [], [], [], [])
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
-            found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
+            found.hidden.append(Transfer("host", ((self.residual, "cpu"),), inputs))
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
-        found.between_stages.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
+        found.between_stages.append(Transfer("p2p", ((self.residual, self.groups.pipeline),), messages))
         self._tied(found)
         strategy = self.plan.recipe.parallel.strategy
         if strategy == "deepspeed":
@@ -150,12 +153,40 @@ class CommunicationGroups:
         # tiles. These are computed again in any case.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
         sums = held.layers * each + again + tiled * (held.layers + again)
+        tables = held.embedding + held.head
+        if self.share.splits_tables and held.head:
+            logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
+            yield Transfer("all_gather", ((logits, self.groups.tensor),))
         if self.share.splits_tables:
-            sums += held.embedding + held.head
-            if held.head:
-                logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
-                yield Transfer("all_gather", ((logits, self.groups.tensor),))
-        yield Transfer("all_reduce", ((self.hidden_states, self.groups.tensor),), sums)
+            sums += tables
+        whole = ((self.hidden_states, self.groups.tensor),)
+        if self.plan.region_ranks == 1:
+            yield Transfer("all_reduce", whole, sums)
+        else:
+            # A sum is a reduction, each rank for its slice, and a gathering. A recomputed layer gathers twice.
+            yield Transfer("reduce_scatter", whole, sums)
+            yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_tables else tables))
+        of_layer, last = self._summed_vectors()
+        yield Transfer("all_reduce", of_layer, held.layers)
+        yield Transfer("all_reduce", last, held.head)
+
+    def _summed_vectors(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
+        """Returns the whole parameters whose gradients are summed: of a layer, and behind the last one.
+
+        Each rank has them for its own heads, or for its own tokens: norms, and biases that are added to sums.
+        """
+        weights, facts = self.plan.model.weights, self.plan.model
+        if weights is None or self.plan.parallel.expert > 1:
+            return (), ()
+        own, last = [one for one in weights.layer(0) if one.name.endswith(("q_norm.weight", "k_norm.weight"))], []
+        own = [one for one in own if one.shape == (facts.head_dim,)]
+        if self.plan.region_ranks > 1:
+            own += [one for one in weights.layer(0) if not one.is_matrix and _is_in_regions(one)]
+            last = [one for one in weights.outside if one.shape == (facts.hidden_size,)]
+        return tuple(
+            tuple((one.elements * self.share.weight_bytes, self.groups.tensor) for one in part if one.trained)
+            for part in (own, last)
+        )
 
     def sequence(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of heads for parts of the sequence, and back.
@@ -249,6 +280,12 @@ class CommunicationGroups:
             (dense * size, self.groups.replicas),
             *([(experts * size, self.groups.expert_replicas)] if experts else []),
         )
+
+
+def _is_in_regions(weight: Weight) -> bool:
+    """Whether a vector belongs to a norm beside attention and feed-forward, or is added to what leaves these."""
+    is_beside = weight.name.count(".") == 1
+    return is_beside or (weight.module in SPLIT_COLUMNS and weight.name.endswith(".bias"))
 
 
 WITHIN_LAYERS: dict[str, Callable[[CommunicationGroups, StageParameters], Iterator[Transfer]]] = {

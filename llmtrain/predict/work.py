@@ -191,7 +191,8 @@ class Worker(DeviceShare):
         products = 2 * held.active / slices * self.tokens / self.product_rate
         scores = 4 * held.layers * facts.heads * facts.head_dim / slices * self.length * self.attention_share
         attention = scores * self.tokens / self.attention_rate
-        passes = self.assumed.residual_passes * held.layers * facts.hidden_size
+        residual = self.assumed.residual_passes / self.plan.region_ranks + self.assumed.end_passes
+        passes = residual * held.layers * facts.hidden_size
         passes += self.assumed.width_passes * held.active / facts.hidden_size / slices
         memory = passes * self.tokens * self.compute_bytes / self.bandwidth
         again = self.computed_again(held) / held.layers

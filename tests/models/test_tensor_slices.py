@@ -11,20 +11,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import FamilyError
-from llmtrain.models import build_model, tensor
+from llmtrain.models import build_model
 from llmtrain.models.build import stage_builder
+from llmtrain.models.proof import slices_check
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.slices_check import ThreadRanks, check_split, compare
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import GroupRanks, Shard, TensorParallel, plan_split, shard_of
+from llmtrain.models.tensor import exchanges, regions, split
+from llmtrain.models.tensor.exchanges import GroupRanks, Shard
+from llmtrain.models.tensor.split import TensorParallel, plan_split, shard_of
+from llmtrain.plan.families import REGION_FAMILIES
 from llmtrain.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "olmo2", "starcoder2", "cohere")
 SUMS = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "olmo2", "starcoder2", "cohere"), 4),
+    **dict.fromkeys(DENSE, 4),
     "mixtral": 4,
     "deepseek_v2": 5,  # its experts, and those that every token uses, have sums of their own
     "nemotron_h": 0,  # of its four layers one is split
@@ -44,6 +49,44 @@ def test_two_ranks_have_the_logits_and_the_gradients_of_the_whole(family, monkey
     compare(config := tiny(family))
     activations = [shape for shape in sums if shape[-1] == config.get_text_config().hidden_size and len(shape) > 1]
     assert len(activations) // 2 // 4 == SUMS[family]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(family, monkeypatch):
+    width, length = tiny(family).hidden_size, packed_input(tiny(family))[0].size(1)
+    seen = []
+
+    class Counted(ThreadRanks):
+        def sum(self, value):
+            seen.append("all_reduce" if value.dim() == 3 and value.shape[-1] == width else "other")
+            return torch.stack(super().gather(value)).sum(0)
+
+        def sum_own(self, values):
+            seen.append("reduce_scatter")
+            return torch.stack(super().gather(torch.stack(tuple(values)))).sum(0)[self.rank]
+
+        def gather(self, value):
+            seen.append("all_gather" if value.shape[1:] == (length // 2, width) else "other")
+            return super().gather(value)
+
+    monkeypatch.setattr(slices_check, "ThreadRanks", Counted)
+    compare(tiny(family), regions=True)
+    # Of four layers four of each; the embedding's sum and its gradient, and what enters the head and its gradient.
+    own = {kind: seen.count(kind) // 2 for kind in seen}
+    splits_head = family != "gpt_neox"  # whose plan leaves it whole, with a gradient that is whole
+    assert own == own | {"reduce_scatter": 4 * 4 + 1 + splits_head, "all_gather": 4 * 4 + 2}
+    assert "all_reduce" not in own
+
+
+def test_other_families_hold_the_whole_residual():
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=2)
+    assert not check_split(config, 2, regions=True).regions
+    assert check_split(AutoConfig.for_model("llama", num_hidden_layers=2), 2, regions=True).regions
+
+
+@pytest.mark.parametrize("size", [99, 100])
+def test_slices_of_the_residual_beside_an_embedding_and_a_head_that_are_whole(size):
+    compare(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
 
 
 def test_the_auxiliary_loss_has_its_gradient_once():
@@ -85,6 +128,7 @@ class TestRefusal:
 
 def test_the_rule_knows_what_works():
     assert SUMS.keys() <= SLICED_FAMILIES
+    assert set(DENSE) <= REGION_FAMILIES <= SLICED_FAMILIES
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
@@ -105,33 +149,48 @@ class TestMistakes:
     """What the comparison is for: each is found."""
 
     def test_a_gradient_that_is_summed_for_one_of_several_modules(self, monkeypatch):
-        class First(tensor.SplitSection):
+        class First(exchanges.SplitSection):
             def enter(self, value):
                 return value if self._entered and self._entered[0] is value else super().enter(value)
 
-        monkeypatch.setattr(tensor, "SplitSection", First)
+        monkeypatch.setattr(split, "SplitSection", First)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare(tiny("llama"))
 
     def test_a_gradient_that_is_not_summed_over_ranks(self, monkeypatch):
-        monkeypatch.setattr(tensor, "copy", lambda value, ranks: value)
+        monkeypatch.setattr(exchanges, "copy", lambda value, ranks: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare(tiny("llama"))
 
     def test_a_norm_of_heads_that_each_rank_updates_alone(self, monkeypatch):
-        alone = {**tensor.STYLES, "replicated_with_grad_allreduce": tensor.STYLES["replicate"]}
-        monkeypatch.setattr(tensor, "STYLES", alone)
+        alone = {**split.STYLES, "replicated_with_grad_allreduce": split.STYLES["replicate"]}
+        monkeypatch.setattr(split, "STYLES", alone)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*_norm"):
             compare(tiny("qwen3"))
 
     def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
         def naive(module, forward, section):
-            return lambda value: tensor.reduce(forward(value), section.ranks)
+            return lambda value: exchanges.reduce(forward(value), section.ranks)
 
-        row = tensor.Style(tensor.STYLES["rowwise"].shard, tensor._wrapping(naive))
-        monkeypatch.setattr(tensor, "STYLES", {**tensor.STYLES, "rowwise": row})
+        row = split.Style(split.STYLES["rowwise"].shard, split._wrapping(naive))
+        monkeypatch.setattr(split, "STYLES", {**split.STYLES, "rowwise": row})
         with pytest.raises(FamilyError, match="its logits deviate"):
             compare(tiny("starcoder2"))
+
+    def test_a_norm_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
+        monkeypatch.setattr(regions, "sum_gradient", lambda parameter, ranks: None)
+        with pytest.raises(FamilyError, match=r"its gradients deviate .*norm"):
+            compare(tiny("llama"), regions=True)
+
+    def test_a_bias_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
+        monkeypatch.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
+        with pytest.raises(FamilyError, match=r"its gradients deviate .*o_proj\.bias"):
+            compare(tiny("starcoder2"), regions=True)
+
+    def test_a_slice_whose_gradient_is_of_one_rank_only(self, monkeypatch):
+        monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)
+        with pytest.raises(FamilyError, match="its gradients deviate"):
+            compare(tiny("llama"), regions=True)
 
 
 def test_slices_join_to_the_whole():
@@ -147,26 +206,26 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
     names = {"model.embed_tokens.weight", "lm_head.weight"}
     for size in (99, 100):
         model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=size, tie_word_embeddings=tied))
-        split = plan_split(model, 2)
-        assert names & split.shards.keys() == (set() if size == 99 else names)
-        assert ("lm_head" in split.styles) == (size == 100)
+        found = plan_split(model, 2)
+        assert names & found.shards.keys() == (set() if size == 99 else names)
+        assert ("lm_head" in found.styles) == (size == 100)
     compare(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
 
 
 def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2, layer_types=None)
     before = torch.get_rng_state()
-    split = check_split(config, 8, "flash_attention_2")
+    found = check_split(config, 8, "flash_attention_2")
     assert torch.equal(torch.get_rng_state(), before)
-    assert split.shards["model.layers.1.self_attn.o_proj.weight"] == Shard(1)
+    assert found.shards["model.layers.1.self_attn.o_proj.weight"] == Shard(1)
 
 
 def _accumulated(family: str):
     """How far gradients of two passes, joined from the ranks, are from the whole model's; the share of it held."""
     config = tiny(family)
     whole, inputs = reference(config, "eager"), packed_input(config)
-    split, ranks = plan_split(whole, 2), GroupRanks(torch.distributed.group.WORLD)
-    own = TensorParallel(split, ranks)
+    ranks = GroupRanks(torch.distributed.group.WORLD)
+    own = TensorParallel(plan_split(whole, 2), ranks)
     sliced = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     sliced.load_state_dict(whole.state_dict())
     for name, parameter in sliced.named_parameters():

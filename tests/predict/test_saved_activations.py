@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -17,12 +17,15 @@ from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.build import build_sliced
 from llmtrain.models.proof import trace
+from llmtrain.models.proof.slices_check import check_split
 from llmtrain.models.proof.trace import traced_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
+from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
 from llmtrain.predict.activations import kept_bytes, layer_bytes
@@ -67,7 +70,9 @@ UNDER, OVER = 0.01, 0.03
 """Of what is saved, how much less and more the estimate may be."""
 
 
-def plan_for(family: str, attention: str, precision: str, mask: bool, ranks: int = 1, **fields: object) -> Plan:
+def plan_for(
+    family: str, attention: str, precision: str, mask: bool, ranks: int = 1, tensor: int = 1, **fields: object
+) -> Plan:
     """ranks: among which a sequence is shared."""
     recipe = Recipe(
         name="saved",
@@ -75,10 +80,37 @@ def plan_for(family: str, attention: str, precision: str, mask: bool, ranks: int
         data=DataConfig(sources=[Source("stdlib")], tokenizer="none", sequence_length=T, mask_documents=mask),
         optim=OptimConfig(lr=1e-3),
         batch=BatchConfig(global_batch_size=SEQUENCES, micro_batch_size=SEQUENCES),
-        parallel=ParallelConfig(precision=precision, zero_stage=1, sequence=ranks),
+        parallel=ParallelConfig(precision=precision, zero_stage=1, sequence=ranks, tensor=tensor),
         train=TrainConfig(max_steps=1),
     )
-    return resolve(recipe.with_(**fields), Cluster(devices_per_node=ranks))
+    return resolve(recipe.with_(**fields), Cluster(devices_per_node=ranks * tensor))
+
+
+class FirstOf:
+    """The first of some tensor parallel ranks, of which the others hold and send the same."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    def sum_own(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return values[0].clone()
+
+    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        return [value.clone() for _ in range(self.size)]
+
+
+def model_of(plan: Plan) -> PreTrainedModel:
+    dtype = torch.bfloat16 if plan.recipe.parallel.precision == "bf16" else torch.float32
+    if plan.parallel.tensor == 1:
+        return build_model(plan.recipe, dtype, torch.device("cpu"))
+    recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
+    split = check_split(model_configuration(recipe), ranks.size, regions=plan.region_ranks > 1)
+    return build_sliced(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
 
 
 class Saved:
@@ -91,8 +123,7 @@ class Saved:
 def saved_bytes(plan: Plan, index: int = 0) -> int:
     """Bytes of storages that a layer saves, without weights and without what all layers share."""
     precision = plan.recipe.parallel.precision
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = build_model(plan.recipe, dtype, torch.device("cpu")).train()
+    model = model_of(plan).train()
     use_recomputation(model, plan.recipe.parallel)
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: weakref.WeakSet[Saved] = weakref.WeakSet()
@@ -221,6 +252,24 @@ def test_selective_checkpoints_of_such_ranks_keep_what_is_estimated(family, atte
     estimate = kept_bytes(plan, plan.model.weights, 0, SEQUENCES * T // 2).size
     kept = saved_bytes(plan)
     assert (1 - UNDER) * kept <= estimate <= (1 + OVER) * kept, f"estimate / kept = {estimate / kept:.4f}"
+
+
+TENSOR = [
+    *itertools.product(["llama", "qwen3"], ["fp32", "bf16"], [False], [{}, {"model.adapter": {"rank": 4}}]),
+    ("llama", "fp32", True, {}),
+]
+
+
+@pytest.mark.parametrize(("family", "precision", "mask", "fields"), TENSOR)
+@pytest.mark.parametrize("again", ["none", "selective"])
+def test_tensor_ranks_save_slices_of_the_residual(family, precision, mask, fields, again):
+    fields = fields | {"parallel.activation_checkpointing": again}
+    plan = plan_for(family, "sdpa", precision, mask, tensor=2, **fields)
+    assert plan.region_ranks == 2
+    weights, tokens = plan.model.weights, SEQUENCES * T
+    estimate = layer_bytes(plan, weights, 1, tokens) if again == "none" else kept_bytes(plan, weights, 1, tokens).size
+    saved = saved_bytes(plan, 1)
+    assert (1 - UNDER) * saved <= estimate <= (1 + OVER) * saved, f"estimate / saved = {estimate / saved:.4f}"
 
 
 def test_selective_checkpoints_of_llama_keep_at_most_three_fifths():

@@ -33,6 +33,8 @@ PLANS = {
     "tensor of Qwen 3, ZeRO-3": TENSOR | {"model.architecture": "qwen3", "parallel.zero_stage": 3},
     "tensor of Gemma 2": TENSOR | {"model.architecture": "gemma2", "model.attention": "eager"},
     "tensor of Cohere": TENSOR | {"model.architecture": "cohere"},
+    "tensor of StarCoder 2, biases": TENSOR | {"model.architecture": "starcoder2"},
+    "tensor, whole residual": TENSOR | {"parallel.tiled_mlp": True},
     "tensor of Mixtral": TENSOR | MIXTRAL,
     "tensor in stages": TENSOR | {"parallel.pipeline": 2},
     "tensor in stages, recomputed": TENSOR | {"parallel.pipeline": 2, **FULL},
@@ -57,6 +59,9 @@ RANKS = {
 SMALL = 1100
 """Bytes of a message that is no part of the model: norms, overflow flags, positions, padding, single norm weights, and
 the indices of tokens that go to experts."""
+SMALL_BESIDE_SLICES = 200
+"""The same of tensor parallel ranks, which sum the gradients of single norm weights, 256 bytes each. Those of the norms
+of heads are smaller, and not counted."""
 
 
 def _seen(rank: int, fields: dict, ranks: int) -> list[Seen]:
@@ -70,7 +75,8 @@ def _seen(rank: int, fields: dict, ranks: int) -> list[Seen]:
         collectives.seen.clear()
         with collectives:
             engine.train_step(batch)
-    return [one for one in collectives.seen if one.size > SMALL]
+    small = SMALL_BESIDE_SLICES if plan.region_ranks > 1 else SMALL
+    return [one for one in collectives.seen if one.size > small]
 
 
 def _messages(plan) -> Counter:

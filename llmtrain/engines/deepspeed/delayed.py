@@ -15,6 +15,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.models.tensor.exchanges import is_summed
+
 Delayed = Callable[[], None]
 """Adds the gradient of one matrix."""
 
@@ -62,7 +64,8 @@ class DelayedWeights(TorchFunctionMode):
 
 
 def _is_trained(weight: Any) -> bool:
-    return isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
+    is_matrix = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
+    return is_matrix and not is_summed(weight)  # by a hook, which runs in backward passes only
 
 
 class _DelayedProduct(torch.autograd.Function):

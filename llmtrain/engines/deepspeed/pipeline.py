@@ -30,7 +30,8 @@ from llmtrain.models.build import StageBuilder
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks, Shard
+from llmtrain.models.tensor.split import shard_of
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -92,7 +93,9 @@ class PipelineAxis(EngineAxis):
         """Splits the model. Raises RecipeError if it has no valid split, or if tensor ranks cannot share its stages."""
         recipe, parallel = self.plan.recipe, self.plan.parallel
         dtype = weight_dtype(parallel.precision)
-        self._build_stage = stage_builder(recipe, parallel.stages, dtype, self.device, tensor=parallel.tensor)
+        self._build_stage = stage_builder(
+            recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.region_ranks > 1
+        )
 
     def build(self, ds_config: dict[str, Any]) -> StagePipeline:
         """Returns the pipeline with this rank's stages, or with its slices of them."""

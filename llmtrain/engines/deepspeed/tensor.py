@@ -20,7 +20,8 @@ from llmtrain.engines.state.save_load import shape_of
 from llmtrain.models import build_sliced, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.proof.slices_check import check_split
-from llmtrain.models.tensor import GroupRanks, TensorParallel, shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks
+from llmtrain.models.tensor.split import TensorParallel, shard_of
 
 
 class TensorAxis(EngineAxis):
@@ -29,7 +30,8 @@ class TensorAxis(EngineAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        self._split = check_split(model_configuration(recipe), degree, recipe.model.attention_kernel)
+        config, regions = model_configuration(recipe), self.plan.region_ranks > 1
+        self._split = check_split(config, degree, recipe.model.attention_kernel, regions)
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
         self._grid = PipelineParallelGrid(topology)
 

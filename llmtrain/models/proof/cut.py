@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from llmtrain.models.initial import initialise
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Cut, Stage, build_with_cut, cannot_cut, decoder_layers
-from llmtrain.models.tensor import TensorParallel
+from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.plan.stages import StageBounds
 
 TOLERANCE = 1e-5

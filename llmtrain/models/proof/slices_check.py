@@ -9,15 +9,17 @@ import copy
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
 
 TOLERANCE = 1e-5
 """Largest allowed deviation of a logit or of a gradient, relative to the largest one.
@@ -45,6 +47,10 @@ class ThreadRanks:
         """Returns the sum in the order of the ranks."""
         return torch.stack(self.gather(value)).sum(0)
 
+    def sum_own(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the sum in the order of the ranks."""
+        return self.sum(torch.stack(tuple(values)))[self.rank]
+
     def gather(self, value: Tensor) -> list[Tensor]:
         """Stores this thread's value, waits for the others and returns all values."""
         self._places[self.rank] = value.detach()
@@ -54,10 +60,13 @@ class ThreadRanks:
         return values
 
 
-def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager") -> DeclaredSplit:
+def check_split(
+    config: PreTrainedConfig, degree: int, attention: str = "eager", regions: bool = False
+) -> DeclaredSplit:
     """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
 
-    Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises FamilyError with the reason if
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. regions: whether the ranks hold slices of
+    the residual stream; they hold all of it if that gives other results. Raises FamilyError with the reason if
     logits or gradients differ, or if the family declares no plan.
     """
     try:
@@ -68,12 +77,24 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
+    attention = attention if attention in ("eager", "sdpa") else "eager"
     with torch.random.fork_rng(devices=[]):
-        compare(tiny, attention if attention in ("eager", "sdpa") else "eager")
+        if regions and has_regions(tiny, attention):
+            return replace(split, regions=True)
+        compare(tiny, attention)
     return split
 
 
-def compare(config: PreTrainedConfig, attention: str = "eager") -> DeclaredSplit:
+def has_regions(config: PreTrainedConfig, attention: str = "eager") -> bool:
+    """Whether the model of `config` computes the same if two ranks hold slices of its residual stream."""
+    try:
+        compare(config, attention, regions=True)
+    except FamilyError:
+        return False
+    return True
+
+
+def compare(config: PreTrainedConfig, attention: str = "eager", regions: bool = False) -> DeclaredSplit:
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
         whole = reference(config, attention)
@@ -82,7 +103,7 @@ def compare(config: PreTrainedConfig, attention: str = "eager") -> DeclaredSplit
         expected = _outcome(whole, inputs, weights)
     except MODEL_ERRORS as error:
         raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
-    split = plan_split(whole, _RANKS)
+    split = replace(plan_split(whole, _RANKS), regions=regions)
     try:
         results = _run_split(whole, split, inputs, weights)
     except MODEL_ERRORS as error:

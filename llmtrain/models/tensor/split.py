@@ -13,82 +13,35 @@ over the ranks: one for each of the two in the forward pass, and one in the back
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-
-Forward = Callable[..., Any]
+from llmtrain.models.tensor.exchanges import (
+    Forward,
+    Ranks,
+    Shard,
+    SplitSection,
+    copy,
+    gather,
+    reduce,
+    scatter,
+    sum_gradient,
+)
+from llmtrain.models.tensor.regions import Regions
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
     """Returns the refusal of a family that cannot be split by its own plan."""
     refused = f"{config.model_type} cannot be split among tensor parallel ranks"
     return FamilyError("tensor.family", "parallel.tensor", 1, refused, reason)
-
-
-class Ranks(Protocol):
-    """The tensor parallel ranks that share a model, as seen by one of them."""
-
-    rank: int
-    size: int
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Returns the sum over all ranks as a new tensor, which is equal on all of them."""
-
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """Returns the values of all ranks, in the order of the ranks."""
-
-
-class GroupRanks:
-    """Implements `Ranks` with a process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-
-    def sum(self, value: Tensor) -> Tensor:
-        """All-reduces a copy."""
-        total = value.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self._group)
-        return total
-
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """All-gathers tensors of equal shape."""
-        value = value.contiguous()
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(parts, value, group=self._group)
-        return parts
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is sliced: each of `blocks` equal blocks is cut along `dim` into equal parts.
-
-    Weights that are stored as one tensor (gate and up) are several blocks, and each rank needs a part of each.
-    """
-
-    dim: int
-    blocks: int = 1
-
-    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Returns the contiguous slice of a rank."""
-        blocks = whole.chunk(self.blocks, self.dim)
-        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim)
-
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins the slices of all ranks."""
-        chunks = [part.chunk(self.blocks, self.dim) for part in parts]
-        return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
 
 
 @dataclass(frozen=True)
@@ -99,6 +52,8 @@ class DeclaredSplit:
     """Module → style."""
     shards: Mapping[str, Shard]
     """Parameter → how it is sliced; a tied parameter is listed under each of its names."""
+    regions: bool = False
+    """Whether each rank holds a slice of every sequence outside attention and feed-forward (`regions.py`)."""
 
 
 class TensorParallel:
@@ -107,7 +62,10 @@ class TensorParallel:
     def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
-        self._joined, self._alone = SplitSection(ranks), SplitSection(ranks, one_module=True)
+        self._regions = Regions(ranks) if split.regions else None
+        alone = SplitSection(ranks, one_module=True)
+        self._within, self._outside = self._regions.sections if self._regions else (SplitSection(ranks), alone)
+        self._adapters = self._within if self._regions else alone
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
@@ -128,25 +86,33 @@ class TensorParallel:
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                section = self._alone if _pattern(name) == name else self._joined
+                section = self._outside if _pattern(name) == name else self._within
                 STYLES[style].install(module, section, model.config)
+        if self._regions is not None:
+            self._regions.install(model, self.split.styles)
 
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
 
         If the layer's outputs are split, so are those of the outer matrix, and the inner one is whole; if its inputs
-        are, it is the other way round. Gradients of whole matrices are then whole on each rank. Raises FamilyError for
-        a layer whose outputs are exchanged in another way.
+        are, it is the other way round. Gradients of whole matrices are then whole on each rank, or summed over the
+        ranks if these hold slices of the sequence. Raises FamilyError for a layer whose outputs are exchanged in
+        another way.
         """
         style, shard = self.split.styles.get(name, "replicate"), shard_of(base.weight)
         if shard is None and style == "replicate":
+            if self._regions is not None and not self._regions.gathers(name):
+                self._adapters.use(inner.weight)
+                self._adapters.use(outer.weight)
             return
         if shard is None or not isinstance(base, nn.Linear):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
-        part: Any = inner if shard.dim else outer
+        part: Any
+        part, other = (inner, outer) if shard.dim else (outer, inner)
+        self._adapters.use(other.weight)
         part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
         part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, self._alone, config)
+        STYLES[style].install(part, self._adapters, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -170,81 +136,6 @@ def shard_of(tensor: Tensor) -> Shard | None:
     """Returns how a parameter is sliced; None for whole parameters and for buffers."""
     shard: Shard | None = getattr(tensor, "tensor_shard", None)
     return shard
-
-
-class _Exchange(torch.autograd.Function):
-    """A collective whose backward pass is another collective."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, forth: Forward, back: Forward) -> Tensor:
-        ctx.back = back
-        result: Tensor = forth(value)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
-
-
-def _same(value: Tensor) -> Tensor:
-    return value.view_as(value)
-
-
-def copy(value: Tensor, ranks: Ranks) -> Tensor:
-    """Passes a whole activation into split modules; the backward pass sums the ranks' partial gradients."""
-    result: Tensor = _Exchange.apply(value, _same, ranks.sum)  # type: ignore[no-untyped-call]
-    return result
-
-
-class SplitSection:
-    """The split modules of a rank between a whole activation and the next one, such as those of attention.
-
-    Modules that are called one after the other with the same tensor share its entrance. Autograd adds up the gradients
-    of all of them before it runs the backward pass of the entrance, so that they are summed over the ranks once.
-    """
-
-    def __init__(self, ranks: Ranks, one_module: bool = False) -> None:
-        """one_module: whether the section is a single module, such as the head or a matrix of an adapter."""
-        self.ranks = ranks
-        self._one_module = one_module
-        self._entered: tuple[Tensor, Tensor] | None = None
-
-    def enter(self, value: Tensor) -> Tensor:
-        """Passes a whole activation into a module; returns the same tensor for the same value."""
-        if not (value.requires_grad and torch.is_grad_enabled()):
-            return value
-        if self._one_module:
-            return copy(value, self.ranks)
-        if self._entered is None or self._entered[0] is not value:
-            self._entered = value, copy(value, self.ranks)
-        return self._entered[1]
-
-    def leave(self) -> None:
-        """Releases what has entered; called when the last module of the section has its input."""
-        self._entered = None
-
-
-def reduce(value: Tensor, ranks: Ranks) -> Tensor:
-    """Sums the partial results of all ranks into a whole activation."""
-    result: Tensor = _Exchange.apply(value, ranks.sum, _same)  # type: ignore[no-untyped-call]
-    return result
-
-
-def gather(value: Tensor, ranks: Ranks) -> Tensor:
-    """Joins slices of the last dimension into a whole activation."""
-    result: Tensor = _Exchange.apply(value, *_joining(ranks))  # type: ignore[no-untyped-call]
-    return result
-
-
-def scatter(value: Tensor, ranks: Ranks) -> Tensor:
-    """Returns this rank's slice, along the last dimension, of a whole activation."""
-    result: Tensor = _Exchange.apply(value, *reversed(_joining(ranks)))  # type: ignore[no-untyped-call]
-    return result
-
-
-def _joining(ranks: Ranks) -> tuple[Forward, Forward]:
-    last = Shard(-1)
-    return lambda value: last.whole(ranks.gather(value)), lambda value: last.part(value, ranks.rank, ranks.size)
 
 
 @dataclass(frozen=True)
@@ -279,13 +170,15 @@ def _column_gathered(module: nn.Module, section: SplitSection, config: PreTraine
 
 def _row(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
     def run(value: Tensor) -> Tensor:
-        section.leave()
+        section.close()
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
-            return reduce(forward(value), section.ranks)
+            return section.leave(forward(value))
         # Added once, after the sum over ranks.
-        return reduce(functional.linear(value, module.get_parameter("weight")), section.ranks) + bias
+        return section.leave(functional.linear(value, module.get_parameter("weight"))) + bias
 
+    if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+        section.use(bias)
     return run
 
 
@@ -308,7 +201,7 @@ def _table_of_rows(module: Any, forward: Forward, section: SplitSection) -> Forw
             module.padding_idx = padding - first if first <= padding < first + rows else None
         own = (tokens >= first) & (tokens < first + rows)
         values = forward(torch.where(own, tokens - first, 0))
-        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), section.ranks)
+        return section.leave(values.masked_fill(~own.unsqueeze(-1), 0))
 
     return run
 
@@ -331,12 +224,9 @@ def _experts(module: nn.Module, forward: Forward, section: SplitSection) -> Forw
 
 
 def _sum_gradients(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-    """Sums the gradients of a whole parameter that each rank uses only for its own heads.
-
-    A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
-    """
+    """Sums the gradients of whole parameters that each rank uses only for its own heads."""
     for parameter in module.parameters(recurse=False):
-        parameter.register_hook(section.ranks.sum)  # type: ignore[no-untyped-call]
+        sum_gradient(parameter, section.ranks)
 
 
 def _latent_keys(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
