@@ -395,7 +395,8 @@ class ParallelConfig(Part):
     """Number of stages on each device of a pipeline: 1 for `1f1b`, 2 or more for `interleaved`, an even number for
     `zero_bubble`."""
     tensor: PositiveInt = 1
-    """Number of devices that share each matrix."""
+    """Number of devices that share each matrix and, if the model allows it, the tokens between attention and
+    feed-forward."""
     sequence: PositiveInt = 1
     """Number of devices that share each sequence (Ulysses, arXiv 2309.14509)."""
     expert: PositiveInt = 1

@@ -1,6 +1,6 @@
 """Writes docs/reference/families_tensor.md: which causal LMs tensor parallel ranks can share by their own tp_plan.
 
-python tools/render_families_slices.py
+python tools/render_families_tensor.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.slices_check import VOCABULARY, compare
+from llmtrain.models.proof.slices_check import VOCABULARY, compare, has_regions
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit
 
@@ -29,9 +29,13 @@ every model type of a causal LM in `transformers` {version}. Each one is built f
 layers, one of each kind among them, and packed documents. It is split between two ranks and compared with the whole
 model: the logits, and the gradient of every parameter. A family that deviates, or declares no plan, is refused before
 a run starts. The same comparison is made for each model that you train. For a family that works, the
-table shows which share of the tiny copy's layers is split; all ranks hold the rest.
+table shows which share of the tiny copy's layers is split; all ranks hold the rest. If it says *slices*, ranks may hold
+slices of the residual stream between attention and feed-forward (sequence parallel regions); other families hold all
+of it on each rank.
 
 """
+SLICES = ", slices"
+"""What the table says of a family whose ranks may hold slices of the residual stream."""
 
 
 def judge(family: str) -> Verdict:
@@ -43,7 +47,8 @@ def judge(family: str) -> Verdict:
     except Exception as error:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
-        return Verdict(family, "works", f"{_share(model, compare(config)):.0%}")
+        share = f"{_share(model, compare(config)):.0%}"
+        return Verdict(family, "works", share + SLICES if has_regions(config) else share)
     except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))

@@ -347,7 +347,8 @@ Limits of this comparison:
   a test on unseen runs.
 - torchtitan's H100s are limited to 500 W of 700 and have slower memory; only the slower memory is modelled. Their
   selective activation checkpointing keeps every second product; here it is predicted as `selective`, which keeps all.
-- Tensor parallel runs are predicted too slow, because MegaScale and Llama 3 overlap their sums with computation.
+- Tensor parallel runs are predicted too slow, because MegaScale and Llama 3 overlap their sums with computation. GPT's
+  are predicted with a whole residual stream on each rank; MegaScale's holds slices of it.
   Megatron-LM does not state the micro-batch of each row; 1 is assumed.
 - Llama 3 does not say which FLOPs it counts. 6·N + 6·L·d·T is assumed, without recomputation.
 - The rows test different things. Most are of the kind of ZeRO-3. None tests a pipeline without tensor

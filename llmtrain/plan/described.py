@@ -30,10 +30,19 @@ def split_lines(plan: Plan) -> list[str]:
     return [
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
+        *_residual_lines(plan),
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
         *described_stages(plan.stages),
         *kernel_lines(plan),
     ]
+
+
+def _residual_lines(plan: Plan) -> list[str]:
+    """Says what tensor parallel ranks hold between attention and feed-forward."""
+    if plan.parallel.tensor == 1:
+        return []
+    held = "a slice of each sequence" if plan.region_ranks > 1 else "each sequence whole"
+    return [f"residual {held} on each of {plan.parallel.tensor} tensor parallel ranks"]
 
 
 def kernel_lines(plan: Plan) -> list[str]:

@@ -231,6 +231,7 @@ class Plan(Part):
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
             "layout": self.layout() | self._stages(),
+            "region_ranks": self.region_ranks,
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,

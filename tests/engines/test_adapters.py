@@ -108,6 +108,12 @@ def test_every_strategy_trains_what_peft_trains(ranks, cases):
     check(ranks, cases)
 
 
+@pytest.mark.breadth
+def test_gradients_of_slices_are_summed_although_others_are_delayed():
+    split = {"parallel.pipeline_schedule": "zero_bubble", "parallel.pipeline_chunks": 2}
+    check(4, [("lora", "pipeline tensor")], **split, **{"model.config.num_hidden_layers": 4})
+
+
 def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and adapters of a loop that knows nothing but torch and PEFT."""
     drawn = build_model(recipe, torch.float32, torch.device("cpu")).state_dict()

@@ -1,4 +1,4 @@
-"""Tensor parallelism by llmtrain's own slices (`llmtrain.models.tensor`), at every ZeRO stage.
+"""Tensor parallelism by llmtrain's own slices (`llmtrain.models.tensor.split`), at every ZeRO stage.
 
 DeepSpeed is given a grid that describes the groups, as Megatron-LM gives it: it then shards states among the ranks
 that hold the same slices, and counts each slice once in the norm.

@@ -25,6 +25,8 @@ SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 UNTIED = {"model.config.tie_word_embeddings": False}
 HEAD_NORMS = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 BIASES = {"model.architecture": "qwen2"}
+BIASED = {"model.architecture": "starcoder2", "model.config.residual_dropout": 0.0}
+"""Biases that are added to sums, each rank for its own tokens."""
 EXPERTS = {"model.architecture": "mixtral", "model.config.num_local_experts": 4, **UNTIED}
 DROPOUT = {"model.architecture": "starcoder2", "model.config.residual_dropout": 0.2}
 
@@ -81,6 +83,15 @@ def test_other_families_and_options_are_the_plain_loop():
     checkpointing = {"parallel.activation_checkpointing": "full"}
     offload = {"parallel.offload_optimizer": "cpu"}
     cases = [SGD, {**SGD, **UNTIED}, {**SGD, **BIASES}, {**SGD, **EXPERTS}, checkpointing, {**SGD, **offload}]
+    _compare(run_ranks(4, _train, 1, cases), cases)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_other_schedules_are_the_plain_loop(schedule):
+    stages = {"parallel.pipeline_schedule": schedule, "parallel.pipeline_chunks": 2}
+    stages |= {"model.config.num_hidden_layers": 4}
+    cases = [stages | SGD | UNTIED, stages | SGD | BIASED]
     _compare(run_ranks(4, _train, 1, cases), cases)
 
 
