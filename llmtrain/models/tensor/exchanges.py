@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 Forward = Callable[..., Any]
@@ -166,7 +166,7 @@ def _of_tokens(ranks: Ranks) -> tuple[Forward, Forward, Forward]:
     )
 
 
-def sum_gradient(parameter: nn.Parameter, ranks: Ranks) -> None:
+def sum_gradient(parameter: Tensor, ranks: Ranks) -> None:
     """Sums the gradients of a whole parameter that each rank uses only for its own heads, or its own tokens.
 
     A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
@@ -212,5 +212,5 @@ class SplitSection:
         """Releases what has entered; called when the last module of the section has its input."""
         self._entered = None
 
-    def use(self, parameter: nn.Parameter) -> None:
+    def use(self, parameter: Tensor) -> None:
         """Prepares a whole parameter that is applied to what leaves the section."""

@@ -45,7 +45,7 @@ class GatheredSection(SplitSection):
         """Sums partial results, each rank for its own tokens."""
         return reduce_tokens(partial, self.ranks)
 
-    def use(self, parameter: nn.Parameter) -> None:
+    def use(self, parameter: Tensor) -> None:
         """Lets the gradients of a parameter be summed over the ranks."""
         sum_gradient(parameter, self.ranks)
 

@@ -177,8 +177,8 @@ def _row(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
         # Added once, after the sum over ranks.
         return section.leave(functional.linear(value, module.get_parameter("weight"))) + bias
 
-    if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
-        section.use(bias)
+    if isinstance(own := getattr(module, "bias", None), nn.Parameter):
+        section.use(own)
     return run
 
 
