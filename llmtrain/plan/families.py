@@ -408,9 +408,11 @@ EXPERT_PRESETS = {
 """Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
 
 _IN_REGIONS = (
-    "arcee cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_unified_text "
-    "glm glm4 gpt_neox granite granite_swa helium hyperclovax jais2 llama ministral ministral3 mistral nanochat "
-    "nemotron olmo olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma"
+    "arcee aria_text cohere cohere2 cohere2_moe cohere_compass_text cwm dots1 ernie4_5 ernie4_5_moe exaone4 "
+    "flex_olmo gemma gemma2 gemma3_text gemma4_unified_text glm glm4 glm4_moe gpt_neox granite granite_swa "
+    "granitemoe_swa helium hy_v3 hyperclovax jais2 kolibri1 laguna llama mellum mimo_v2_flash minimax_m2 "
+    "ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_moe "
+    "seed_oss smollm3 starcoder2 vaultgemma"
 )
 REGION_FAMILIES = frozenset(_IN_REGIONS.split())
 """Model types whose tensor parallel ranks may hold slices of the residual stream: those that

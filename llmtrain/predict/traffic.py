@@ -166,22 +166,25 @@ class CommunicationGroups:
             # A sum is a reduction, each rank for its slice, and a gathering. A recomputed layer gathers twice.
             yield Transfer("reduce_scatter", whole, sums)
             yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_tables else tables))
-        of_layer, last = self._summed_vectors()
+        of_layer, last = self._summed_gradients()
         yield Transfer("all_reduce", of_layer, held.layers)
         yield Transfer("all_reduce", last, held.head)
 
-    def _summed_vectors(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
-        """Returns the whole parameters whose gradients are summed: of a layer, and behind the last one.
+    def _summed_gradients(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
+        """Returns the gradients of whole parameters that are summed: of a layer, and behind the last one.
 
-        Each rank has them for its own heads, or for its own tokens: norms, and biases that are added to sums.
+        Each rank computes a part of them, for its own heads, tokens or parts of experts: those of norms, of biases that
+        are added to sums, and of routers.
         """
         weights, facts = self.plan.model.weights, self.plan.model
         if weights is None or self.plan.parallel.expert > 1:
             return (), ()
-        own, last = [one for one in weights.layer(0) if one.name.endswith(("q_norm.weight", "k_norm.weight"))], []
-        own = [one for one in own if one.shape == (facts.head_dim,)]
+        layer, last = weights.layer(facts.layers - 1), list[Weight]()
+        own = [one for one in layer if one.module in ("q_norm", "k_norm") and one.shape == (facts.head_dim,)]
         if self.plan.region_ranks > 1:
-            own += [one for one in weights.layer(0) if not one.is_matrix and _is_in_regions(one)]
+            beside = tuple({one.name.partition("experts.")[0] for one in layer if one.is_expert})
+            own += [one for one in layer if not one.is_matrix and _is_in_regions(one)]
+            own += [one for one in layer if one.name.startswith(beside) and not one.is_expert]
             last = [one for one in weights.outside if one.shape == (facts.hidden_size,)]
         return tuple(
             tuple((one.elements * self.share.weight_bytes, self.groups.tensor) for one in part if one.trained)

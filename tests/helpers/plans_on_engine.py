@@ -25,7 +25,7 @@ from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
-from llmtrain.models.tensor.split import shard_of
+from llmtrain.models.tensor.exchanges import shard_of
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.recipe import ParallelConfig, Recipe

@@ -18,8 +18,8 @@ from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.slices_check import ThreadRanks, check_split, compare
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor import exchanges, regions, split
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard
-from llmtrain.models.tensor.split import TensorParallel, plan_split, shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.split import TensorParallel, plan_split
 from llmtrain.plan.families import REGION_FAMILIES
 from llmtrain.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
@@ -51,7 +51,7 @@ def test_two_ranks_have_the_logits_and_the_gradients_of_the_whole(family, monkey
     assert len(activations) // 2 // 4 == SUMS[family]
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [*DENSE, "mixtral"])
 def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(family, monkeypatch):
     width, length = tiny(family).hidden_size, packed_input(tiny(family))[0].size(1)
     seen = []
@@ -79,7 +79,7 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
 
 
 def test_other_families_hold_the_whole_residual():
-    config = AutoConfig.for_model("mixtral", num_hidden_layers=2)
+    config = AutoConfig.for_model("minicpm3", num_hidden_layers=2)
     assert not check_split(config, 2, regions=True).regions
     assert check_split(AutoConfig.for_model("llama", num_hidden_layers=2), 2, regions=True).regions
 
@@ -89,8 +89,9 @@ def test_slices_of_the_residual_beside_an_embedding_and_a_head_that_are_whole(si
     compare(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
 
 
-def test_the_auxiliary_loss_has_its_gradient_once():
-    compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0))
+@pytest.mark.parametrize("with_regions", [False, True])
+def test_the_auxiliary_loss_has_its_gradient_once(with_regions):
+    compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=with_regions)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -128,7 +129,7 @@ class TestRefusal:
 
 def test_the_rule_knows_what_works():
     assert SUMS.keys() <= SLICED_FAMILIES
-    assert set(DENSE) <= REGION_FAMILIES <= SLICED_FAMILIES
+    assert {*DENSE, "mixtral"} <= REGION_FAMILIES <= SLICED_FAMILIES
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
@@ -188,6 +189,17 @@ class TestMistakes:
         monkeypatch.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*o_proj\.bias"):
             compare(tiny("starcoder2"), regions=True)
+
+    def test_a_router_loss_that_each_rank_counts(self, monkeypatch):
+        monkeypatch.setattr(regions, "share_gradient", lambda value, ranks: value)
+        with pytest.raises(FamilyError, match="its gradients deviate"):
+            compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=True)
+
+    def test_a_router_that_each_rank_updates_by_its_own_parts_of_experts(self, monkeypatch):
+        own = regions.sum_gradient
+        monkeypatch.setattr(regions, "sum_gradient", lambda one, ranks: None if one.shape[0] == 4 else own(one, ranks))
+        with pytest.raises(FamilyError, match=r"its gradients deviate .*gate\.weight"):
+            compare(tiny("mixtral"), regions=True)
 
     def test_a_slice_whose_gradient_is_of_one_rank_only(self, monkeypatch):
         monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)

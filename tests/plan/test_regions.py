@@ -23,7 +23,8 @@ def plan_of(tensor: int, devices: int, **fields):
     [
         (1, {}, 1),
         (2, {}, 2),
-        (2, MIXTRAL, 1),
+        (2, MIXTRAL, 2),
+        (2, {"model.architecture": "qwen2_moe", "model.config.num_experts": 4}, 1),
         (2, MIXTRAL | {"parallel.expert": 2}, 1),
         (2, {"parallel.tiled_mlp": True}, 1),
         (2, {"data.sequence_length": 27}, 1),
@@ -37,6 +38,7 @@ def plan_of(tensor: int, devices: int, **fields):
         "alone",
         "two",
         "experts",
+        "whole experts",
         "experts apart",
         "tiles",
         "odd",

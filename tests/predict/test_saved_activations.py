@@ -257,6 +257,7 @@ def test_selective_checkpoints_of_such_ranks_keep_what_is_estimated(family, atte
 TENSOR = [
     *itertools.product(["llama", "qwen3"], ["fp32", "bf16"], [False], [{}, {"model.adapter": {"rank": 4}}]),
     ("llama", "fp32", True, {}),
+    *itertools.product(["mixtral", "qwen3_moe"], ["fp32", "bf16"], [False], [{}]),
 ]
 
 

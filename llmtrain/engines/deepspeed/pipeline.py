@@ -30,8 +30,7 @@ from llmtrain.models.build import StageBuilder
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard
-from llmtrain.models.tensor.split import shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule

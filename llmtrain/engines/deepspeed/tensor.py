@@ -20,8 +20,8 @@ from llmtrain.engines.state.save_load import shape_of
 from llmtrain.models import build_sliced, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.proof.slices_check import check_split
-from llmtrain.models.tensor.exchanges import GroupRanks
-from llmtrain.models.tensor.split import TensorParallel, shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks, shard_of
+from llmtrain.models.tensor.split import TensorParallel
 
 
 class TensorAxis(EngineAxis):

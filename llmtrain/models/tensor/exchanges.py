@@ -82,6 +82,12 @@ class Shard:
         return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
 
 
+def shard_of(tensor: Tensor) -> Shard | None:
+    """Returns how a parameter is sliced; None for whole parameters and for buffers."""
+    shard: Shard | None = getattr(tensor, "tensor_shard", None)
+    return shard
+
+
 class _Exchange(torch.autograd.Function):
     """A collective whose backward pass is another collective."""
 
@@ -166,6 +172,12 @@ def _of_tokens(ranks: Ranks) -> tuple[Forward, Forward, Forward]:
     )
 
 
+def share_gradient(value: Tensor, ranks: Ranks) -> Tensor:
+    """Returns a whole value. Of its gradient, which is equal on all ranks, each passes on an equal share."""
+    result: Tensor = _Exchange.apply(value, _same, lambda gradient: gradient / ranks.size)  # type: ignore[no-untyped-call]
+    return result
+
+
 def sum_gradient(parameter: Tensor, ranks: Ranks) -> None:
     """Sums the gradients of a whole parameter that each rank uses only for its own heads, or its own tokens.
 
@@ -203,6 +215,10 @@ class SplitSection:
         if self._entered is None or self._entered[0] is not value:
             self._entered = value, copy(value, self.ranks)
         return self._entered[1]
+
+    def admit(self, value: Tensor) -> Tensor:
+        """Passes a whole activation into a module that is the only one to take it."""
+        return copy(value, self.ranks)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Sums the partial results of all ranks into a whole activation."""

@@ -7,12 +7,14 @@ first layer, with the sum of what the embedding has found, and end behind the la
 for the head. Pipeline stages send each other slices.
 
 Parameters that are used within the regions, such as those of norms, get their gradient from a rank's own tokens only,
-so it is summed over the ranks.
+so it is summed over the ranks. So is that of a router: within a block of experts each rank computes a part of all
+gradients, and the partial results of the experts wait until the block ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,9 +27,14 @@ from llmtrain.models.tensor.exchanges import (
     join_tokens,
     part_of_tokens,
     reduce_tokens,
+    shard_of,
+    share_gradient,
     sum_gradient,
 )
 from llmtrain.plan.model_facts import decoder_lists
+
+EXPERTS = "moe_tp_experts"
+"""The style of the experts of a layer."""
 
 
 class GatheredSection(SplitSection):
@@ -38,7 +45,11 @@ class GatheredSection(SplitSection):
     """
 
     def enter(self, value: Tensor) -> Tensor:
-        """Returns the value."""
+        """Returns the value, of which each rank computes a part of the gradient."""
+        return value
+
+    def admit(self, value: Tensor) -> Tensor:
+        """Returns the value, as above."""
         return value
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -50,12 +61,11 @@ class GatheredSection(SplitSection):
         sum_gradient(parameter, self.ranks)
 
 
-class OutsideSection(SplitSection):
-    """The embedding, whose sum waits until the regions begin, or the head, for which their end gathers."""
+class PartialSection(GatheredSection):
+    """Split modules whose sum waits: that of the embedding until the regions begin, of experts until their block ends.
 
-    def enter(self, value: Tensor) -> Tensor:
-        """Returns the value."""
-        return value
+    Also the head, for which the end of the regions gathers.
+    """
 
     def leave(self, partial: Tensor) -> Tensor:
         """Returns the partial results."""
@@ -65,57 +75,73 @@ class OutsideSection(SplitSection):
 class Regions:
     """A rank's slices of the residual stream of a model."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, styles: Mapping[str, str]) -> None:
+        """styles: those of all split modules, by name."""
         self._ranks = ranks
-        self.sections = GatheredSection(ranks), OutsideSection(ranks)
-        """Those within layers, and outside of them."""
-        self._gathering: set[str] = set()
+        self._styles = styles
+        self._within, self._waiting = GatheredSection(ranks), PartialSection(ranks)
+        self._gathering = {_part_of(name) for name in styles} - {""}
+        """Parts of layers, such as attention, that need whole sequences."""
+        self._of_experts = {_part_of(name) for name, style in styles.items() if style == EXPERTS}
 
-    def install(self, model: PreTrainedModel, split: Iterable[str]) -> None:
-        """Lets a model, or a part of one, hold slices.
+    def section_of(self, name: str) -> SplitSection:
+        """Returns the section of a split module."""
+        part = _part_of(name)
+        return self._within if part and part not in self._of_experts else self._waiting
 
-        split: names of all split modules. Raises ValueError if the model has no single list of decoder layers.
-        """
-        ((path, layers),) = decoder_lists(model).items()
-        split = frozenset(split)
-        for number, layer in enumerate(layers):
-            self._divide(layer, f"{path}.{number}", split)
+    def has_partial_gradients(self, name: str) -> bool:
+        """Whether a rank computes a part of the gradients of whole parameters of a module."""
+        part = _part_of(name)
+        return part not in self._gathering or part in self._of_experts
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Lets a model, or a part of one, hold slices. Raises ValueError without a single list of decoder layers."""
+        ((_, layers),) = decoder_lists(model).items()
         tables = model.get_input_embeddings(), model.get_output_embeddings()
-        in_layers = {id(module) for module in layers.modules()}
-        for module in model.modules():
-            if id(module) not in in_layers and not any(module is table for table in tables):
+        for name, module in model.named_modules():
+            if self.has_partial_gradients(name) and not any(module is table for table in tables):
                 self._use(module.parameters(recurse=False))
+            if name in self._gathering:
+                module.register_forward_pre_hook(self._gathered, with_kwargs=True)
+            if name in self._of_experts:
+                module.register_forward_hook(self._scattered)
         names = {id(module): name for name, module in model.named_modules()}
-        has_parts = [names.get(id(table)) in split for table in tables]
+        has_parts = [names.get(id(table)) in self._styles for table in tables]
         if _is_here(layers[0]):
             begin = reduce_tokens if has_parts[0] else part_of_tokens
             _change_input(layers[0], lambda hidden: begin(hidden, self._ranks))
         if _is_here(layers[-1]):
             end = gather_tokens if has_parts[1] else join_tokens
             model.base_model.register_forward_hook(lambda _, inputs, output: _replaced(output, end, self._ranks))
-
-    def gathers(self, name: str) -> bool:
-        """Whether a module is within attention or feed-forward, where the sequence is whole."""
-        return any(name.startswith(f"{one}.") for one in self._gathering)
-
-    def _divide(self, layer: nn.Module, path: str, split: Iterable[str]) -> None:
-        """Lets the parts of a layer that hold split modules gather their input, and the others use slices."""
-        self._use(layer.parameters(recurse=False))
-        for name, part in layer.named_children():
-            if any(one.startswith(f"{path}.{name}.") for one in split):
-                self._gathering.add(f"{path}.{name}")
-                part.register_forward_pre_hook(self._gathered, with_kwargs=True)
-            else:
-                self._use(part.parameters())
+        if self._of_experts:
+            model.register_forward_hook(self._shared_loss)
 
     def _gathered(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (gather_tokens(args[0], self._ranks), *args[1:]), named
         return args, named | {"hidden_states": gather_tokens(named["hidden_states"], self._ranks)}
 
+    def _scattered(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # with the logits of the router
+            return reduce_tokens(output[0], self._ranks), *output[1:]
+        return reduce_tokens(output, self._ranks)
+
+    def _shared_loss(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Lets the router's loss, whole on each rank, count once in the summed gradients of the router."""
+        if getattr(output, "aux_loss", None) is not None:
+            output.aux_loss = share_gradient(output.aux_loss, self._ranks)
+        return output
+
     def _use(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            sum_gradient(parameter, self._ranks)
+            if shard_of(parameter) is None:
+                sum_gradient(parameter, self._ranks)
+
+
+def _part_of(name: str) -> str:
+    """Returns the name of the part of a layer that a module is or belongs to, such as its attention; or nothing."""
+    found = re.match(r".*?\.\d+\.[^.]+", name)
+    return found.group() if found else ""
 
 
 def _is_here(layer: nn.Module) -> bool:

@@ -29,13 +29,12 @@ from llmtrain.models.tensor.exchanges import (
     Ranks,
     Shard,
     SplitSection,
-    copy,
     gather,
-    reduce,
     scatter,
+    shard_of,
     sum_gradient,
 )
-from llmtrain.models.tensor.regions import Regions
+from llmtrain.models.tensor.regions import EXPERTS, Regions
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -62,10 +61,8 @@ class TensorParallel:
     def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
-        self._regions = Regions(ranks) if split.regions else None
-        alone = SplitSection(ranks, one_module=True)
-        self._within, self._outside = self._regions.sections if self._regions else (SplitSection(ranks), alone)
-        self._adapters = self._within if self._regions else alone
+        self._regions = Regions(ranks, split.styles) if split.regions else None
+        self._joined, self._alone = SplitSection(ranks), SplitSection(ranks, one_module=True)
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
@@ -86,10 +83,12 @@ class TensorParallel:
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                section = self._outside if _pattern(name) == name else self._within
+                section = self._alone if _pattern(name) == name else self._joined
+                if self._regions is not None:
+                    section = self._regions.section_of(name)
                 STYLES[style].install(module, section, model.config)
         if self._regions is not None:
-            self._regions.install(model, self.split.styles)
+            self._regions.install(model)
 
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
@@ -100,19 +99,20 @@ class TensorParallel:
         another way.
         """
         style, shard = self.split.styles.get(name, "replicate"), shard_of(base.weight)
+        section = self._regions.section_of(name) if self._regions else self._alone
         if shard is None and style == "replicate":
-            if self._regions is not None and not self._regions.gathers(name):
-                self._adapters.use(inner.weight)
-                self._adapters.use(outer.weight)
+            if self._regions is not None and self._regions.has_partial_gradients(name):
+                section.use(inner.weight)
+                section.use(outer.weight)
             return
         if shard is None or not isinstance(base, nn.Linear):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
         part: Any
         part, other = (inner, outer) if shard.dim else (outer, inner)
-        self._adapters.use(other.weight)
+        section.use(other.weight)
         part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
         part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, self._adapters, config)
+        STYLES[style].install(part, section, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -130,12 +130,6 @@ class TensorParallel:
     def join(self, part: Tensor, shard: Shard) -> Tensor:
         """Gathers the slices of all ranks and returns the whole tensor."""
         return shard.whole(self.ranks.gather(part))
-
-
-def shard_of(tensor: Tensor) -> Shard | None:
-    """Returns how a parameter is sliced; None for whole parameters and for buffers."""
-    shard: Shard | None = getattr(tensor, "tensor_shard", None)
-    return shard
 
 
 @dataclass(frozen=True)
@@ -217,8 +211,7 @@ def _experts(module: nn.Module, forward: Forward, section: SplitSection) -> Forw
     """
 
     def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        ranks = section.ranks
-        return reduce(forward(copy(value, ranks), chosen, copy(weights, ranks)), ranks)
+        return section.leave(forward(section.admit(value), chosen, section.admit(weights)))
 
     return run
 
@@ -235,7 +228,7 @@ def _latent_keys(module: nn.Module, section: SplitSection, config: PreTrainedCon
 
     def run(value: Tensor) -> Tensor:
         latent, keys = forward(value).tensor_split([-rotated], dim=-1)
-        return torch.cat([latent, copy(keys, section.ranks)], dim=-1)
+        return torch.cat([latent, section.admit(keys)], dim=-1)
 
     module.forward = run
 
@@ -277,7 +270,7 @@ STYLES: Mapping[str, Style] = {
     "packed_rowwise": Style(_pairs_by_input, _wrapping(_row)),
     "embedding_rowwise": Style(lambda _: Shard(0), _wrapping(_table_of_rows), alone=True),
     "embedding_colwise": Style(lambda _: Shard(1), _wrapping(_table_of_columns), alone=True),
-    "moe_tp_experts": Style(_whole, _wrapping(_experts)),
+    EXPERTS: Style(_whole, _wrapping(_experts)),
     "replicated_with_grad_allreduce": Style(_whole, _sum_gradients),
     "mla_kv_a_proj": Style(_whole, _latent_keys),
     "replicate": Style(_whole, _nothing),

@@ -14,7 +14,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.models import build_model
-from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
@@ -89,6 +89,15 @@ def test_two_ranks_are_the_plain_loop_at_every_stage():
 def test_norms_of_heads_and_an_optimizer_in_host_memory():
     cases = [(SGD | QWEN, 0), (SGD | QWEN, 3), (SGD | UNTIED | OFFLOAD, 2)]
     _compare([(fields, _recipe(2, 1, stage, 1, **fields)) for fields, stage in cases], 2)
+
+
+@pytest.mark.breadth
+def test_experts_whose_sums_wait_until_their_block_ends():
+    """The router's loss is a product of means over a micro-batch, so they are those of the plain loop."""
+    fields = SGD | MIXTRAL
+    again = fields | {"parallel.activation_checkpointing": "full"}
+    cases = [(fields, _recipe(2, 1, stage, GLOBAL_BATCH, **fields)) for stage in (0, 2, 3)]
+    _compare([*cases, (fields, _recipe(2, 1, 1, GLOBAL_BATCH, **again))], 2)
 
 
 @pytest.mark.breadth
