@@ -197,7 +197,8 @@ class SplitSection:
     """The split modules of a rank between a whole activation and the next one, such as those of attention.
 
     Modules that are called one after the other with the same tensor share its entrance. Autograd adds up the gradients
-    of all of them before it runs the backward pass of the entrance, so that they are summed over the ranks once.
+    of all of them before it runs the backward pass of the entrance, so that they are summed over the ranks once. The
+    sections of `regions.py` exchange slices instead.
     """
 
     def __init__(self, ranks: Ranks, one_module: bool = False) -> None:

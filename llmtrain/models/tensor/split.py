@@ -7,7 +7,8 @@ do not accept.
 
 Between split modules, activations are whole and equal on all ranks, and so are their gradients. What enters several
 modules (query, key and value; gate and up) enters once, so that a layer of attention and feed-forward needs four sums
-over the ranks: one for each of the two in the forward pass, and one in the backward pass.
+over the ranks: one for each of the two in the forward pass, and one in the backward pass. Where a family allows it,
+ranks hold slices of the sequence instead, and each sum becomes a reduction and a gathering (`regions.py`).
 """
 
 from __future__ import annotations
