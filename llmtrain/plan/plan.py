@@ -15,7 +15,8 @@ from llmtrain.plan.weights import Weights
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 
 SHORTENED_TO = 8
-"""Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels."""
+"""Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels. So have continued
+prompts."""
 
 
 class Batch(Part):

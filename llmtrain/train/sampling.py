@@ -19,12 +19,13 @@ from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.engines import Engine
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan import Plan
+from llmtrain.plan.plan import SHORTENED_TO
 from llmtrain.runtime.agree import highest
 from llmtrain.system.untrusted import utf8_name
 
 LIKELIEST = 50
 """Number of tokens of which one is drawn, if the temperature is not 0."""
-COLUMNS = 64
+COLUMNS = 8 * SHORTENED_TO
 """Shapes that may vary are multiples of this many tokens, so that there are few of them."""
 
 
