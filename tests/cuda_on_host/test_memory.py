@@ -296,6 +296,7 @@ def peak_alone(rank: int, plan: Plan) -> int:
     deepspeed.comm.comm.cdb = None
     pretend(FIRST_STAGE if plan.parallel.pipeline > 1 else BETWEEN, plan.cluster.world_size)
     os.environ["LOCAL_RANK"] = str(DEVICE)
+    dist.Work.is_completed = lambda work: True  # those of the fake group never say so, and what is sent would be kept
     return peak_of_steps(plan, torch.device("cuda", DEVICE))
 
 
