@@ -22,11 +22,13 @@ from torch.fx import GraphModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
     compile_graph,
@@ -73,7 +75,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE_GRAPH)
+            layer.forward = _compiled_layer(layer.forward, attention)
 
 
 def share_processors(ranks: int) -> None:
@@ -91,6 +93,13 @@ def compiled_loss(of_tokens: bool = False) -> Callable[[Tensor, Tensor], Tensor]
     of_tokens: returns `target_losses` instead.
     """
     return _compiled(target_losses if of_tokens else target_loss_sum, is_whole=True)
+
+
+def _compiled_layer(
+    forward: Compiled, attention: str, backend: Compiled | None = None, limit: int = VARIANTS
+) -> Compiled:
+    compiled = _compiled(forward, attention in WHOLE_GRAPH, backend, limit)
+    return varying_documents(compiled) if attention == VARLEN else compiled
 
 
 def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
@@ -176,17 +185,18 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
     """Returns the largest deviation of logits, auxiliary loss and gradients, each relative to its largest value."""
     model = reference(config, attention)
     tokens, positions = packed_input(config)
+    bounds = Documents.of(positions).arguments(tokens.device) if attention == VARLEN else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def computed() -> list[Tensor | None]:
-        output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
         losses = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
         loss = torch.stack([one for one in losses if one is not None]).sum()
         return [output.logits.detach(), loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True)]
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled(layer.forward, is_whole=True, backend=run_graph, limit=KINDS)
+        layer.forward = _compiled_layer(layer.forward, attention, run_graph, KINDS)
     worst = 0.0
     for one, other in zip(computed(), expected, strict=True):
         if one is not None and other is not None:

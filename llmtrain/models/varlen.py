@@ -3,22 +3,27 @@
 The arguments (`Documents.arguments`) have the names under which `transformers` passes boundaries through its models to
 a flash kernel. This attention and a flash kernel therefore receive them in the same way, and a recomputed layer
 receives those of its own micro-batch.
+
+In the graph of a compiled layer, attention is an operator of its own (`in_graph`). The compiler sees nothing of the
+documents but a tensor whose length varies: their number and lengths are not compiled in.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.overrides.torch import varies_in_length, varlen_backward
 
 VARLEN = "varlen"
 """Name of the attention implementation in recipes and in `transformers`."""
@@ -74,14 +79,14 @@ def varlen_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    max_length_q: int | Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function for `transformers`: causal within each document.
 
     query, key, value: [batch, heads, T, head_dim], where key and value may have fewer heads; cu_seq_lens_q,
-    max_length_q: see `Documents.arguments`. Returns [batch, T, heads, head_dim]. Raises ValueError for unsupported
-    kinds of attention.
+    max_length_q: see `Documents.arguments`; in a compiled layer, see `varying_documents`. Returns [batch, T, heads,
+    head_dim]. Raises ValueError for unsupported kinds of attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _refuse(query, key, attention_mask, dropout, causal, others)
@@ -90,11 +95,12 @@ def varlen_attention(
     rows, _, length, width = query.shape
     states = (_joined(query), _joined(key), _joined(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
-    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     if query.is_cuda:
-        output = _by_kernel(*states, cu_seq_lens_q, max_length_q, scale, window)
+        output = _by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    elif isinstance(max_length_q, Tensor):
+        output, _ = in_graph(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
     else:
-        output = _one_by_one(*states, cu_seq_lens_q, scale, window)
+        output = _one_by_one(*states, cu_seq_lens_q, scale, sliding_window)
     return output.view(rows, length, *output.shape[1:]), None
 
 
@@ -126,8 +132,26 @@ def _joined(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(0, 1)
 
 
+def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the forward method of a compiled layer, so that the same graph serves micro-batches with other documents.
+
+    The length of the longest document is an int, which would be compiled in. The graph receives it as a tensor
+    [1] in host memory, which the operator reads without waiting for the device. It is made here, and not with the
+    boundaries, because DistributedDataParallel and FSDP2 copy all tensors that a model receives to the device.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "cu_seq_lens_q" in kwargs:
+            varies_in_length(kwargs["cu_seq_lens_q"])
+            longest = torch.tensor([kwargs["max_length_q"]])
+            kwargs |= {"max_length_q": longest, "max_length_k": longest}
+        return forward(*args, **kwargs)
+
+    return run
+
+
 def _by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | Tensor, scale: float, window: int | None
 ) -> Tensor:
     """Runs torch's kernel, which requires equal head sizes that are multiples of 8.
 
@@ -138,7 +162,19 @@ def _by_kernel(
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
     query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))
-    output = varlen_attn(
+    output: Tensor
+    if isinstance(longest, Tensor):
+        output, _ = in_graph(query, key, value, bounds, longest, scale, window)
+    else:
+        output, _ = _kernel(query, key, value, bounds, longest, scale, window)
+    return output[..., :kept]
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention and its log-sum-exp."""
+    output, log_sums = varlen_attn(
         query,
         key,
         value,
@@ -146,12 +182,87 @@ def _by_kernel(
         bounds,
         longest,
         longest,
+        return_aux=AuxRequest(lse=True),
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=_window_size(window, longest),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor)  # without the log-sum-exp
-    return output[..., :kept]
+    return output, log_sums
+
+
+def _window_size(window: int | None, longest: int) -> tuple[int, int]:
+    """Returns how many tokens before and after one are attended to, beside itself; -1 means all of them."""
+    return (-1 if window is None or window >= longest else window - 1), 0
+
+
+@torch.library.custom_op("llmtrain::varlen", mutates_args=())
+def in_graph(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Computes attention as an operator that the compiler does not look into. Returns what its backward pass needs.
+
+    query, key, value: [tokens, heads, head_dim]; longest: see `varying_documents`. Returns [tokens, heads, head_dim]
+    and the kernel's log-sum-exp, which is empty on a CPU.
+    """
+    if query.is_cuda:
+        return _kernel(query, key, value, bounds, int(longest), scale, window)
+    return _one_by_one(query, key, value, bounds, scale, window), query.new_empty(0)
+
+
+@in_graph.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    if query.is_cuda:
+        return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(0)
+
+
+@torch.library.custom_op("llmtrain::varlen_backward", mutates_args=())
+def _in_graph_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, keys and values. On a CPU, attention is computed again, and differentiated."""
+    if query.is_cuda:
+        reach = _window_size(window, int(longest))
+        return varlen_backward(gradient, (query, key, value), output, log_sums, bounds, int(longest), scale, reach)
+
+    def attend(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
+        return _one_by_one(one, other, third, bounds, scale, window)
+
+    differentiate = torch.func.vjp(attend, query, key, value)[1]
+    first, second, third = (one.contiguous() for one in differentiate(gradient))
+    return first, second, third
+
+
+@_in_graph_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if query.is_cuda:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _in_graph_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *gradients, None, None, None, None
+
+
+in_graph.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:

@@ -165,6 +165,41 @@ def break_graph_at(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+def varies_in_length(tensor: Tensor) -> None:
+    """Keeps the size of a tensor's first dimension out of graphs that are compiled with static shapes."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def varlen_backward(
+    gradient: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
+    output: Tensor,
+    log_sums: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the states of `varlen_attn`, as torch's own formula of its gradient calls the kernel."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
+    is_causal = window == (-1, 0)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        gradient,
+        *states,
+        output,
+        log_sums,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        is_causal,
+        no_dropout,
+        scale,
+        list(window),
+    )
+    return gradients
+
+
 def limit_compiler_threads(most: int) -> None:
     """Sets the number of threads of the compiler, unless the user has set it."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

@@ -16,11 +16,11 @@ LARGE_LOSS = 2**30
 """Size in bytes of a micro-batch's logits from which on they are not held at once."""
 SMALL_HEAD = 0.03
 """Largest share of a token's parameters that the head may have for its product to be worth computing twice."""
-WHOLE_GRAPH = ("eager", "sdpa")
+WHOLE_GRAPH = ("eager", "sdpa", "varlen")
 """Attention implementations that are known not to break the graph of a compiled layer."""
 TRACED = (*WHOLE_GRAPH, "flex_attention")
-"""Attention implementations that are compiled with their layer. The others branch on the number of documents and on
-their lengths."""
+"""Attention implementations that are compiled with their layer. Flash kernels of other packages would have the number
+of documents and their lengths compiled in."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, but not a replacement of its forward method",
     "fsdp2": "FSDP2 has already freed the head's weights when its product is computed again (a segmentation fault)",

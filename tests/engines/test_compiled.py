@@ -19,6 +19,9 @@ CHUNK = 24
 COMPILED = {"kernels.blocks": "compiled", "kernels.loss": "compiled", "batch.micro_batch_size": 2}
 LAYERS = COMPILED | {"kernels.loss": "whole"}
 CHECKPOINTS = {"parallel.activation_checkpointing": "full"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective"}
+VARLEN = {"model.attention": "varlen"}
+WINDOW = {"model.architecture": "mistral", "model.config.sliding_window": 5}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 ADAPTER = {"model.adapter": {"rank": 4, "alpha": 16.0}, "optim.name": "sgd", "optim.lr": 0.3}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
@@ -45,7 +48,12 @@ BREADTH = {
     "adapters": COMPILED | ADAPTER | {"parallel.zero_stage": 2},
     "adapters, stages": COMPILED | ADAPTER | STAGES,
     "eager attention": COMPILED | {"model.attention": "eager"},
-    "varlen": COMPILED | {"model.attention": "varlen"},
+    "varlen": COMPILED | VARLEN,
+    "varlen, windows": COMPILED | VARLEN | WINDOW,
+    "varlen, ZeRO-3, selective": COMPILED | VARLEN | SELECTIVE | {"parallel.zero_stage": 3},
+    "varlen, sequence, checkpointing": COMPILED | VARLEN | CHECKPOINTS | {"parallel.sequence": 2},
+    "varlen, stages, selective": COMPILED | VARLEN | SELECTIVE | STAGES,
+    "varlen, FSDP2, selective": LAYERS | VARLEN | SELECTIVE | FSDP2,
     "GPT-2": COMPILED
     | {
         "model.architecture": "gpt2",
@@ -122,11 +130,11 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
     return len(made)
 
 
-@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), pytest.param("varlen", 4, marks=pytest.mark.breadth)])
-def test_a_layer_is_compiled_for_training_and_for_evaluation(attention, parts):
-    """Once for all layers, whatever the number of steps and of documents; in parts where attention is left out."""
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("varlen", marks=pytest.mark.breadth)])
+def test_a_layer_is_compiled_for_training_and_for_evaluation(attention):
+    """Once for all layers, whatever the number of steps and of documents."""
     more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3, "model.attention": attention}
-    assert run_ranks(2, _compiled_functions, tiny_recipe(**LAYERS, **more), 2) == [2 * parts] * 2
+    assert run_ranks(2, _compiled_functions, tiny_recipe(**LAYERS, **more), 2) == [2] * 2
 
 
 def _refusal(rank: int, recipe) -> str:

@@ -294,6 +294,19 @@ REMOVALS = (
         TORCH,
     ),
     Removal(
+        "mark_dynamic",
+        *_removed("torch._dynamo.mark_dynamic(tensor, 0)"),
+        "tests/models/test_compiled_layers.py",
+        TORCH,
+    ),
+    Removal(
+        "_varlen_attn_backward",
+        "torch.ops.torch_attn._varlen_attn_backward(",
+        "torch.empty(",
+        "tests/cuda_on_host/test_varlen.py -m breadth",
+        TORCH,
+    ),
+    Removal(
         "optimize_ddp",
         *_removed("torch._dynamo.config.optimize_ddp = False"),
         f"{ENGINES}test_compiled.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from llmtrain.engines.deepspeed import autotp, engine
 from llmtrain.errors import FamilyError
-from llmtrain.models import build_model, model_configuration
+from llmtrain.models import build_model, compiled, model_configuration
 from llmtrain.models.liger import use_blocks
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import reference
@@ -82,6 +83,10 @@ FEW = ("ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
 """Those that run with every test."""
 
 
+Train = Callable[[int, list[Recipe], int], list[Trace]]
+"""What a rank does with recipes."""
+
+
 def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     """In every run, ZeRO-3 gathers whole layers: it sums gradients in another order if it gathers module by module."""
     with pytest.MonkeyPatch.context() as patch:
@@ -100,10 +105,10 @@ def _run(plan: Plan) -> Trace:
     return trace(own, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *place)
 
 
-def compare(ranks: int, recipe: Recipe, again: list[dict[str, Any]]) -> None:
+def compare(ranks: int, recipe: Recipe, again: list[dict[str, Any]], train: Train = _train) -> None:
     """Every bit of losses, norms and weights is the one without recomputation."""
     recipes = [recipe, *(recipe.with_(**fields) for fields in again)]
-    for plain, *others in run_ranks(ranks, _train, recipes, ranks):
+    for plain, *others in run_ranks(ranks, train, recipes, ranks):
         for fields, run in zip(again, others, strict=True):
             assert run.losses == plain.losses, fields
             assert run.grad_norms == plain.grad_norms, fields
@@ -172,6 +177,30 @@ def test_compiled_layers_keep_less_and_compute_the_same():
     recipes = [tiny_recipe(), tiny_recipe(**fields, **AGAIN["selective"])]
     plain, again = run_ranks(1, _train, recipes, 1)[0]
     assert_same(again, plain, "compiled")
+
+
+VARLEN = {"kernels.blocks": "compiled", "model.attention": "varlen"}
+WINDOW = {"model.architecture": "mistral", "model.config.sliding_window": 5}
+COMPILED = {
+    "ZeRO-3, sequence, windows": zero(3, **VARLEN, **WINDOW, **{"parallel.sequence": 2}),
+    "ZeRO-2": zero(2, **VARLEN),
+    "ZeRO-3, bf16": zero(3, "bf16", **VARLEN),
+    "stages": {**STAGES, **VARLEN},
+    "FSDP2": {**FSDP2, **zero(3), **VARLEN},
+}
+
+
+def _traced(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
+    """Runs the graphs of compiled layers as they are: compiled, they would round in other places."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_inductor", compiled.run_graph)
+        return _train(rank, recipes, ranks)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", COMPILED)
+def test_selective_recomputation_in_a_graph_with_varlen_changes_no_bit(name):
+    compare(2, tiny_recipe(**COMPILED[name]), [AGAIN["selective"]], _traced)
 
 
 def test_layers_without_switches_of_their_own_are_refused():

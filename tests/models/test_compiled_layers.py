@@ -18,9 +18,12 @@ from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from llmtrain.data import Documents
 from llmtrain.errors import RecipeError
-from llmtrain.models import compiled, target_loss_sum
+from llmtrain.models import compiled, target_loss_sum, varlen
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+from llmtrain.models.recompute.checkpoints import use_recomputation
+from llmtrain.recipe import ParallelConfig
 from llmtrain.system.stops import STOPS
 
 FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
@@ -106,6 +109,45 @@ def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
     assert len(made) == 1
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == saved
+
+
+@pytest.mark.parametrize("again", ["none", "selective"])
+def test_other_documents_need_no_other_graph(again, monkeypatch):
+    """One graph for training, whatever the number of documents and their lengths; attention is computed once in the
+    forward pass, and on a CPU once more for its gradient, but not a third time for a selective checkpoint."""
+    made, computed, one_by_one = [], [], varlen._one_by_one
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return compiled.run_graph(graph, inputs)
+
+    def counted(*given):
+        computed.append(given)
+        return one_by_one(*given)
+
+    monkeypatch.setattr(compiled, "_inductor", backend)
+    monkeypatch.setattr(varlen, "_one_by_one", counted)
+    torch._dynamo.reset()
+    config = AutoConfig.for_model("mistral", **FIELDS | {"num_hidden_layers": 2, "sliding_window": 6})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
+    tokens = torch.arange(20)[None]
+
+    def passes(lengths):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        bounds = Documents.of(positions).arguments(torch.device("cpu"))
+        logits = model(tokens, position_ids=positions, use_cache=False, **bounds).logits
+        return logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+
+    packings = ([20], [7, 13], [1] * 20, [5, 3, 12], [2, 2, 16])
+    expected = [passes(lengths) for lengths in packings]
+    use_recomputation(model, ParallelConfig(activation_checkpointing=again))
+    compile_layers(model, "varlen")
+    computed.clear()
+    for lengths, results in zip(packings, expected, strict=True):
+        for own, other in zip(passes(lengths), results, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    assert len(made) == 1
+    assert len(computed) == 2 * 2 * len(packings)
 
 
 def test_a_signal_waits_for_the_compiler_and_the_watchdog_is_told(monkeypatch):

@@ -16,7 +16,7 @@ from llmtrain.data import Documents
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import varlen
 from llmtrain.models.proof.varlen_check import check_attention
-from llmtrain.models.varlen import varlen_attention
+from llmtrain.models.varlen import in_graph, varlen_attention
 from llmtrain.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan
 
@@ -93,7 +93,8 @@ def test_what_it_cannot_compute_it_does_not(given, reason):
 def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
     """No GPU: a stand-in has the kernel's signature and conditions, and computes document by document."""
 
-    def kernel(query, key, value, first, second, most, again, *, scale, window_size, enable_gqa):
+    def kernel(query, key, value, first, second, most, again, *, return_aux, scale, window_size, enable_gqa):
+        assert return_aux.lse
         assert query.dtype == key.dtype == value.dtype == torch.bfloat16
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert query.shape[-1] % 8 == 0
@@ -103,7 +104,7 @@ def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
         assert enable_gqa == (keys != 4)
         assert window_size[1] == 0
         own = None if window_size[0] < 0 else window_size[0] + 1
-        return varlen._one_by_one(query, key, value, first, scale, own)
+        return varlen._one_by_one(query, key, value, first, scale, own), None
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     states = [state.detach() for state in _states(4, keys, width, values)]
@@ -115,11 +116,12 @@ def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
     torch.testing.assert_close(output.view(2, 12, 4, values).float(), expected, rtol=2**-6, atol=2**-6)
 
 
-def test_torch_takes_the_call_and_differentiates_it():
+@pytest.mark.parametrize("longest", [12, torch.tensor([12])], ids=["eager", "in a graph"])
+def test_torch_takes_the_call_and_differentiates_it(longest):
     """The real operator, on tensors without memory: its arguments, its shapes and its backward pass, no numbers."""
     states = [state.detach().to("meta", torch.bfloat16).requires_grad_() for state in _states(4, 2, 12, 6)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="meta")
-    output = varlen._by_kernel(*(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, 12, 0.3, 3)
+    output = varlen._by_kernel(*(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, longest, 0.3, 3)
     assert output.shape == (24, 4, 6)
     output.sum().backward()
     assert [state.grad.shape for state in states] == [state.shape for state in states]
@@ -129,6 +131,20 @@ def test_the_kernel_is_not_given_fp32():
     state = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match=r"bf16 or fp16, and was given torch\.float32"):
         varlen._by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
+
+
+@pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, 50)])
+def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
+    states = [varlen._joined(state).detach().requires_grad_() for state in _states(4, keys, width, values)]
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    given = (*states, bounds, torch.tensor([12]), 0.3, window)
+    output, _ = in_graph(*given)
+    expected = varlen._one_by_one(*states, bounds, 0.3, window)
+    assert torch.equal(output, expected)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
+    for own, other in zip(*(torch.autograd.grad(one, states, direction) for one in (output, expected)), strict=True):
+        assert torch.equal(own, other)
+    torch.library.opcheck(in_graph, given)
 
 
 @pytest.mark.parametrize(

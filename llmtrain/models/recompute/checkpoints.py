@@ -35,7 +35,7 @@ PRODUCTS = frozenset(
     for name in names
 )
 """Operations whose results `selective` keeps, beside those of attention."""
-ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn")
+ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
 """How the names of attention kernels begin. flash-attn registers its operations under `flash_attn` and similar."""
 
 _overwritten = False
