@@ -54,7 +54,7 @@ def _look(model: PreTrainedModel, plan: Plan) -> None:
     """Whether the kernels are Liger's."""
     modules = [one for one in model.modules() if one.forward.__module__.startswith("liger_kernel")]
     own = {type(one).__name__.removeprefix("FSDP") for one in modules}  # FSDP2 derives a class for each unit
-    family = {"llama": {"LlamaRMSNorm", "LlamaMLP"}, "mixtral": {"MixtralRMSNorm"}}[model.config.model_type]
+    family = {"llama": {"LlamaRMSNorm", "LlamaMLP"}, "mixtral": {"MixtralRMSNorm"}}[plan.model.model_type]
     assert own == (family if plan.recipe.kernels.blocks == "liger" else set())
     loss = chunked_loss(model)
     assert loss is None or isinstance(loss, liger.LigerLoss)
