@@ -103,7 +103,8 @@ def test_files_are_what_the_recipes_say():
 def test_buckets_follow_the_model():
     assert bucket_elements(PLANS["tiny:zero3"]) <= PLANS["tiny:zero3"].model.parameters + 1
     assert bucket_elements(PLANS["llama3_8b:"]) == 64_000_000
-    assert bucket_elements(PLANS["llama3_70b:"]) == 40_000_000
+    assert bucket_elements(PLANS["llama3_70b:"]) == 128_000_000
+    assert bucket_elements(PLANS["llama3_70b:pipeline"]) == 40_000_000
     for plan in PLANS.values():
         assert bucket_elements(plan) % 2 == 0
 

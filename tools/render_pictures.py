@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
 METRICS = ROOT / "benchmarks/results/tiny_metrics.jsonl"
 DRAWN_BY_PLAN = {
-    "memory_llama3_70b.svg": ("memory.svg", ["recipes/llama3_70b.py"]),
+    "memory_llama3_70b.svg": ("memory.svg", ["recipes/llama3_70b.py:pipeline"]),
     "schedule.svg": (
         "schedule.svg",
         ["recipes/llama3_8b.py", "--nodes", "1", "--gpus-per-node", "4", "--device", "h200"]

