@@ -53,8 +53,8 @@ def test_the_report_in_json_is_what_is_left(tmp_path):
     result = dry_run(recipe, "--nodes", 4, "--device", "h200", "--json", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert left_in(tmp_path) == ["runs/llama3_70b-dry-run/dry_run.json"]
-    assert report == json.loads((tmp_path / "runs/llama3_70b-dry-run/dry_run.json").read_text())
+    assert left_in(tmp_path) == ["runs/llama3_70b-pipeline-dry-run/dry_run.json"]
+    assert report == json.loads((tmp_path / "runs/llama3_70b-pipeline-dry-run/dry_run.json").read_text())
     assert (report["plan"]["layout"]["pp"], report["plan"]["layout"]["dp"]) == (16, 2)
     assert len(report["plan"]["layout"]["stages"]) == len(report["communication"]) == 16
     assert set(report["communication"][1]) == {"p2p", "all_reduce", "all_gather"}
