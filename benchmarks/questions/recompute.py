@@ -50,5 +50,5 @@ QUESTION = Question(
         "kept_share": ("activations kept", ".0%"),
     },
     verdicts=verdicts,
-    minutes=6,
+    minutes=20,
 )

@@ -6,6 +6,8 @@ published runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -45,10 +47,15 @@ class StepTime(Part):
     """Share of the peak, with the convention of `Plan.flops_per_token`."""
 
 
-def predict(plan: Plan, assumed: Assumptions | None = None) -> StepTime | None:
+def predict(
+    plan: Plan,
+    assumed: Assumptions | None = None,
+    traffic_of: Callable[[CommunicationGroups, StageParameters], Traffic] = CommunicationGroups.traffic,
+) -> StepTime | None:
     """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`).
 
     assumed: those of the recipe's kernels if not given.
+    traffic_of: what the ranks of a stage send, if it is another stack than this one that runs the plan.
     """
     if unknown(plan):
         return None
@@ -59,7 +66,7 @@ def predict(plan: Plan, assumed: Assumptions | None = None) -> StepTime | None:
     links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
     groups = CommunicationGroups(plan)
     held = set(held_by_ranks(plan))
-    slowest = max((_Stage(plan, one, worker, groups.traffic(one), links) for one in held), key=_slow)
+    slowest = max((_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held), key=_slow)
     return slowest.time(rates.peak)
 
 
