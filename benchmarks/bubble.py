@@ -33,8 +33,8 @@ CASES = (
 )
 """Schedules, and numbers of micro-batches."""
 FORWARD_S, BACKWARD_S = 0.8, 1.6
-"""Seconds of the passes of a rank over a micro-batch, which its stages share. Four processes on two cores need some
-milliseconds besides for each pass."""
+"""Seconds of the passes of a rank over a micro-batch, which its stages share. Those of a forward pass include the few
+milliseconds that its small layer computes; a backward pass takes as much besides."""
 STEPS = 2
 WORLD = 4
 LENGTH = 4
@@ -45,9 +45,9 @@ class _Sleep(torch.autograd.Function):
     """The identity, which sleeps in the forward and in the backward pass, and may delay half of the latter."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, chunks: int, delayed: Any) -> Tensor:
+    def forward(ctx: Any, value: Tensor, started: float, chunks: int, delayed: Any) -> Tensor:
         ctx.seconds, ctx.delayed = BACKWARD_S / chunks, delayed
-        time.sleep(FORWARD_S / chunks)
+        time.sleep(max(0.0, started + FORWARD_S / chunks - time.perf_counter()))
         return value.clone()
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Sleep(torch.autograd.Function):
             seconds /= 2
             ctx.delayed.keep(lambda: time.sleep(seconds))
         time.sleep(seconds)
-        return gradients[0], None, None
+        return gradients[0], None, None, None
 
 
 def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
@@ -118,10 +118,11 @@ def _sleeping(forward: Any, chunks: int, delayed: Any) -> Any:
     """Returns the forward pass of a stage, which sleeps."""
 
     def run(inputs: Any) -> Any:
+        started = time.perf_counter()
         output = forward(inputs)
         if isinstance(output, Tensor):
-            return _Sleep.apply(output, chunks, delayed)  # type: ignore[no-untyped-call]
-        return _Sleep.apply(output[0], chunks, delayed), *output[1:]  # type: ignore[no-untyped-call]
+            return _Sleep.apply(output, started, chunks, delayed)  # type: ignore[no-untyped-call]
+        return _Sleep.apply(output[0], started, chunks, delayed), *output[1:]  # type: ignore[no-untyped-call]
 
     return run
 
