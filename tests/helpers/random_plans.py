@@ -34,6 +34,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "parallel.zero_stage": (0, 1, 2, 3),
     "parallel.hierarchical_partition": (1, 1, 1, 2, 3, 4),
     "parallel.pipeline": (1, 1, 2, 4),
+    "parallel.pipeline_schedule": ("1f1b", "1f1b", "interleaved", "zero_bubble"),
+    "parallel.pipeline_chunks": (1, 1, 2, 4),
     "parallel.tensor": (1, 1, 2, 4),
     "parallel.sequence": (1, 1, 2, 4),
     "parallel.expert": (1, 1, 2, 4),
@@ -147,6 +149,8 @@ def _drawn(draw: random.Random, world: int) -> tuple[Fields, Fields]:
         fields |= dict.fromkeys(degrees, 1)
         for field in draw.sample(degrees, draw.choice((1, 1, 2))):
             fields[field] = draw.choice((2, 2, world))
+    if fields["parallel.pipeline"] == 1:
+        fields |= {"parallel.pipeline_schedule": "1f1b", "parallel.pipeline_chunks": 1}
     return fields, {name: draw.choice(values) for name, values in SIZES.items()}
 
 
@@ -165,7 +169,7 @@ def _refusals(draft: Draft | None) -> frozenset[str] | None:
     """Rules that refuse a draft; None where no plan can be made of it, whatever the rules say."""
     if draft is None or draft.accumulation is None:
         return None
-    if draft.facts is not None and draft.parallel.pipeline > draft.facts.layers:
+    if draft.facts is not None and draft.parallel.stages > draft.facts.layers:
         return None
     return rules_of(draft)
 
