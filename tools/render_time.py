@@ -362,8 +362,8 @@ instead of computing (`python benchmarks/bubble.py`, {hardware}, DeepSpeed {deep
 TAIL = """
 For the {number} runs without a pipeline, the mean absolute error is {mean:.0%}, the median {median:.0%} and the largest
 {largest:.0%}. The {others} pipelines, whose stages are interleaved and tensor parallel, are up to {other:.0%} off.
-MegaScale states that a rank has 6 stages. Llama 3 has 8 of one layer each, of which the first and the last have none; here
-every stage needs a layer, so 7 are predicted. For Megatron-LM, 2 are assumed.
+MegaScale states that a rank has 6 stages. Llama 3 has 8 of one layer each, of which the first and the last have none;
+here every stage needs a layer, so 7 are predicted. For Megatron-LM, 2 are assumed.
 
 Limits of this comparison:
 
