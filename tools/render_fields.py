@@ -15,12 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from type_names import type_name
 
-from llmtrain import recipe
-from llmtrain.recipe import OptimConfig, Part, Recipe
+from llmtrain.recipe import OptimConfig, Part, Recipe, execution, training
 
 HEAD = """# Fields of a recipe
 
-Generated from `llmtrain/recipe.py` by `python tools/render_fields.py`; do not edit.
+Generated from `llmtrain/recipe/` by `python tools/render_fields.py`; do not edit.
 
 Every field can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
 A value that is valid JSON is read as JSON, and any other value as text.
@@ -33,9 +32,9 @@ PICTURES: dict[type[Part], str] = {
 
 def render() -> str:
     """Returns the whole page."""
-    parts = [part for part in vars(recipe).values() if isinstance(part, type) and issubclass(part, Part)]
-    ordered: list[type[Part]] = [Recipe, *(part for part in parts if part not in (Part, Recipe))]
-    return HEAD + "".join(_section(part) for part in ordered)
+    declared = [(module.__name__, one) for module in (training, execution) for one in vars(module).values()]
+    parts = [one for module, one in declared if isinstance(one, type) and one.__module__ == module]
+    return HEAD + "".join(_section(part) for part in [Recipe, *parts])
 
 
 def _section(part: type[Part]) -> str:

@@ -1,0 +1,74 @@
+"""What to train: frozen, strict models, in which no number is stated twice.
+
+A recipe says nothing about the machine: the data parallel size and the number of accumulation steps follow from the
+cluster (`llmtrain.rules`).
+"""
+
+from llmtrain.recipe.execution import (
+    CheckpointConfig,
+    EvalConfig,
+    ExportConfig,
+    GuardConfig,
+    KernelsConfig,
+    LoggingConfig,
+    OffloadDevice,
+    ParallelConfig,
+    Precision,
+    ProfileConfig,
+    SamplesConfig,
+    TasksConfig,
+    WatchdogConfig,
+)
+from llmtrain.recipe.parts import LARGEST, Fraction, Many, Part, PositiveFloat, PositiveInt
+from llmtrain.recipe.recipe import Recipe, parse_assignments, parse_recipe, part_in, recipe_problems
+from llmtrain.recipe.training import (
+    LONGEST_SEQUENCE,
+    BatchConfig,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    NewTokens,
+    ObjectiveConfig,
+    OptimConfig,
+    Source,
+    TrainConfig,
+    TrainedTokenizer,
+)
+
+__all__ = [
+    "LARGEST",
+    "LONGEST_SEQUENCE",
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "Fraction",
+    "GuardConfig",
+    "KernelsConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "Many",
+    "ModelConfig",
+    "NewTokens",
+    "ObjectiveConfig",
+    "OffloadDevice",
+    "OptimConfig",
+    "ParallelConfig",
+    "Part",
+    "PositiveFloat",
+    "PositiveInt",
+    "Precision",
+    "ProfileConfig",
+    "Recipe",
+    "SamplesConfig",
+    "Source",
+    "TasksConfig",
+    "TrainConfig",
+    "TrainedTokenizer",
+    "WatchdogConfig",
+    "parse_assignments",
+    "parse_recipe",
+    "part_in",
+    "recipe_problems",
+]

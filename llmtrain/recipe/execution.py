@@ -1,0 +1,256 @@
+"""How a training runs: on which devices, with which kernels, and what it evaluates, saves, logs and watches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from llmtrain.recipe.parts import Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
+from llmtrain.recipe.training import Source
+
+LONGEST_WINDOW = 65_536
+"""Steps for which statistics are kept: they are stored on each device, and read by the host every few steps."""
+Precision = Literal["fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
+
+class ParallelConfig(Part):
+    """How the work is split. Data parallelism uses the devices that the other degrees leave."""
+
+    backend: Literal["deepspeed", "accelerate", "horovod", "data_parallel"] = "deepspeed"
+    """What runs the step. `data_parallel` is `torch.nn.DataParallel`: one process for all devices of one machine."""
+    accelerate: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
+    """What Accelerate runs: DistributedDataParallel, FSDP2 (`torch.distributed.fsdp.fully_shard`) or DeepSpeed."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054). `ddp`
+    shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once for
+    both passes (2)."""
+    hierarchical_partition: PositiveInt = 1
+    """Number of neighbouring ranks, usually those of a node, that keep all parameters of ZeRO-3 among themselves once
+    they have been gathered in a step, and gather them from each other from then on (hpZ, arXiv 2306.10209)."""
+    pipeline: PositiveInt = 1
+    """Number of devices over which the layers of the model are distributed."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the passes in a pipeline. `1f1b` alternates forward and backward passes; `interleaved` does so with
+    several stages on each device, which wait less and send more (arXiv 2104.04473); `zero_bubble` also delays the
+    gradients of weights until a device would wait (arXiv 2405.15362)."""
+    pipeline_chunks: PositiveInt = 1
+    """Number of stages on each device of a pipeline: 1 for `1f1b`, 2 or more for `interleaved`, an even number for
+    `zero_bubble`."""
+    tensor: PositiveInt = 1
+    """Number of devices that share each matrix and, if the model allows it, the tokens between attention and
+    feed-forward."""
+    sequence: PositiveInt = 1
+    """Number of devices that share each sequence (Ulysses, arXiv 2309.14509)."""
+    expert: PositiveInt = 1
+    """Number of devices over which the experts of a layer are distributed."""
+    precision: Precision = "fp32"
+    """`bf16` and `fp16` keep fp32 master weights; `autocast_*` keeps fp32 weights and casts within the operations."""
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Data type in which gradients are accumulated over micro-batches."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of being kept. `selective` keeps the input of each layer and
+    the results of its matrix products and of attention, and computes norms, rotations and activation functions again.
+    `full` keeps the input only, and computes the whole layer again."""
+    checkpoint_every: PositiveInt = 1
+    """Applies `activation_checkpointing` to every k-th layer, beginning with the first; the others keep everything."""
+    offload_activations: bool = False
+    """Keeps the inputs of fully recomputed layers in pinned host memory, and copies them while other layers compute."""
+    tiled_mlp: bool = False
+    """Computes feed-forward layers as many tokens at a time as the model is wide, and again in the backward pass (ALST,
+    arXiv 2506.13996), for sequences that are much longer than that."""
+    offload_optimizer: OffloadDevice = "none"
+    """Where optimizer states are stored."""
+    offload_param: OffloadDevice = "none"
+    """Where ZeRO-3 parameters are stored between uses."""
+    nvme_path: str | None = None
+    """Local folder for `nvme` offload."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the pipeline."""
+        return self.pipeline * self.pipeline_chunks
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that splits the work: `deepspeed`, `ddp`, `fsdp2`, `horovod` or `data_parallel`."""
+        return self.accelerate if self.backend == "accelerate" else self.backend
+
+
+class EvalConfig(Part):
+    """Evaluation: the loss on documents that are not trained on."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; the run also ends with one. 0: never."""
+    at_start: bool | None = None
+    """Also evaluate before the first step. Default: only if training starts from pretrained weights."""
+    sources: Many[Source] = ()
+    """What to evaluate on, instead of held-out documents of `data.sources`; without `weight`, since all of it counts
+    equally."""
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Many[Source], Field(min_length=1)]] = (
+        Field(default_factory=dict)
+    )
+    """Further sets to evaluate on, by name, each with its own sources, loss, perplexity and bits per byte."""
+    max_sequences: PositiveInt | None = None
+    """Largest number of sequences to evaluate on, taken evenly from all sources; the same for each of `sets`. Default:
+    all."""
+
+    @property
+    def all_sources(self) -> dict[str, Source]:
+        """The sources of all sets, by their fields."""
+        groups = {
+            "evaluation.sources": self.sources,
+            **{f"evaluation.sets.{name}": one for name, one in self.sets.items()},
+        }
+        return {f"{field}.{number}": one for field, group in groups.items() for number, one in enumerate(group)}
+
+
+class SamplesConfig(Part):
+    """Texts that the model writes while it trains, also to the trackers and `samples.jsonl` of the run directory."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between samples; the run also ends with them. 0: never."""
+    prompts: Many[Annotated[str, Field(min_length=1)]] = ()
+    """Texts to continue. If the training data are conversations, a prompt is the question of a user."""
+    tokens: PositiveInt = 48
+    """Largest number of tokens of a continuation, which ends with the sequence of `data.sequence_length` tokens at the
+    latest. Each token takes a forward pass of a micro-batch."""
+    temperature: NonNegativeFloat = 0.0
+    """0: always the most likely token. Else one of the 50 most likely tokens is drawn, in the same way at each step."""
+
+
+class TasksConfig(Part):
+    """Downstream tasks of lm-evaluation-harness, scored in a process of its own, to `eval/` of the run directory."""
+
+    names: Many[Annotated[str, Field(min_length=1)]] = ()
+    """Names of tasks, which are scored at the end of the run."""
+    every_steps: NonNegativeInt = 0
+    """Also score the checkpoints of steps that are multiples of this; those that are written in the meantime are left
+    out. 0: only at the end."""
+    include_path: str | None = None
+    """Folder of further tasks, as YAML files."""
+    limit: PositiveInt | None = None
+    """Largest number of documents of a task. Default: all."""
+
+
+class CheckpointConfig(Part):
+    """When to save checkpoints, and which to keep."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between checkpoints; the run also ends with one. 0: only at the end."""
+    keep_last: PositiveInt | None = None
+    """How many of the newest checkpoints to keep; default: all."""
+    keep_every_steps: PositiveInt | None = None
+    """In addition to `keep_last`, keep the checkpoints of steps that are multiples of this."""
+    keep_best: PositiveInt | None = None
+    """In addition to `keep_last`, keep this many checkpoints with the lowest evaluation loss after the same step."""
+    background: bool = True
+    """Copy to host memory, and write while training continues. Needs as much host memory as the rank saves bytes."""
+
+
+class GuardConfig(Part):
+    """Which updates are skipped, and what happens after too many of them.
+
+    A loss or a gradient norm that is not finite never affects the weights.
+    """
+
+    spike_sigma: Annotated[float, Field(ge=0)] = 6.0
+    """Skip the update of a step whose loss, or gradient norm before clipping, is a spike: its logarithm is more than
+    this many standard deviations above the mean of the logarithms of the last `window_steps` updates taken, once there
+    are that many. The standard deviation counts as at least 0.001. 0: only skip what is not finite."""
+    spike_norm_ratio: Annotated[float, Field(ge=1)] = 8.0
+    """A gradient norm is only a spike if it is also more than this many times the geometric mean of these updates: in
+    healthy runs with small batches, norms are occasionally far above their usual size. 1: only `spike_sigma`
+    decides."""
+    window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
+    """Number of updates over which mean and deviation are computed, and of steps in which skipped updates are
+    counted."""
+    max_skipped: NonNegativeInt = 8
+    """Largest acceptable number of skipped updates within the last `window_steps` steps."""
+    every_steps: PositiveInt = 10
+    """Steps between checks for too many skipped updates; at least once per `window_steps`. Each check waits for the
+    device, as logging does."""
+    then: Literal["rollback", "stop"] = "rollback"
+    """After too many skipped updates: roll back to the last checkpoint before the first of them and continue with new
+    data, or stop."""
+    max_rollbacks: NonNegativeInt = 3
+    """Stop instead of rolling back more often than this."""
+
+    def looks_after(self, step: int) -> bool:
+        """Whether the run checks for too many skipped updates after a step."""
+        return step % min(self.every_steps, self.window_steps) == 0
+
+
+class KernelsConfig(Part):
+    """Which kernels compute the model. `auto`: the fastest ones measured on the device."""
+
+    blocks: Literal["auto", "eager", "compiled", "liger"] = "auto"
+    """The decoder layers. `eager`: those of `transformers`; `compiled`: each compiled by `torch.compile`; `liger`:
+    Liger's kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
+    loss: Literal["auto", "whole", "chunked", "compiled", "liger"] = "auto"
+    """`whole`: computes all logits of a micro-batch at once; `chunked`: those of 1,024 tokens at a time, which only
+    needs memory for these; `compiled`: the same with `torch.compile`; `liger`: Liger's fused loss. `auto` without a
+    measurement: chunked if the logits are large and nothing prevents it."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Computes the layers' matrix products in fp8 with torchao, with one scale per tensor or row. Results differ from
+    bf16. Refused if it is slower."""
+    threads: Literal["auto"] | PositiveInt = "auto"
+    """Number of CPU threads of a rank. `auto` without a measurement: torch's choice, one per core of the rank."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_auto(cls, fields: Any) -> Any:
+        return {} if fields == "auto" else fields
+
+
+class LoggingConfig(Part):
+    """What is written while training."""
+
+    every_steps: PositiveInt = 10
+    """Steps between lines in `metrics.jsonl`."""
+    trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
+    """Trackers in addition to `metrics.jsonl`."""
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of a device for an hour, in any currency, to write what the run has cost and will have cost at its end."""
+    project: str = "llmtrain"
+    """Project (W&B) or experiment (MLflow) of the run."""
+
+
+class WatchdogConfig(Part):
+    """When a hanging run is ended, with exit code 5, and which rank is reported as slow."""
+
+    min_seconds: NonNegativeFloat = 60.0
+    """Seconds without a finished step after which a run is ended, or the time of `factor` steps if that is longer. 0:
+    never."""
+    factor: NonNegativeFloat = 10.0
+    """Multiple of the 99th percentile of the last 1,000 steps' times."""
+    phase_seconds: NonNegativeFloat = 1800.0
+    """The same limit in seconds for a save, a batch of an evaluation, a token of the samples, and each of the first two
+    steps, which compile. 0: no limit."""
+    straggler_ratio: NonNegativeFloat = 1.5
+    """A rank whose own work takes this many times as long as that of the median rank is reported. 0: never."""
+
+
+class ProfileConfig(Part):
+    """A window of steps that torch's profiler records, to `profile/` of the run directory."""
+
+    steps: NonNegativeInt = 0
+    """Number of steps to record. 0: none."""
+    after_step: NonNegativeInt = 10
+    """The window begins with the step after this one; the first steps of a run compile and allocate."""
+    ranks: Many[NonNegativeInt] = (0,)
+    """Ranks that are recorded."""
+    memory: bool = False
+    """Also write a snapshot of a GPU's memory, for https://pytorch.org/memory_viz."""
+
+
+class ExportConfig(Part):
+    """What a finished run produces besides its last checkpoint."""
+
+    at_end: bool = True
+    """Write a Hugging Face folder, `export/`, to the run directory."""
+    sample_prompt: str | None = None
+    """Print the exported model's continuation of this text."""
+    sample_tokens: PositiveInt = 48
+    """Number of tokens of the continuation."""

@@ -1,0 +1,346 @@
+"""The training itself: model, data, objective, optimizer, batch and length. It is the same on every machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
+
+LONGEST_SEQUENCE = 2**24
+"""Tokens: more than the context of any model."""
+LARGEST_TRAINED = 1_000_000
+"""Tokens of a tokenizer that is trained here: more than those of any model."""
+NewTokens = Many[Annotated[str, Field(min_length=1)]] | Literal["template"]
+
+
+class LoraConfig(Part):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), as PEFT has them; all other weights are frozen."""
+
+    rank: PositiveInt | None = None
+    """Rank r of the update B·A of a matrix. Required, unless `pretrained` decides it."""
+    alpha: PositiveFloat | None = None
+    """Numerator of the update's scale, alpha / r. Default: r, for a scale of 1."""
+    dropout: Fraction = 0.0
+    """Dropout of the input of A."""
+    targets: Literal["all-linear"] | Many[str] = "all-linear"
+    """Linear layers to adapt: all within the decoder, or those whose names, or ends of names after a dot, match one of
+    these patterns: `q_proj`, `model.layers.1?.mlp.*`."""
+    dora: bool = False
+    """Also train the norm of each row of a matrix (DoRA, arXiv 2402.09353)."""
+    rslora: bool = False
+    """Scale by alpha / √r (arXiv 2312.03732)."""
+    modules_to_save: Many[str] = ()
+    """Modules that are trained as a whole, and saved with the adapter: `lm_head`. Patterns as in `targets`."""
+    pretrained: str | None = None
+    """Folder or hub name of a LoRA adapter to start from. Its own configuration takes the place of the other fields,
+    except for `dropout`."""
+    revision: str | None = None
+    """Branch, tag or commit of `pretrained` on the hub."""
+
+    @model_validator(mode="after")
+    def _one_configuration(self) -> Self:
+        if self.pretrained is None:
+            if self.rank is None:
+                raise ValueError("give `rank`, or the `pretrained` adapter to start from")
+            if self.revision is not None:
+                raise ValueError("`revision` is that of a `pretrained` adapter")
+            return self
+        own = {"pretrained", "revision", "dropout"}
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if others := [name for name in given if name not in own]:
+            raise ValueError(f"`pretrained` has a configuration of its own; leave out {', '.join(others)}")
+        return self
+
+
+class ModelConfig(Part):
+    """A `transformers` causal LM: a new one of an architecture, or pretrained weights."""
+
+    architecture: str | None = None
+    """`model_type` of `transformers` (`llama`, `gpt2`, `qwen3_moe`, ...) for a newly initialised model."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the architecture's configuration. `vocab_size` may be omitted if `data.tokenizer` is trained."""
+    pretrained: str | None = None
+    """Folder or hub name of the weights from which training starts. Excludes `architecture`; `config` overrides its
+    fields."""
+    revision: str | None = None
+    """Branch, tag or commit of `pretrained` on the hub."""
+    new_tokens: NewTokens = ()
+    """Tokens to add to the tokenizer and to the vocabulary of `pretrained`, if the tokenizer lacks them: a list of
+    texts, which are tokens wherever they occur; or `template`: the special tokens that the chat template writes, in the
+    form `<|…|>`, `<｜…｜>`, `<start_of_…>` or `<end_of_…>`. The embedding and the head grow to a multiple of 128
+    rows."""
+    kept_rows: PositiveInt | None = None
+    """With `new_tokens`, the rows of the pretrained embedding that are kept; all others start as the mean of these.
+    Default: those of the tokens that the tokenizer has."""
+    attention: Literal[
+        "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "auto"
+    """Attention implementation, as `transformers` names it, or `varlen`: torch's kernel for packed documents. `auto`:
+    the fastest one measured on the device (`kernels`), else `sdpa`."""
+    trust_remote_code: bool = False
+    """Run the model code in a hub repository."""
+    adapter: LoraConfig | None = None
+    """Trains adapters instead of the weights."""
+    trainable: Many[str] = ()
+    """Patterns of the names of the parameters to train, `model.layers.3?.*`; all others are frozen. Default: all are
+    trained."""
+
+    quantize: Literal["none", "nf4"] = "none"
+    """`nf4`: with an `adapter` on `pretrained` weights, hold the frozen linear layers of the decoder in 4.127 bits per
+    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and what is no linear layer stay as they are."""
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention implementation; `sdpa` if nothing was measured."""
+        return "sdpa" if self.attention == "auto" else self.attention
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.architecture is None) == (self.pretrained is None):
+            raise ValueError("give exactly one of `architecture` (a new model) and `pretrained` (its weights)")
+        if self.adapter is not None and self.trainable:
+            raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
+        if self.quantize != "none" and (self.adapter is None or self.pretrained is None):
+            raise ValueError("`quantize` is for the frozen weights of `pretrained`, beside an `adapter`")
+        return self
+
+    @property
+    def is_frozen_in_part(self) -> bool:
+        """Whether the recipe freezes weights."""
+        return self.adapter is not None or bool(self.trainable)
+
+    @property
+    def leaves_base(self) -> bool:
+        """Whether checkpoints leave out the frozen weights, which are those of `pretrained`."""
+        return self.is_frozen_in_part and self.pretrained is not None
+
+
+class Source(Part):
+    """One corpus: a hub dataset, local files, or a built-in one."""
+
+    name: str
+    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; `stdlib`, the source text of
+    Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
+    format: Literal[
+        "auto", "text", "messages", "prompt_completion", "instruction", "preference", "unpaired_preference"
+    ] = "auto"
+    """What a row holds: a text; a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or as
+    an instruction, its input and the output; a pair, one conversation with two completions, of which the first is
+    preferred; or a prompt, a completion, and whether it is desirable. `auto`: what `objective` reads if it is not
+    `language_model`, else a text if local files have `text_column`, else a conversation if they have columns with the
+    usual names; the same for a hub dataset that declares its columns, else a text."""
+    text_column: str = "text"
+    """Column that contains the document."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of the parts of a conversation that have none of the usual names: `{"messages": "dialogue"}`. Parts:
+    `messages`, `prompt`, `completion`, `label`, `chosen`, `rejected`, `instruction`, `input`, `output`, `system`,
+    `tools`."""
+    system: str | None = None
+    """System text of conversations that have none."""
+    weight: PositiveFloat = 1.0
+    """Share of the training samples drawn from this source, relative to the other sources."""
+
+    def __init__(self, name: str | None = None, /, **fields: Any) -> None:
+        super().__init__(**(fields if name is None else {"name": name, **fields}))
+
+    @property
+    def declares_conversations(self) -> bool:
+        """Whether it holds conversations whatever its columns are."""
+        return self.name == "stdlib_chat" or self.format not in ("auto", "text")
+
+
+class TrainedTokenizer(Part):
+    """A byte-level BPE tokenizer trained on the recipe's own training documents."""
+
+    vocab_size: Annotated[int, Field(gt=0, le=LARGEST_TRAINED)]
+    """Largest number of tokens, including special tokens: `<|endoftext|>` and, with conversations, those of
+    `data.chat_template` (`<|…|>`)."""
+
+
+class DataConfig(Part):
+    """Sources, tokenizer and packing."""
+
+    sources: Many[Source] = Field(min_length=1)
+    """What to train on; several sources are mixed by weight."""
+    tokenizer: str | TrainedTokenizer
+    """Folder or hub name of a tokenizer, or one to train."""
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
+    """Tokens that the model reads per sequence, T."""
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T;
+    `none`: one document per sequence, then padding."""
+    mask_documents: bool = True
+    """Restart positions at each document, and prevent attention to other documents."""
+    special_tokens: Literal["refuse", "text", "parse"] = "refuse"
+    """What the text of a special token of the tokenizer, such as `<|im_start|>`, means within a document. `text`: its
+    characters; `parse`: the token, as a chat template means it; `refuse`: `text` if there are few (10, or one per
+    million characters), and an error otherwise."""
+    chat_template: str | None = None
+    """Jinja template that writes conversations: its text, a file, `chatml`, or `plain`, which
+    has no special tokens but the one that ends a text. Default: that of the tokenizer."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """What is trained on in a conversation: the turns of the assistant, only the last one, or every token. A message
+    with `train: false` or `weight: 0` never is."""
+    too_long: Literal["drop", "cut_turns"] = "drop"
+    """What happens to conversations of more than T + 1 tokens, which are never split. `cut_turns`: the last turns are
+    left out, if a turn of the assistant ends before."""
+    faulty_rows: Literal["refuse", "drop"] = "refuse"
+    """What happens to rows that hold no valid conversation, or one whose mask cannot be established."""
+    eval_fraction: Fraction = 0.01
+    """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
+    end. If `evaluation.sources` are given, nothing is held out."""
+    cache_dir: str | None = None
+    """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether sequences hold several documents that are kept apart."""
+        return self.mask_documents and self.packing != "none"
+
+
+class ObjectiveConfig(Part):
+    """What is minimised: the mean over the target tokens, the pairs or the completions of the global batch."""
+
+    name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
+    """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
+    completions. `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two of a
+    pair; `kto` (arXiv 2402.01306) reads single ones, each of which is desirable or not. All but `orpo` take
+    log-probabilities relative to those under the weights that training starts from."""
+    beta: PositiveFloat = 0.1
+    """`dpo` and `kto`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of
+    the odds ratio beside the cross-entropy of the chosen completion."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """`dpo`: the probability that a pair's preference is the wrong way round (conservative DPO)."""
+    sft_weight: NonNegativeFloat = 0.0
+    """`dpo` and `ipo`: weight of the mean cross-entropy of the chosen completion's tokens, added to the loss of each
+    pair (RPO, arXiv 2404.19733)."""
+    desirable_weight: PositiveFloat = 1.0
+    """`kto`: weight of the losses of desirable completions, λ_D."""
+    undesirable_weight: PositiveFloat = 1.0
+    """`kto`: weight of the losses of undesirable completions, λ_U."""
+
+    @property
+    def of_completions(self) -> bool:
+        """Whether the loss is a mean over completions, or pairs of them, instead of tokens."""
+        return self.name != "language_model"
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether it is a mean over pairs."""
+        return self.of_completions and self.name != "kto"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss depends on the log-probabilities under the initial weights."""
+        return self.name in ("dpo", "ipo", "kto")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of sources that it reads."""
+        if not self.of_completions:
+            return ("auto", "text", "messages", "prompt_completion", "instruction")
+        return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        used = {
+            "language_model": (),
+            "dpo": ("beta", "label_smoothing", "sft_weight"),
+            "ipo": ("beta", "sft_weight"),
+            "orpo": ("beta",),
+            "kto": ("beta", "desirable_weight", "undesirable_weight"),
+        }[self.name]
+        fields = type(self).model_fields
+        others = sorted(self.model_fields_set - {"name", *used})
+        unused = [name for name in others if getattr(self, name) != fields[name].default]
+        if unused:
+            has = f"which uses {', '.join(used)}" if used else "which has no further fields"
+            raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}', {has}")
+        return self
+
+
+class OptimConfig(Part):
+    """Optimizer and learning rate schedule."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw"] = "adamw"
+    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
+    keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
+    the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
+    weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
+    updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moments; `sgd` uses the first as momentum. For `lion`, the share of the momentum in
+    the direction of an update, and the decay of the momentum; for `schedule_free_adamw`, the share of the averaged
+    weights where gradients are taken, and the decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of every weight with two or more dimensions; biases and norms are never decayed."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """The learning rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`, d =
+    `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w for
+    `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n −
+    w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd` (warm-up, stable, decay; arXiv
+    2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises linearly from 0, or from `min_lr_ratio` for `wsd`."""
+    decay_steps: NonNegativeInt = 0
+    """Steps of the final decay of `wsd`."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of `cosine` and `wsd`, and at the start of `wsd`, relative to the peak."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 disables clipping."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
+    that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
+    `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n))."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_from_json(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and isinstance(fields.get("betas"), list):
+            return {**fields, "betas": tuple(fields["betas"])}
+        return fields
+
+
+class BatchConfig(Part):
+    """The global batch; gradient accumulation follows from the cluster."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all devices."""
+    micro_batch_size: PositiveInt
+    """Sequences per forward pass on one device."""
+
+
+class TrainConfig(Part):
+    """Length and seed of the run."""
+
+    max_steps: PositiveInt | None = None
+    """Number of optimizer steps. Give either this or `epochs`, from which it follows once the data are prepared."""
+    epochs: PositiveInt | None = None
+    """Number of times that every training sequence is read, exactly: several sources are mixed in proportion to their
+    sequences, and the last step reads what is left."""
+    seed: NonNegativeInt = 1
+    """Seed of the initial weights, dropout and the order of the samples."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, once it is known."""
+        assert self.max_steps is not None, "the number of steps of an epoch is known once the data are prepared"
+        return self.max_steps
+
+    @model_validator(mode="after")
+    def _has_length(self) -> Self:
+        if self.max_steps is None and self.epochs is None:
+            raise ValueError("give either `max_steps` or `epochs`")
+        return self
