@@ -42,8 +42,8 @@ def layers(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
     else:
         message = (
-            f"{parallel.pipeline_chunks} was given: {parallel.pipeline} × {parallel.pipeline_chunks} stages, "
-            f"and the model has {facts.layers} layers"
+            f"{parallel.pipeline_chunks} was given: {parallel.pipeline} × {parallel.pipeline_chunks} stages are more "
+            f"than the model's {facts.layers} layers"
         )
         yield Fault("parallel.pipeline_chunks", message, "fewer devices in the pipeline, or fewer stages on each")
 
@@ -67,7 +67,8 @@ def chunks(draft: Draft) -> Iterator[Fault]:
         message = f"{given} was given, but 1f1b has one stage on each device"
         yield Fault("parallel.pipeline_chunks", message, f"{assignment(parallel__pipeline_schedule='interleaved')}")
     elif name == "interleaved" and given == 1:
-        yield Fault("parallel.pipeline_chunks", "1 was given to interleave", assignment(parallel__pipeline_chunks=2))
+        message = "1 was given, but interleaved needs at least 2 stages on each device"
+        yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=2))
     elif name == "zero_bubble" and given % 2:
         message = f"{given} was given, but zero_bubble needs an even number"
         yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=given + 1))
@@ -85,7 +86,7 @@ def interleaved(draft: Draft) -> Iterator[Fault]:
     if parallel.pipeline_schedule != "interleaved" or parallel.pipeline == 1 or micro_batches is None:
         return
     if micro_batches % parallel.pipeline:
-        message = f"{micro_batches} micro-batches in a step are no multiple of pipeline = {parallel.pipeline}"
+        message = f"{micro_batches} micro-batches in a step are not a multiple of pipeline = {parallel.pipeline}"
         yield Fault("parallel.pipeline_schedule", message, assignment(parallel__pipeline_schedule="1f1b"))
 
 
