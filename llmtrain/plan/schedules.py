@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 from llmtrain.recipe import ParallelConfig
@@ -103,23 +105,7 @@ class PipelineSchedule:
 
         lengths: of the passes of a stage, in any unit; message: of what one rank sends another.
         """
-        rank_of = [self.rank_of(stage) for stage in range(self.stages)]
-        ends: dict[Pass, float] = {}
-        waiting = [deque(passes) for passes in self.passes(micro_batches)]
-        free = [0.0] * self.ranks
-        slots: list[Slot] = []
-        while any(waiting):
-            before = len(slots)
-            for rank, passes in enumerate(waiting):
-                while passes and ((needed := self.needs(passes[0])) is None or needed in ends):
-                    arrived = 0.0
-                    if needed is not None:
-                        arrived = ends[needed] + message * (rank_of[needed.stage] != rank)
-                    start = max(free[rank], arrived)
-                    ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
-                    slots.append(Slot(rank, passes.popleft(), start, free[rank]))
-            assert len(slots) > before, f"{self} waits for itself"
-        return slots
+        return _slots(self, self.passes(micro_batches), lengths, message)
 
     def bubble(self, micro_batches: int) -> float:
         """Returns the share of a step in which a rank waits for the others, if all stages take equally long."""
@@ -163,12 +149,50 @@ def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one for one in stages if schedule.rank_of(one) == rank) for rank in range(schedule.ranks))
 
 
+def _slots(
+    schedule: PipelineSchedule,
+    orders: Iterable[Iterable[Pass]],
+    lengths: Mapping[PassKind, float],
+    message: float = 0.0,
+) -> list[Slot]:
+    """Returns the passes that each rank runs in an order, with their times; see `PipelineSchedule.slots`."""
+    rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+    ends: dict[Pass, float] = {}
+    waiting = [deque(passes) for passes in orders]
+    free = [0.0] * schedule.ranks
+    slots: list[Slot] = []
+    while any(waiting):
+        before = len(slots)
+        for rank, passes in enumerate(waiting):
+            while passes and ((needed := schedule.needs(passes[0])) is None or needed in ends):
+                arrived = 0.0
+                if needed is not None:
+                    arrived = ends[needed] + message * (rank_of[needed.stage] != rank)
+                start = max(free[rank], arrived)
+                ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
+                slots.append(Slot(rank, passes.popleft(), start, free[rank]))
+        assert len(slots) > before, f"{schedule} waits for itself"
+    return slots
+
+
+def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Mapping[PassKind, float]) -> float:
+    """Returns the share of a step in which a rank waits if it runs its passes in an order."""
+    end = max(slot.end for slot in _slots(schedule, orders, pace))
+    return 1 - sum(pace[one.kind] for one in orders[0]) / end
+
+
 @lru_cache(maxsize=256)
 def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     if schedule.name == "zero_bubble":
-        # Which of both is shorter depends on the numbers of ranks and micro-batches.
-        tries = (_ZeroBubble(schedule, micro_batches, reserve) for reserve in (0, 1))
-        return min(tries, key=lambda one: one.end).passes
+        # An order without any slack is short only if all passes take equally long, and longer than 1F1B otherwise.
+        shown = min(micro_batches, _enough(schedule))
+        chosen = min(
+            product(PACES, (0, 1)),
+            key=lambda one: sum(
+                _idle(schedule, _ZeroBubble(schedule, shown, *one).passes, pace) for pace in (UNITS, UNEVEN)
+            ),
+        )
+        return _ZeroBubble(schedule, micro_batches, *chosen).passes
     return tuple(tuple(_alternating(schedule, rank, micro_batches)) for rank in range(schedule.ranks))
 
 
@@ -196,30 +220,36 @@ def _messages(schedule: PipelineSchedule, micro_batches: int) -> tuple[Pass, ...
 
 
 class _ZeroBubble:
-    """A simulation in which every pass takes one unit, and a rank that is free runs the most urgent pass.
+    """A simulation in which a rank that is free runs the most urgent pass.
 
     Urgent are, in this order, backward passes, forward passes, both of later stages first, and gradients of weights.
     A rank holds the activations of at most `stages` passes, which is what the first rank of 1F1B holds.
     """
 
-    def __init__(self, schedule: PipelineSchedule, micro_batches: int, reserve: int) -> None:
-        """reserve: room that a stage leaves for each later stage of its rank."""
-        self.schedule, self.micro_batches, self.reserve = schedule, micro_batches, reserve
+    def __init__(
+        self, schedule: PipelineSchedule, micro_batches: int, pace: Mapping[PassKind, float], reserve: int
+    ) -> None:
+        """pace: whole lengths of passes; reserve: room that a stage leaves for each later stage of its rank."""
+        self.schedule, self.micro_batches, self.pace, self.reserve = schedule, micro_batches, pace, reserve
         ranks = range(schedule.ranks)
         self._stages = [schedule.stages_of(rank)[::-1] for rank in ranks]
         self._next = {kind: [0] * schedule.stages for kind in KINDS}
-        self._ends: dict[Pass, int] = {}
+        self._now = 0.0
+        self._ends: dict[Pass, float] = {}
         self._delayed: list[deque[Pass]] = [deque() for _ in ranks]
         self._held = [0] * schedule.ranks
         orders: list[list[Pass]] = [[] for _ in ranks]
-        left, self.end = len(KINDS) * schedule.stages * micro_batches, 0
+        left, free = len(KINDS) * schedule.stages * micro_batches, [0.0 for _ in ranks]
         while left:
-            chosen = [(rank, one) for rank in ranks if (one := self._choose(rank))]
-            self.end += 1
+            # All ranks choose before one begins, so that none sees what another does at the same time.
+            chosen = [(rank, one) for rank in ranks if free[rank] <= self._now and (one := self._choose(rank))]
             for rank, one in chosen:
-                self._run(rank, one)
+                free[rank] = self._run(rank, one)
                 orders[rank].append(one)
             left -= len(chosen)
+            later = [time for time in free if time > self._now]
+            assert later, f"{schedule} waits for itself"
+            self._now = min(later)
         self.passes = tuple(tuple(order) for order in orders)
 
     def _choose(self, rank: int) -> Pass | None:
@@ -235,10 +265,11 @@ class _ZeroBubble:
         if one.kind == "backward" and Pass("forward", one.stage, one.micro_batch) not in self._ends:
             return False
         needed = self.schedule.needs(one)
-        return needed is None or self._ends.get(needed, self.end + 1) <= self.end
+        return needed is None or self._ends.get(needed, math.inf) <= self._now
 
-    def _run(self, rank: int, one: Pass) -> None:
-        self._ends[one] = self.end
+    def _run(self, rank: int, one: Pass) -> float:
+        """Returns when the pass ends."""
+        self._ends[one] = self._now + self.pace[one.kind]
         self._next[one.kind][one.stage] += 1
         if one.kind == "forward":
             self._held[rank] += 1
@@ -247,10 +278,15 @@ class _ZeroBubble:
         else:
             self._delayed[rank].popleft()
             self._held[rank] -= 1
+        return self._ends[one]
 
 
 UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1.0}
 """Lengths of the passes of a stage: each has as many products as the others."""
+UNEVEN: Mapping[PassKind, float] = {"forward": 5.0, "backward": 6.0, "weights": 4.0}
+"""The same with what else a layer computes: attention and norms take longer backward, and have no part in weights."""
+PACES = (UNITS, {"forward": 5.0, "backward": 6.0, "weights": 5.0}, UNEVEN)
+"""Lengths with which orders of the zero bubble schedule are tried."""
 
 
 def lengths(schedule: PipelineSchedule) -> Mapping[PassKind, float]:
@@ -282,9 +318,16 @@ def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> floa
     if schedule.name == "1f1b":
         return 2.0 * (micro_batches - micro_batches // ranks + ranks - 2)
     shown, message = min(micro_batches, _enough(schedule)), 0.125
-    end = max(slot.end for slot in schedule.slots(shown, UNITS, message))
-    without = 3.0 * schedule.chunks * shown / (1 - schedule.bubble(shown))
-    return (end - without) / message * micro_batches / shown
+
+    def waits(count: int) -> float:
+        with_messages, without = (
+            max(slot.end for slot in schedule.slots(count, UNITS, each)) for each in (message, 0.0)
+        )
+        return (with_messages - without) / message
+
+    if micro_batches == shown:
+        return waits(shown)
+    return waits(shown) + (waits(shown + ranks) - waits(shown)) * (micro_batches - shown) / ranks
 
 
 @lru_cache(maxsize=4096)

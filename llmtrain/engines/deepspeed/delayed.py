@@ -99,8 +99,12 @@ class _DelayedProduct(torch.autograd.Function):
 
         @torch.no_grad()
         def accumulate() -> None:
-            product = (inputs.t() @ rows if transposed else rows.t() @ inputs).to(weight.dtype)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+            left, right = (inputs, rows) if transposed else (rows, inputs)
+            if weight.grad is not None and weight.grad.dtype == left.dtype == right.dtype:
+                weight.grad.addmm_(left.t(), right)  # without a product of its own in memory
+            else:
+                product = (left.t() @ right).to(weight.dtype)
+                weight.grad = product if weight.grad is None else weight.grad.add_(product)
 
         ctx.keep(accumulate)
         return of_value if ctx.needs_input_grad[0] else None, None, of_bias, None, None
