@@ -1,0 +1,60 @@
+"""Against a small GPT written out in plain PyTorch."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict
+from benchmarks.questions.trainer import SAME_KERNELS, SPEED, ahead, sets
+
+FIELDS = (
+    "model.architecture=gpt2",
+    'model.config={"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, '
+    '"attn_pdrop": 0.0}',
+    *("data.tokenizer.vocab_size=300", "data.sequence_length=64", "data.packing=concat", "data.mask_documents=false"),
+    *("batch.global_batch_size=12", "batch.micro_batch_size=12"),
+)
+"""The sizes of nanoGPT's example for CPUs, with bytes for characters."""
+FOLDER = "{work}/gpt"
+LOOP = "a GPT in plain PyTorch"
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """One rank."""
+    steps = ["--steps", "40" if quick else "400"]
+    options = sets(FIELDS)
+    ours = ["python", "-m", "benchmarks.programs.ours", *steps, *options]
+    return [
+        Case(
+            "1 rank",
+            [
+                Side("llmtrain", ours),
+                Side(LOOP, ["python", "-m", "benchmarks.programs.gpt_loop", FOLDER, *steps]),
+                Side("llmtrain, the kernels of transformers", [*ours, *sets(SAME_KERNELS)]),
+            ],
+            setup=[
+                Side("batches", ["python", "-m", "benchmarks.programs.subject", FOLDER, *steps, *options]),
+                Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", "1", *options]),
+            ],
+        )
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """Ahead."""
+    return ahead(result, LOOP)
+
+
+QUESTION = Question(
+    name="gpt",
+    title="Against a small GPT in plain PyTorch, on a CPU",
+    asks=(
+        "GPT-2 as `transformers` has it, with the kernels that `llmtrain tune` chose before, is compared with a GPT "
+        "and a loop that are written out as in nanoGPT (`benchmarks/programs/gpt_loop.py`): 4 layers, a width of 128, "
+        "12 sequences of 64 tokens a step, the same sequences and optimizer, in fp32. A step takes some tens of "
+        "milliseconds, so that each operation and what a loop adds count."
+    ),
+    cases=cases,
+    columns=SPEED,
+    verdicts=verdicts,
+    minutes=6,
+)
