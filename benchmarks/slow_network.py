@@ -3,8 +3,9 @@
 python benchmarks/slow_network.py
 
 Two hosts are network namespaces with two ranks each, joined by a virtual cable whose rate `tc` limits. Layers sleep
-instead of computing for long. Each plan runs without the limit first: the further seconds under the limit are those in
-which it waits for the network. It needs root, and the programs that `tests/helpers/two_hosts.py` names.
+instead of computing for long, and the model has ten buckets. Each plan runs without the limit first: the further
+seconds under the limit are those in which it waits for the network. It needs root, and the programs that
+`tests/helpers/two_hosts.py` names.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import facts  # noqa: E402
 from benchmarks.programs.slow_network import (  # noqa: E402
     BACKWARD_S,
+    BUCKET_MIB,
     FORWARD_S,
     MICRO_BATCHES,
     NODES,
@@ -32,11 +34,12 @@ from benchmarks.programs.slow_network import (  # noqa: E402
     PLANS,
     STEPS,
     plan_of,
+    small_buckets,
 )
 from llmtrain.plan import Plan  # noqa: E402
 from llmtrain.plan.schedules import PipelineSchedule  # noqa: E402
 from llmtrain.predict.assumptions import Assumptions  # noqa: E402
-from llmtrain.predict.links import Links  # noqa: E402
+from llmtrain.predict.links import Kind, Links  # noqa: E402
 from llmtrain.predict.time import waits_of  # noqa: E402
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
 from llmtrain.predict.work import Work, held_by  # noqa: E402
@@ -50,6 +53,9 @@ LOOPBACK = 2e9
 ASSUMED = Assumptions(link=0.95, overlap=1.0, node_latency_s=1e-4, network_latency_s=2e-4)
 """What is known here: headers take 5% of the cable, and a process that sleeps leaves its core to communication."""
 PORT = 29500
+BESIDE_COMPUTATION: dict[str, Kind | None] = {"deepspeed": "all_gather", "ddp": "all_reduce", "fsdp2": None}
+"""What an engine sends on CPUs without waiting for it. DeepSpeed and FSDP2 overlap the rest with streams, which only
+accelerators have."""
 
 
 def main() -> None:
@@ -70,6 +76,7 @@ def main() -> None:
         "command": "python benchmarks/slow_network.py",
         **facts(),
         "rate": RATE,
+        "bucket_mib": BUCKET_MIB,
         "layer_forward_s": FORWARD_S,
         "layer_backward_s": BACKWARD_S,
         "micro_batches": MICRO_BATCHES,
@@ -133,21 +140,32 @@ def predicted(plan: Plan) -> tuple[float, float]:
     found = []
     for held in held_by(plan.model, plan.stages):
         work = Work(forward=held.layers * FORWARD_S, recompute=0.0, backward=held.layers * BACKWARD_S)
-        each, once, hidden = waits_of(_on_gloo(groups.traffic(held)), links, work, m, schedule)
+        with small_buckets():
+            traffic = on_gloo(groups.traffic(held), plan.recipe.parallel.strategy)
+        each, once, hidden = waits_of(traffic, links, work, m, schedule)
         found.append((m * sum(each.values()) + sum(once.values()), hidden))
     return max(found)
 
 
-def _on_gloo(traffic: Traffic) -> Traffic:
-    """Returns the transfers as gloo makes them: its reduce-scatter is an all-reduce, for which a rank waits."""
+def on_gloo(traffic: Traffic, strategy: str) -> Traffic:
+    """Returns the transfers as CPUs make them: most are waited for, and gloo's reduce-scatter is an all-reduce."""
+    beside = BESIDE_COMPUTATION[strategy]
 
-    def parted(transfers: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        others = [one for one in transfers if one.kind != "reduce_scatter"]
-        return others, [replace(one, kind="all_reduce") for one in transfers if one.kind == "reduce_scatter"]
+    def hidden(transfers: list[Transfer]) -> list[Transfer]:
+        return [one for one in transfers if one.kind == beside]
 
-    (hidden, each), (step_hidden, once) = parted(traffic.hidden), parted(traffic.step_hidden)
-    waits = {"waited": [*traffic.waited, *each], "step": [*traffic.step, *once]}
-    return traffic._replace(hidden=hidden, step_hidden=step_hidden, **waits)
+    def waited(always: list[Transfer], *others: list[Transfer]) -> list[Transfer]:
+        waits = [*always, *(one for transfers in others for one in transfers if one.kind != beside)]
+        return [replace(one, kind="all_reduce") if one.kind == "reduce_scatter" else one for one in waits]
+
+    return traffic._replace(
+        waited=waited(traffic.waited, traffic.forward_hidden, traffic.backward_hidden),
+        forward_hidden=hidden(traffic.forward_hidden),
+        backward_hidden=hidden(traffic.backward_hidden),
+        step=waited(traffic.step, traffic.step_forward_hidden, traffic.step_hidden),
+        step_forward_hidden=hidden(traffic.step_forward_hidden),
+        step_hidden=hidden(traffic.step_hidden),
+    )
 
 
 if __name__ == "__main__":

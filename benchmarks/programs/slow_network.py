@@ -1,7 +1,7 @@
 """One rank of `benchmarks/slow_network.py`: trains every plan for a few steps, and prints the seconds of its steps.
 
-Layers sleep, so that a step's computation is known, and four ranks need no four cores. What a rank sends is the
-engine's own.
+Layers sleep between attention and feed-forward, so that a step's computation is known, and four ranks need no four
+cores. What a rank sends is the engine's own, in buckets as small as the model.
 
 python -m benchmarks.programs.slow_network  (with the environment of torchrun)
 """
@@ -12,8 +12,10 @@ import json
 import os
 import statistics
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,15 @@ from torch import distributed as dist
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.plan import Plan
+from llmtrain.predict import flat
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 from llmtrain.rules import resolve
 
 LAYERS, TOKENS, VOCAB = 4, 64, 256
 FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Seconds that a layer sleeps in each pass."""
+BUCKET_MIB = 1
+"""Of what is gathered or reduced at once: a tenth of the model. A bucket of a real run would contain all of it."""
 MICRO_BATCHES = 2
 STEPS, WARM_UP = 5, 2
 NODES, PER_NODE = 2, 2
@@ -42,6 +47,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel.pipeline": NODES, "parallel.zero_stage": 1},
 }
 CABLE = Path("/sys/class/net/cable/statistics/tx_bytes")
+
+
+def small_buckets() -> AbstractContextManager[object]:
+    """Makes plans, their configurations and their predictions use buckets of `BUCKET_MIB`."""
+    elements = BUCKET_MIB * 2**20 // 4
+    return mock.patch.multiple(flat, LEAST_BUCKET=elements, BUCKET_OF_REPLICA=0, DDP_BUCKET_MIB=BUCKET_MIB)
 
 
 def plan_of(name: str) -> Plan:
@@ -77,7 +88,7 @@ class _Sleep(torch.autograd.Function):
         return gradients[0]
 
 
-def _sleep(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sleep(feed_forward: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (_Sleep.apply(inputs[0]), *inputs[1:])
 
 
@@ -105,7 +116,7 @@ def measure(plan: Plan, steps: int) -> dict[str, float]:
     models = [stage.model for stage in engine.model] if plan.parallel.pipeline > 1 else [engine.model]
     for layer in (layer for model in models for layer in decoder_layers(model)[1]):
         if next(layer.parameters(), None) is not None:  # a stage has only layers of its own
-            layer.register_forward_pre_hook(_sleep)
+            layer.mlp.register_forward_pre_hook(_sleep)
     seconds = []
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
@@ -131,7 +142,8 @@ def main() -> None:
     use_no_compiled_collective()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     names, steps = json.loads(os.environ["SLOW_NETWORK"])
-    found = {name: measure(plan_of(name), steps) for name in names}
+    with small_buckets():
+        found = {name: measure(plan_of(name), steps) for name in names}
     if dist.get_rank() == 0:
         print("RESULT", json.dumps(found), flush=True)
     dist.barrier()

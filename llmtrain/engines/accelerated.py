@@ -39,6 +39,7 @@ from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
 from llmtrain.plan import Plan
+from llmtrain.predict import flat
 
 NAME = f"accelerate {accelerate.__version__}, "
 """Beginning of the description of what accelerate prepares."""
@@ -147,6 +148,7 @@ def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator
             kwargs_handlers=[
                 DistributedDataParallelKwargs(
                     broadcast_buffers=False,
+                    bucket_cap_mb=flat.DDP_BUCKET_MIB,
                     gradient_as_bucket_view=True,
                     # An expert may be chosen by no token of a rank.
                     find_unused_parameters=plan.model.experts > 0 or plan.model.expert_modules,

@@ -19,6 +19,10 @@ SUB_GROUP_SIZE = 1_000_000_000
 """Elements that ZeRO-3 updates at once."""
 LEAST_BUCKET = 40_000_000
 """Elements of a reduction, at least, if the model has as many."""
+BUCKET_OF_REPLICA = 1_000_000
+"""Elements of a reduction for each replica, at least."""
+DDP_BUCKET_MIB = 25
+"""Size of a reduction of DistributedDataParallel, torch's own default."""
 
 
 def bucket_elements(plan: Plan) -> int:
@@ -26,7 +30,7 @@ def bucket_elements(plan: Plan) -> int:
     the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
     model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
     """
-    elements = min(max(LEAST_BUCKET, 1_000_000 * plan.data_parallel_size), _trained_share(plan))
+    elements = min(max(LEAST_BUCKET, BUCKET_OF_REPLICA * plan.data_parallel_size), _trained_share(plan))
     return max(elements + elements % 2, 2)
 
 

@@ -143,20 +143,24 @@ def waits_of(
     traffic: Traffic, links: Links, work: Work, micro_batches: int, schedule: PipelineSchedule
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
-    waited, beside, backward_beside, step, step_beside, between = (
+    waited, beside, forward_beside, backward_beside, step, step_forward_beside, step_beside, between = (
         by_kind(transfers, links.seconds) for transfers in traffic
     )
-    overlap = links.assumed.overlap
-    exposed, hidden = _exposed(beside, overlap * work.seconds)
-    reduced, hidden_reduced = _exposed(backward_beside, max(0.0, overlap * work.backward - hidden))
+    forward, backward = (links.assumed.overlap * one for one in (work.forward, work.recompute + work.backward))
+    gathered, hidden_gathered = _exposed(forward_beside, forward)
+    reduced, hidden_reduced = _exposed(backward_beside, backward)
+    exposed, hidden = _exposed(beside, (forward - hidden_gathered) + (backward - hidden_reduced))
+    hidden += hidden_gathered + hidden_reduced
+    # ZeRO-3 gathers from other nodes in the first forward pass, if neighbours keep what they gathered.
+    first, hidden_first = _exposed(step_forward_beside, forward)
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
-    last, hidden_last = _exposed(step_beside, overlap * work.backward)
+    last, hidden_last = _exposed(step_beside, backward)
     # Of the messages of a rank, one half is received.
     message = sum(between.values()) / sum(one.times for one in traffic.between_stages)
     sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)
     hidden_sent = max(0.0, micro_batches * sum(between.values()) / 2 - sent)
-    overlapped = (hidden + hidden_reduced) * micro_batches + hidden_last + hidden_sent
-    return summed(waited, exposed, reduced), summed(step, last, {"p2p": sent}), overlapped
+    overlapped = hidden * micro_batches + hidden_first + hidden_last + hidden_sent
+    return summed(waited, gathered, reduced, exposed), summed(step, first, last, {"p2p": sent}), overlapped
 
 
 def _slow(stage: _Stage) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.plan.weights import Weight
+from llmtrain.predict import flat
 from llmtrain.predict.flat import SPLIT_COLUMNS, bucket_elements, reduces_meanwhile
 from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
 from llmtrain.predict.work import DeviceShare, StageParameters, held_by_ranks
@@ -48,10 +49,14 @@ class Traffic(NamedTuple):
     """For each micro-batch; not overlapped with computation."""
     hidden: list[Transfer]
     """For each micro-batch; overlapped with the computation while that lasts."""
+    forward_hidden: list[Transfer]
+    """For each micro-batch; overlapped with its forward pass while that lasts."""
     backward_hidden: list[Transfer]
     """For each micro-batch; overlapped with its backward pass while that lasts."""
     step: list[Transfer]
     """Once per step; not overlapped with computation."""
+    step_forward_hidden: list[Transfer]
+    """Once per step; overlapped with the first forward pass while that lasts."""
     step_hidden: list[Transfer]
     """Once per step; overlapped with the last backward pass while that lasts."""
     between_stages: list[Transfer]
@@ -59,7 +64,7 @@ class Traffic(NamedTuple):
 
     def per_step(self, micro_batches: int) -> Iterator[Transfer]:
         """Yields all transfers, with how often they take place in a step."""
-        once = self.step, self.step_hidden
+        once = self.step, self.step_forward_hidden, self.step_hidden
         for transfers in self:
             times = 1 if any(transfers is one for one in once) else micro_batches
             yield from (replace(one, times=one.times * times) for one in transfers)
@@ -108,7 +113,7 @@ class CommunicationGroups:
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        found = Traffic(self._within_layers(held), [], [], [], [], [])
+        found = Traffic(self._within_layers(held), *([] for _ in Traffic._fields[1:]))
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.residual, "cpu"),), inputs))
@@ -122,9 +127,9 @@ class CommunicationGroups:
         elif strategy == "fsdp2":
             self._gathered(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
             # Gradients of the micro-batches before the last one stay where they are (`no_sync`).
-            found.step_hidden.append(self._gradients("reduce_scatter", held))
+            _hide(self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_hidden)
         else:
-            found.step_hidden.append(self._gradients("all_reduce", held))
+            _hide(self._gradients("all_reduce", held), self._last(held), found.step, found.step_hidden)
         found.step.extend(self._matrices(held))
         return found
 
@@ -232,7 +237,8 @@ class CommunicationGroups:
             own = share.own(held)
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
             self._gathered(held, found, gathers=1 + again)
-            found.hidden.append(self._gradients("reduce_scatter", held))
+            reduction = self._gradients("reduce_scatter", held)
+            _hide(reduction, self._last(held), found.waited, found.backward_hidden)
         else:
             self._reduced(held, found)
             if stage:
@@ -251,23 +257,48 @@ class CommunicationGroups:
             found.hidden.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
 
     def _reduced(self, held: StageParameters, found: Traffic) -> None:
-        """Adds the all-reduces of gradients below ZeRO-3. Nothing hides the last bucket's."""
+        """Adds the all-reduces of gradients below ZeRO-3."""
+        last = self._last(held) if reduces_meanwhile(self.plan) else 1.0
         each_pass = self.plan.parallel.zero_stage == 2
-        reduction, last = self._gradients("all_reduce", held), 1.0
-        if reduces_meanwhile(self.plan):
-            last = min(1.0, bucket_elements(self.plan) / (held.trained * self.share.own(held)))
-            beside = found.backward_hidden if each_pass else found.step_hidden
-            beside.append(replace(reduction, times=1 - last))
-        (found.waited if each_pass else found.step).append(replace(reduction, times=last))
+        waited, hidden = (found.waited, found.backward_hidden) if each_pass else (found.step, found.step_hidden)
+        _hide(self._gradients("all_reduce", held), last, waited, hidden)
 
     def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
-        """Adds the all-gathers of weights for a micro-batch, layer by layer and `gathers` times."""
-        near = self.plan.parallel.hierarchical_partition
-        # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
-        far = gathers if near == 1 else held.trained / self.plan.batch.gradient_accumulation_steps
-        found.hidden.append(self._weights(held, far))
-        weights = self.share.own(held) * self.share.weight_bytes
-        found.hidden.append(Transfer("all_gather", ((weights, RankGroup(near, 1)),), gathers - far))
+        """Adds the all-gathers of weights for a micro-batch: in its forward pass, and again in its backward pass."""
+        near, each, times = self.plan.parallel.hierarchical_partition, self._weights(held), 1.0
+        first = self._at_an_end(held)
+        if near > 1:
+            # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
+            _hide(replace(each, times=held.trained), first, found.step, found.step_forward_hidden)
+            weights = self.share.own(held) * self.share.weight_bytes
+            each = Transfer("all_gather", ((weights, RankGroup(near, 1)),))
+            times -= held.trained / self.plan.batch.gradient_accumulation_steps
+        _hide(replace(each, times=times), first, found.waited, found.forward_hidden)
+        found.backward_hidden.append(replace(each, times=gathers - 1))
+
+    def _last(self, held: StageParameters) -> float:
+        """Returns the share of a reduction that starts when the backward pass has ended."""
+        return self._at_an_end(held, held.trained)
+
+    def _at_an_end(self, held: StageParameters, trained: float = 1.0) -> float:
+        """Returns the share of the weights, or of the trained ones, whose messages no computation hides.
+
+        The embedding and one message more are needed before anything can be computed, and their gradients come last.
+        """
+        table = held.embedding * head_parameters(self.plan.model)
+        if self.share.splits_tables:
+            table /= self.plan.parts("matrices")
+        return min(1.0, (table + self._message() / trained) / self.share.own(held))
+
+    def _message(self) -> float:
+        """Returns the elements that the engine gathers or reduces at once."""
+        strategy, facts = self.plan.recipe.parallel.strategy, self.plan.model
+        if strategy == "deepspeed":
+            return bucket_elements(self.plan)
+        if strategy == "fsdp2":
+            return sum(facts.layer_parameters) / facts.layers
+        # Horovod sends every millisecond what it has.
+        return flat.DDP_BUCKET_MIB * 2**20 / self.share.gradient_bytes if strategy == "ddp" else 0.0
 
     def _weights(self, held: StageParameters, times: float = 1.0, part: float = 1.0) -> Transfer:
         """Returns the all-gathers of a device's weights, or of a part of them."""
@@ -283,6 +314,12 @@ class CommunicationGroups:
             (dense * size, self.groups.replicas),
             *([(experts * size, self.groups.expert_replicas)] if experts else []),
         )
+
+
+def _hide(transfer: Transfer, share: float, waited: list[Transfer], hidden: list[Transfer]) -> None:
+    """Adds a share of a transfer to `waited`, and the rest to `hidden`."""
+    waited.append(replace(transfer, times=transfer.times * share))
+    hidden.append(replace(transfer, times=transfer.times * (1 - share)))
 
 
 def _is_in_regions(weight: Weight) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.programs.slow_network import BACKWARD_S, LAYERS, MICRO_BATCHES, PLANS, plan_of
+from benchmarks.programs.slow_network import BACKWARD_S, BUCKET_MIB, LAYERS, MICRO_BATCHES, PLANS, plan_of
 from benchmarks.questions import QUESTIONS
-from benchmarks.slow_network import ASSUMED, RATE, predicted, row_of
+from benchmarks.slow_network import ASSUMED, RATE, on_gloo, predicted, row_of
+from llmtrain.predict.links import sent
+from llmtrain.predict.traffic import CommunicationGroups, by_kind
+from llmtrain.predict.work import held_by
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -18,12 +21,33 @@ def test_a_rank_waits_for_what_it_cannot_hide(name):
 
 
 def test_a_ring_over_the_cable_takes_its_bytes_over_its_rate():
-    """DDP reduces all gradients once, three of four parts of them twice over the cable, beside one backward pass."""
+    """DDP reduces all gradients once, three of four parts of them twice over the cable.
+
+    One backward pass hides them, but for those of the embedding and the last bucket.
+    """
     plan = plan_of("DDP")
     waiting, hidden = predicted(plan)
     seconds = 2 * 3 / 4 * 4 * plan.model.parameters / (RATE * ASSUMED.link)
     assert waiting + hidden == pytest.approx(seconds, rel=0.01)
-    assert hidden == pytest.approx(min(seconds, LAYERS * BACKWARD_S))
+    last = (plan.model.embedding_parameters + BUCKET_MIB * 2**20 / 4) / plan.model.parameters
+    assert hidden == pytest.approx(min((1 - last) * seconds, LAYERS * BACKWARD_S), rel=0.01)
+
+
+def test_fsdp2_waits_for_everything_on_cpus():
+    waiting, hidden = predicted(plan_of("FSDP2"))
+    assert waiting > 0
+    assert hidden == 0
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_byte_is_lost_on_gloo(name):
+    """Its reduce-scatter sends as much again."""
+    plan = plan_of(name)
+    traffic = CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0])
+    here = by_kind(on_gloo(traffic, plan.recipe.parallel.strategy).per_step(MICRO_BATCHES), sent)
+    elsewhere = by_kind(traffic.per_step(MICRO_BATCHES), sent)
+    scattered = elsewhere.pop("reduce_scatter", 0.0)
+    assert here == pytest.approx(elsewhere | ({"all_reduce": 2 * scattered} if scattered else {}))
 
 
 def test_neighbours_send_less_over_the_cable():
