@@ -46,7 +46,7 @@ from llmtrain.predict.work import Work, held_by  # noqa: E402
 from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/slow_network.json"
-RATE = 25e6
+RATE = 12.5e6
 """Bytes per second, each way, of the limited cable."""
 LOOPBACK = 2e9
 """Of what ranks of a host send each other: too fast to matter."""

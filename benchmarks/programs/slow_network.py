@@ -29,12 +29,12 @@ from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, R
 from llmtrain.rules import resolve
 
 LAYERS, TOKENS, VOCAB = 4, 64, 256
-FORWARD_S, BACKWARD_S = 0.05, 0.1
+FORWARD_S, BACKWARD_S = 0.1, 0.2
 """Seconds that a layer sleeps in each pass."""
 BUCKET_MIB = 1
 """Of what is gathered or reduced at once: a tenth of the model. A bucket of a real run would contain all of it."""
 MICRO_BATCHES = 2
-STEPS, WARM_UP = 5, 2
+STEPS, WARM_UP = 3, 2
 NODES, PER_NODE = 2, 2
 ZERO_3 = {"parallel.zero_stage": 3}
 PLANS: dict[str, dict[str, Any]] = {

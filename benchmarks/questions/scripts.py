@@ -91,11 +91,11 @@ OTHERS = (
     Script(
         "slow_network",
         "Communication that is hidden",
-        "Four ranks on two hosts, network namespaces joined by a cable of 200 Mbit/s, with layers that sleep: the "
+        "Four ranks on two hosts, network namespaces joined by a slow cable, with layers that sleep: the "
         "seconds that each strategy waits for the network, compared with the prediction.",
         ("python", "benchmarks/slow_network.py"),
         _slow_network,
-        minutes=5,
+        minutes=6,
     ),
     Script(
         "memory",
