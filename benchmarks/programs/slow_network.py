@@ -116,7 +116,7 @@ def measure(plan: Plan, steps: int) -> dict[str, float]:
     models = [stage.model for stage in engine.model] if plan.parallel.pipeline > 1 else [engine.model]
     for layer in (layer for model in models for layer in decoder_layers(model)[1]):
         if next(layer.parameters(), None) is not None:  # a stage has only layers of its own
-            layer.mlp.register_forward_pre_hook(_sleep)
+            layer.get_submodule("mlp").register_forward_pre_hook(_sleep)
     seconds = []
     for step in range(WARM_UP + steps):
         if step == WARM_UP:

@@ -285,9 +285,8 @@ class CommunicationGroups:
 
         The embedding and one message more are needed before anything can be computed, and their gradients come last.
         """
-        table = held.embedding * head_parameters(self.plan.model)
-        if self.share.splits_tables:
-            table /= self.plan.parts("matrices")
+        slices = self.plan.parts("matrices") if self.share.splits_tables else 1
+        table = held.embedding * head_parameters(self.plan.model) / slices
         return min(1.0, (table + self._message() / trained) / self.share.own(held))
 
     def _message(self) -> float:
