@@ -48,6 +48,8 @@ from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # n
 RESULT = ROOT / "benchmarks/results/slow_network.json"
 RATE = 12.5e6
 """Bytes per second, each way, of the limited cable."""
+BURST = "32kb"
+"""What the cable sends at once after a pause. More would make up for the pauses between buckets."""
 LOOPBACK = 2e9
 """Of what ranks of a host send each other: too fast to matter."""
 ASSUMED = Assumptions(link=0.95, overlap=1.0, node_latency_s=1e-4, network_latency_s=2e-4)
@@ -92,7 +94,7 @@ def main() -> None:
 def _limit(both: TwoHosts, rate: float) -> None:
     for host in both.hosts:
         shaped = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{8 * rate:.0f}bit")
-        subprocess.run(host.command(*shaped, "burst", "256kb", "latency", "400ms"), check=True)
+        subprocess.run(host.command(*shaped, "burst", BURST, "latency", "400ms"), check=True)
 
 
 def _run(both: TwoHosts, names: list[str], steps: int) -> dict[str, dict[str, float]]:
