@@ -25,7 +25,6 @@ def recipe() -> Recipe:
         **{f"model.config.{key}": value for key, value in sizes.items()},
         **{"data.tokenizer": "meta-llama/Meta-Llama-3-70B", "optim.lr": 1.5e-4},
         **{"batch.global_batch_size": 1024, "train.max_steps": 119_210},
-        **{"model.attention": "varlen", "kernels.blocks": "compiled", "kernels.loss": "compiled"},
         **{"parallel.zero_stage": 3, "parallel.sequence": 2, "parallel.activation_checkpointing": "selective"},
     )
 

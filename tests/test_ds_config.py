@@ -121,7 +121,8 @@ def test_buckets_follow_the_model():
     ],
 )
 def test_reductions_overlap_where_another_bucket_is_filled_meanwhile(fields, expected):
-    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0].with_(**{"parallel.precision": "bf16", **fields})
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    recipe = recipe.with_(**{"model.attention": "auto", "kernels": "auto", "batch.micro_batch_size": 8, **fields})
     config = render(resolve(recipe, Cluster(devices_per_node=8, device="h100")))
     assert config["zero_optimization"]["overlap_comm"] is expected
 

@@ -33,6 +33,7 @@ DRAWN_BY_PLAN = {
         ["recipes/llama3_8b.py", "--nodes", "1", "--gpus-per-node", "4", "--device", "h200"]
         + [part for field in ("pipeline=4", "zero_stage=1") for part in ("--set", f"parallel.{field}")]
         + [part for field in ("schedule=zero_bubble", "chunks=2") for part in ("--set", f"parallel.pipeline_{field}")]
+        + ["--set", "kernels.blocks=eager"]
         + ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"],
     ),
 }

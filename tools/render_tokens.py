@@ -31,6 +31,7 @@ BASE = {
     "parallel.offload_param": "cpu",
     "parallel.activation_checkpointing": "none",
     "model.attention": "flash_attention_2",
+    "kernels.blocks": "eager",
     "kernels.loss": "whole",
 }
 ROWS: dict[str, dict[str, Any]] = {

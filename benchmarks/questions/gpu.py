@@ -42,6 +42,9 @@ def _fields(sequence: int, micro: int) -> dict[str, str]:
         "batch.global_batch_size": str(ACCUMULATION * micro),
         "parallel.zero_stage": "1",
         "parallel.precision": "bf16",
+        "model.attention": "auto",
+        "kernels.blocks": "auto",
+        "kernels.loss": "auto",
     }
 
 
@@ -91,7 +94,7 @@ MFU = Question(
     name="mfu",
     title="MFU of one GPU",
     asks=(
-        "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, as `llmtrain train` runs them, as a share of "
+        "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, with measured kernels, as a share of "
         "989 TFLOP/s (the peak of an H100 or H200). FLOPs are 6·N + 12·L·d·T per token: nothing is subtracted for "
         "causal attention, and nothing is added for recomputation. The first case shows step by step what each "
         "kernel gains. Each case runs in its own process; results are medians of the windows of ten steps after the "

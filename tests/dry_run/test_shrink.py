@@ -36,7 +36,7 @@ WIDE = {
 
 @cache
 def base():
-    return load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    return load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0].with_(kernels="auto")
 
 
 @cache

@@ -51,6 +51,7 @@ BREADTH = {
     "varlen": COMPILED | VARLEN,
     "varlen, windows": COMPILED | VARLEN | WINDOW,
     "varlen, ZeRO-3, selective": COMPILED | VARLEN | SELECTIVE | {"parallel.zero_stage": 3},
+    "varlen, adapters, ZeRO-3": COMPILED | VARLEN | ADAPTER | {"parallel.zero_stage": 3},
     "varlen, sequence, checkpointing": COMPILED | VARLEN | CHECKPOINTS | {"parallel.sequence": 2},
     "varlen, stages, selective": COMPILED | VARLEN | SELECTIVE | STAGES,
     "varlen, FSDP2, selective": LAYERS | VARLEN | SELECTIVE | FSDP2,

@@ -34,7 +34,8 @@ def _at_once():
 
 @pytest.fixture(scope="module")
 def llama():
-    return load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    return recipe.with_(**{"model.attention": "auto", "kernels": "auto", "parallel.zero_stage": 1})
 
 
 def refusal(recipe, cluster, **fields):

@@ -14,7 +14,9 @@ from llmtrain.recipe import parse_assignments
 from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
 
-LLAMA = load_recipe("recipes/llama3_8b.py", [])[0]
+LLAMA = load_recipe("recipes/llama3_8b.py", [])[0].with_(
+    **{"model.attention": "auto", "kernels": "auto", "parallel.activation_checkpointing": "full"}
+)
 PARAMETERS = 8_030_261_248
 CLUSTER = Cluster(nodes=8, devices_per_node=8, device="gpu")
 NODE = Cluster(devices_per_node=8, device="h100")

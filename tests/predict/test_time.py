@@ -28,7 +28,8 @@ H100 = Cluster(nodes=4, devices_per_node=8, device="h100")
 @pytest.fixture(scope="module")
 def llama():
     recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
-    return recipe.with_(**{"batch.global_batch_size": 512, "batch.micro_batch_size": 4})
+    batch = {"batch.global_batch_size": 512, "batch.micro_batch_size": 4}
+    return recipe.with_(**batch, **{"model.attention": "auto", "kernels": "auto"})
 
 
 def time_of(recipe, cluster=H100, **fields):

@@ -11,7 +11,11 @@ from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import PythonRecipe, load_recipe
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.predict import lacking
+from llmtrain.predict.time import predict
 from llmtrain.rules import resolve
+from llmtrain.search.cheapest import EQUAL
+from llmtrain.search.search import search_plans
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -78,10 +82,31 @@ def test_layouts_are_what_their_names_say():
     assert layout("llama3_8b.py:8gpu")["zero_stage"] == 3
 
 
+QUICK = ("gpt2_124m",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.breadth) for path in RECIPES],
+)
+def test_no_plan_is_predicted_to_be_faster_than_a_recipe_for_gpus(path):
+    file = PythonRecipe(path)
+    for variant in {"", *file.variants()} - {"pipeline"}:  # that variant is for slow networks
+        recipe, cluster = file.recipe(variant), file.cluster(variant)
+        if cluster.spec.on_cpu:
+            continue
+        if hasattr(file.module, "architecture"):
+            model = file.module.architecture()
+            recipe = recipe.with_(model=model.model_copy(update={"attention": recipe.model.attention}))
+        best = search_plans(recipe, cluster, lacking).best[0]
+        own = predict(resolve(recipe, cluster))
+        assert own.tokens_per_second >= (1 - EQUAL) * best.time.tokens_per_second, (variant, best.arguments)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_shrinks_by_set(path, tmp_path):
     small = ['data.tokenizer={"vocab_size": 512}', 'data.sources=[{"name": "stdlib"}]', "data.sequence_length=64"]
-    small += ["parallel.pipeline=1", "parallel.sequence=1", "parallel.expert=1", "model.attention=sdpa"]
+    small += ["parallel.pipeline=1", "parallel.sequence=1", "parallel.expert=1"]
     small += [
         "batch.global_batch_size=8",
         "batch.micro_batch_size=2",

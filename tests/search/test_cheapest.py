@@ -23,7 +23,9 @@ NODE = Cluster(devices_per_node=8, device="h100")
 LARGE = load_recipe("recipes/llama3_8b.py", [])[0].with_(
     **{"parallel.zero_stage": 1, "parallel.activation_checkpointing": "none", "batch.global_batch_size": 64}
 )
-MICRO_64 = load_recipe("recipes/llama_1b.py", [])[0].with_(**{"batch.micro_batch_size": 64, "kernels.loss": "whole"})
+MICRO_64 = load_recipe("recipes/llama_1b.py", [])[0].with_(
+    **{"model.attention": "auto", "kernels": {"loss": "whole"}, "parallel.zero_stage": 1, "batch.micro_batch_size": 64}
+)
 FACTS = model_facts(LARGE.model, LARGE.vocab_size)
 
 

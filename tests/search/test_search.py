@@ -30,7 +30,8 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def llama():
     recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
-    return recipe.with_(**{"batch.global_batch_size": 64, "batch.micro_batch_size": 4})
+    batch = {"batch.global_batch_size": 64, "batch.micro_batch_size": 4}
+    return recipe.with_(**batch, **{"model.attention": "auto", "kernels": "auto"})
 
 
 def _kind(parallel):

@@ -55,6 +55,8 @@ def test_experts_spread_over_ranks_that_share_sequences():
     """With the loss of the router, which is a product of means over whole sequences."""
     stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]
     cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
+    offloaded = {"parallel.offload_optimizer": "cpu", "model.attention": "varlen"}  # as recipes/qwen3_30b_a3b.py
+    cases.append(("qwen3_moe", SEQUENCE | SGD | stages[1] | offloaded))
     for results in run_ranks(2, _train_experts, cases):
         for (family, fields), run in zip(cases, results, strict=True):
             expected = plain_run(moe_recipe(family, **SGD, **{"parallel.expert": 1}), STEPS, 2)
