@@ -60,6 +60,7 @@ TWO = {
     "tensor, ZeRO-3": zero(3, "bf16", **{"parallel.tensor": 2}),
     "sequence": zero(2, **{"parallel.sequence": 2}),
     "LoRA": zero(2, **LORA),
+    "LoRA, ZeRO-3": zero(3, **LORA),
     "LoRA, stages": {**STAGES, **LORA},
     "LoRA in a tensor": zero(1, **LORA, **{"parallel.tensor": 2}),
     "mixture": zero(1, **MIXTRAL),
@@ -79,7 +80,7 @@ AGAIN = {
     "selective, every second": {"parallel.activation_checkpointing": "selective", "parallel.checkpoint_every": 2},
     "full, every second": {"parallel.activation_checkpointing": "full", "parallel.checkpoint_every": 2},
 }
-FEW = ("ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
+FEW = ("ZeRO-3", "LoRA, ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
 """Those that run with every test."""
 
 

@@ -61,7 +61,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gradient, use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
@@ -188,6 +188,7 @@ class DeepSpeedEngine:
         if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
+                layer.register_forward_pre_hook(give_input_gradient)
         self._own_norm: Tensor | None = None
         models = (model for model, _ in self.models())
         groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))

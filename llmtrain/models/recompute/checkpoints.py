@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -85,6 +86,19 @@ def gathers_layers(recipe: Recipe) -> bool:
     """
     parallel = recipe.parallel
     return recipe.kernels.blocks == "compiled" or parallel.activation_checkpointing == "selective" or parallel.tiled_mlp
+
+
+def give_input_gradient(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Lets the input of a trained layer have a gradient, which is not used, as a hook before its forward pass.
+
+    Above frozen layers it would have none, and ZeRO-3 would release the weights of a layer that it gathers as a whole
+    before its backward pass has read them.
+    """
+    hidden, *others = inputs
+    is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+    if not torch.is_grad_enabled() or hidden.requires_grad or not is_trained:
+        return None
+    return (hidden.detach().requires_grad_(), *others)
 
 
 def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
