@@ -36,7 +36,8 @@ class Block(nn.Module):
         """Takes and returns [batch, T, width]."""
         batch, length, width = hidden.shape
         parts = self.into(self.norms[0](hidden)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        query, key, value = parts.unbind()
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return hidden + self.down(functional.gelu(self.up(self.norms[1](hidden)), approximate="tanh"))
 

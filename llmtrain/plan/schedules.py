@@ -285,7 +285,7 @@ UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1
 """Lengths of the passes of a stage: each has as many products as the others."""
 UNEVEN: Mapping[PassKind, float] = {"forward": 5.0, "backward": 6.0, "weights": 4.0}
 """The same with what else a layer computes: attention and norms take longer backward, and have no part in weights."""
-PACES = (UNITS, {"forward": 5.0, "backward": 6.0, "weights": 5.0}, UNEVEN)
+PACES: tuple[Mapping[PassKind, float], ...] = (UNITS, {"forward": 5.0, "backward": 6.0, "weights": 5.0}, UNEVEN)
 """Lengths with which orders of the zero bubble schedule are tried."""
 
 
