@@ -14,6 +14,7 @@ KTO = {"objective.name": "kto", "objective.beta": 0.5, "objective.undesirable_we
 LORA = {"model.adapter": {"rank": 4, "alpha": 12.0}}
 """Its reference is the base with the adapter off: a new adapter changes nothing."""
 COMPILED = {"kernels.blocks": "compiled", "model.attention": "varlen"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-sp2-zero3-acc1", "dp1-tp2-zero1-acc4"]
 FLAT = ["dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
 THREE = ["dp1-pp2-sp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-pp2-zero1-acc2"]
@@ -43,7 +44,8 @@ def judged(tmp_path_factory):
         pytest.param(["dp1-zero0-acc4", *SHARED], DPO | {"kernels.loss": "chunked"}, marks=BREADTH),
         pytest.param(["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DPO | LORA, marks=BREADTH),
         pytest.param([*FLAT, *SHARED], DPO | LORA, marks=BREADTH),
-        pytest.param(["dp2-zero1-acc2", "dp2-zero2-acc2"], DPO | LORA | COMPILED, marks=BREADTH),
+        pytest.param(FLAT[:2], DPO | LORA | COMPILED, marks=BREADTH),
+        pytest.param(FLAT[:2], DPO | LORA | SELECTIVE, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
     ],
     ids=lambda value: "-".join(map(str, value)),

@@ -375,6 +375,10 @@ class DeepSpeedEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
+        if self.plan.parallel.zero_stage == 3:
+            # A pass of the reference ends with layers gathered ahead, which nothing could release while they are on
+            # their way ("Cannot partition a param in flight").
+            self.engine.optimizer.empty_partition_cache()
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
         with self.averaged():
