@@ -41,7 +41,7 @@ OUT_OF_SCOPE = {
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper "
         "musicgen musicgen_melody"
     ),
-    "multimodal, with a text model that is no causal LM of its own": "emu3 git mllama phi4_multimodal",
+    "multimodal, with a text model that is not a causal LM of its own": "emu3 git mllama phi4_multimodal",
     "drafts for another model, whose keys and values it reads": "gemma4_assistant gemma4_unified_assistant",
 }
 """Reason → model types that are not decoder-only language models."""

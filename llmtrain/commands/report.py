@@ -147,7 +147,7 @@ def _document(run: RunData) -> dict[str, Any]:
 
 
 def request_profile(run: Path, steps: int, ranks: str, memory: bool) -> None:
-    """Writes the request. Raises RecipeError for what is no run, and for other ranks than the run has."""
+    """Writes the request. Raises RecipeError if a folder holds no run, or a rank is not one of the run."""
     from llmtrain.recipe import ProfileConfig
     from llmtrain.run_dir import RunDir, write_json
 

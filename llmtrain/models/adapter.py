@@ -249,7 +249,7 @@ def _adapted_modules(
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
         problems.append(Problem("adapter.targets", field, message, f"its linear layers are {_some(layers)}"))
     if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
-        message = f"{_some(others)} of {_type(whole)} is no linear layer, and has no product to add an adapter to"
+        message = f"{_some(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
         fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
         problems.append(Problem("adapter.linear", field, message, fix))
     if heads := [name for name in found if name in ends]:

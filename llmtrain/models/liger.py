@@ -219,7 +219,7 @@ class LigerLoss(ChunkedLoss):
     def __post_init__(self) -> None:
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            raise NoChunksError(f"the head of {self.model.config.model_type} is no linear layer")
+            raise NoChunksError(f"the head of {self.model.config.model_type} is not a linear layer")
         self._linear = head
         text = self.model.config.get_text_config(decoder=True)
         self._cap: float | None = getattr(text, "final_logit_softcapping", None)

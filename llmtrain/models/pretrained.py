@@ -157,7 +157,7 @@ def _files(source: ModelConfig) -> dict[str, Path]:
         try:
             folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
         except (HfHubHTTPError, ValueError, OSError) as error:
-            message = f"'{source.pretrained}' is no folder, and cannot be fetched from the hub: {reason(error)}"
+            message = f"'{source.pretrained}' is not a folder, and cannot be fetched from the hub: {reason(error)}"
             raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from error
     if (folder / INDEX).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}

@@ -89,7 +89,7 @@ class ModelConfig(Part):
 
     quantize: Literal["none", "nf4"] = "none"
     """`nf4`: with an `adapter` on `pretrained` weights, hold the frozen linear layers of the decoder in 4.127 bits per
-    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and what is no linear layer stay as they are."""
+    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all other layers stay as they are."""
 
     @property
     def attention_kernel(self) -> str:

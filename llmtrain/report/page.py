@@ -37,7 +37,7 @@ MOST_EVENTS = 500
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Writes the page of runs. Raises RecipeError for what is no run, and OSError if it cannot be written."""
+    """Writes the page of runs. Raises RecipeError if a folder holds no run, and OSError if it cannot be written."""
     write_atomically(out, page([load_run(folder) for folder in folders]))
 
 

@@ -28,7 +28,7 @@ class LivePage:
     """The page of runs, written anew when something has been added to them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises RecipeError for what is no run."""
+        """Raises RecipeError if a folder holds no run."""
         self._readers = [RunReader(folder) for folder in folders]
         self._lock = threading.Lock()
         self._revision, self._page = "", b""

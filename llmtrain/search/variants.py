@@ -96,7 +96,7 @@ def recomputations(recipe: Recipe) -> Iterator[Fields]:
 
 
 def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
-    """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is no integer.
+    """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is not an integer.
 
     A router's loss is a mean within each micro-batch: with such a loss, another size than the recipe's would be another
     run.

@@ -149,10 +149,10 @@ def test_types_and_defaults_are_those_of_the_release():
 
 def test_a_key_of_another_release_is_named_as_such():
     (one,) = examine("", '{"train_batch_size": 8, "torch_autocast": {}}', Use(deepspeed="0.17.1")).findings
-    assert one.message.endswith("is no key of DeepSpeed's configuration before 0.17.2")
+    assert one.message.endswith("is not a key of DeepSpeed's configuration before 0.17.2")
     values = '{"train_batch_size": 8, "gradient_clipping": 0, "seq_parallel_comm_data_type": "fp32"}'
     (one,) = examine("", values, Use(deepspeed="0.18.0")).findings
-    assert one.message.endswith("is no key of DeepSpeed's configuration after 0.16.4")
+    assert one.message.endswith("is not a key of DeepSpeed's configuration after 0.16.4")
 
 
 def test_rules_state_releases_that_are_known():

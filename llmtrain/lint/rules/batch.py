@@ -23,7 +23,7 @@ def batch_value(document: Configuration) -> Iterator[Fault]:
         value = document.at(key)
         if value is not None and value != "auto" and not (type(value) is int and 0 < value < LARGEST_NUMBER):
             effect: Effect = "misreads" if value is True else "refuses"  # as 1
-            yield (key,), f"{reprlib.repr(value)} is no positive integer", "a positive integer", effect
+            yield (key,), f"{reprlib.repr(value)} is not a positive integer", "a positive integer", effect
 
 
 @error("batch_missing", "refuses", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")

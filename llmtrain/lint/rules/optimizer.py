@@ -32,10 +32,10 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
         yield ("optimizer", "type"), f"{name} was removed", "AdamW; ZeRO++ compresses communication"
     elif name and name != "auto" and name not in known.optimizers and name not in _MU:
         hint = _similar(name, (*known.optimizers, *_MU))
-        yield ("optimizer", "type"), f"{reprlib.repr(name)} is no optimizer of DeepSpeed or torch{hint}", ""
+        yield ("optimizer", "type"), f"{reprlib.repr(name)} is not an optimizer of DeepSpeed or torch{hint}", ""
     if schedule and schedule != "auto" and schedule not in known.schedulers:
         hint = _similar(schedule, known.schedulers)
-        yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is no schedule of DeepSpeed or torch{hint}", ""
+        yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is not a schedule of DeepSpeed or torch{hint}", ""
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
@@ -78,7 +78,7 @@ def max_grad_norm(document: Configuration) -> Iterator[Fault]:
     if document.has(*_PARAMS, "max_grad_norm"):
         yield (
             (*_PARAMS, "max_grad_norm"),
-            "clipping is no argument of the optimizer",
+            "clipping is not an argument of the optimizer",
             "remove it, and set gradient_clipping",
         )
 
@@ -101,7 +101,7 @@ def values(document: Configuration) -> Iterator[Fault]:
             continue
         number = document.number(*_PARAMS, key)
         if number is None or not low <= number <= high:
-            yield (*_PARAMS, key), f"{reprlib.repr(value)} is no number in range", "a number ≥ 0"
+            yield (*_PARAMS, key), f"{reprlib.repr(value)} is not a number in range", "a number ≥ 0"
     betas = document.at(*_PARAMS, "betas")
     if betas is not None and betas != "auto" and not _are_betas(betas):
         yield (*_PARAMS, "betas"), f"{reprlib.repr(betas)} is not two numbers in [0, 1)", "[0.9, 0.95]"
@@ -220,7 +220,7 @@ def scheduler_steps(document: Configuration) -> Iterator[Fault]:
         known = document.since("0.19.3")
         allowed = type(value) is int and value > 0 if known else type(value) in (int, float)
         if value is not None and value != "auto" and not allowed:
-            yield (*params, key), f"{reprlib.repr(value)} is no positive integer", "a positive integer"
+            yield (*params, key), f"{reprlib.repr(value)} is not a positive integer", "a positive integer"
 
 
 @error("warmup_type", "misreads", "A warmup_type that DeepSpeed does not know is read as log.")

@@ -88,7 +88,7 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
         block = (block.keys or {})[key]
     inside = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
     effect: Effect = "refuses" if block.validated else "ignores"
-    message = f"{reprlib.repr(where[-1])} is no key of {inside}"
+    message = f"{reprlib.repr(where[-1])} is not a key of {inside}"
     if where in RENAMED:
         same = RENAMED[where].rpartition(".")[0] == ".".join(where[:-1])
         return message, f"{'rename' if same else 'move'} it to {RENAMED[where]}", effect
