@@ -17,7 +17,7 @@ FIELDS = (
 
 def cases(quick: bool) -> Sequence[Case]:
     """Steps of all schedules in turn."""
-    command = ["python", "-m", "benchmarks.programs.schedules", "--turns", "2" if quick else "10", *sets(FIELDS)]
+    command = ["python", "-m", "benchmarks.programs.schedules", "--turns", "2" if quick else "6", *sets(FIELDS)]
     return [Case(CASE, [Side(SIDE, command)])]
 
 
