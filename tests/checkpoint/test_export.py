@@ -10,7 +10,7 @@ import yaml
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export, size_in_bytes
@@ -176,6 +176,17 @@ def test_files_are_those_of_save_pretrained(name, size, families, tokenizer, tmp
             sum(tensor.nbytes for file, tensor in ours.values() if file == one) for one in {f for f, _ in ours.values()}
         ]
         assert max(most) <= max(size, *(tensor.nbytes for _, tensor in ours.values()))
+
+
+def test_weights_that_a_model_does_not_save_are_left_out(families, tokenizer, tmp_path, monkeypatch):
+    """As `save_pretrained` leaves them out: a model from the hub may compute a table again when it is loaded."""
+    monkeypatch.setattr(GPT2LMHeadModel, "_keys_to_ignore_on_save", ["transformer.wpe.weight"])
+    export(newest(families / "gpt2" / "checkpoints"), tokenizer, tmp_path / "ours")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "ours"))
+    model.save_pretrained(tmp_path / "theirs")
+    names = _tensors(tmp_path / "ours").keys()
+    assert names == _tensors(tmp_path / "theirs").keys()
+    assert "transformer.wpe.weight" not in names
 
 
 def _most_memory(work) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from llmtrain.models import adapter, tensor
+from llmtrain.models import adapter
 from llmtrain.models.packed import nf4
+from llmtrain.models.tensor import regions, split
 
 
 def _after(patch, name, change):
@@ -91,14 +93,16 @@ def adapter_of_one_stage_frozen(patch):
 
 def gradient_of_a_not_summed(patch):
     """Each tensor parallel rank keeps what its own rows of B make of the gradient of A."""
-    original = tensor.TensorParallel.adapt
+    original = split.TensorParallel.adapt
 
     def adapt(self, name, base, inner, outer, config):
         forward = outer.forward
-        original(self, name, base, inner, outer, config)
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
+            original(self, name, base, inner, outer, config)
         outer.forward = forward
 
-    patch.setattr(tensor.TensorParallel, "adapt", adapt)
+    patch.setattr(split.TensorParallel, "adapt", adapt)
 
 
 FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]
