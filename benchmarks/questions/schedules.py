@@ -48,5 +48,5 @@ QUESTION = Question(
         "zero_bubble": ("1F1B / zero bubble", ".3f"),
     },
     verdicts=verdicts,
-    minutes=10,
+    minutes=7,
 )
