@@ -35,7 +35,7 @@ QUESTION = Question(
     title="The pipeline's schedules beside each other, on CPUs that compute",
     asks=(
         "A pipeline of two ranks, each with a core of its own and eight layers between them, takes steps under every "
-        "schedule by turns. By arithmetic, 1F1B idles for one ninth of a step with eight micro-batches. Unlike in the "
+        "schedule in turn. By arithmetic, 1F1B idles for one ninth of a step with eight micro-batches. Unlike in the "
         "benchmark with passes that sleep, what the other schedules add to the computation costs time here, and two "
         "cores that are busy throughout share the memory's bandwidth."
     ),

@@ -188,7 +188,7 @@ class DeepSpeedEngine:
         if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
-                layer.register_forward_pre_hook(give_input_gradient)
+                layer.register_forward_pre_hook(give_input_gradient, with_kwargs=True)
         self._own_norm: Tensor | None = None
         models = (model for model, _ in self.models())
         groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))

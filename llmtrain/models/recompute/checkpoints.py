@@ -88,17 +88,20 @@ def gathers_layers(recipe: Recipe) -> bool:
     return recipe.kernels.blocks == "compiled" or parallel.activation_checkpointing == "selective" or parallel.tiled_mlp
 
 
-def give_input_gradient(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def give_input_gradient(
+    layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Lets the input of a trained layer have a gradient, which is not used, as a hook before its forward pass.
 
     Above frozen layers it would have none, and ZeRO-3 would release the weights of a layer that it gathers as a whole
     before its backward pass has read them.
     """
-    hidden, *others = inputs
+    hidden = args[0] if args else named["hidden_states"]
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
     if not torch.is_grad_enabled() or hidden.requires_grad or not is_trained:
         return None
-    return (hidden.detach().requires_grad_(), *others)
+    hidden = hidden.detach().requires_grad_()
+    return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
 
 
 def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
