@@ -70,7 +70,12 @@ def _key(draft):
 
 
 @pytest.mark.parametrize(
-    "devices", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.breadth)]
+    "devices",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.breadth),
+        pytest.param(8, marks=pytest.mark.breadth),
+    ],
 )
 def test_every_legal_plan_is_looked_at_and_no_other(llama, devices):
     facts, cluster = model_facts(llama.model, llama.vocab_size), Cluster(devices_per_node=devices, device="h100")
