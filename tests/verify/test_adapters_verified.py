@@ -24,6 +24,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "in bf16": {"model.adapter": ADAPTER, **UNTIED, "parallel.precision": "bf16"},
     "by name": {"model.trainable": ["model.layers.1.*"]},
 }
+PARTS = 10
+"""Tests over which all plans of four ranks are spread, which take eight minutes together."""
 FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"
 
 
@@ -36,7 +38,6 @@ FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero
         pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("in bf16", [FLAT, STAGED, "dp2-zero2-acc2", "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("adapter", [], 2, marks=BREADTH),
-        pytest.param("adapter", [], 4, marks=BREADTH),
     ],
 )
 def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_path):
@@ -45,6 +46,14 @@ def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_pat
     verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
     assert verdicts
     assert [name for name, good in verdicts.items() if not good] == []
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("part", range(PARTS))
+def test_clean_plans_of_four_ranks_are_certified(part, verify_corpus, tmp_path):
+    plans = job_of(small(verify_corpus, **TRAINED["adapter"]), [], 4).plans
+    names = [name for name, plan in plans.items() if plan.workers == 4][part::PARTS]
+    test_clean_plans_are_certified("adapter", names, 4, verify_corpus, tmp_path)
 
 
 @pytest.mark.parametrize(
