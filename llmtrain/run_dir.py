@@ -38,7 +38,7 @@ MAY_CHANGE = re.compile(
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(pipeline_schedule|pipeline_chunks|hierarchical_partition)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
-    r"|kernels\.(blocks|loss|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
+    r"|kernels\.(blocks|loss|matmul|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
 )
 
 PACKAGES = (

@@ -39,7 +39,8 @@ RECIPE = "recipes/tiny.py"
 ALONE = (
     *("evaluation.every_steps=0", "checkpoint.every_steps=100000", "export.at_end=false"),
     *("export.sample_prompt=null", "train.max_steps=100000"),
-    *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=1"),
+    *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole"),
+    *("kernels.matmul=torch", "kernels.threads=1"),
 )
 """Neither loop evaluates, saves or exports."""
 WARM_BLOCKS = 3

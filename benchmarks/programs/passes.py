@@ -20,7 +20,6 @@ def main() -> None:
     """Measures the passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], dest="fields")
-    parser.add_argument("--threads", type=int)
     parser.add_argument("--transposed", action="store_true")
     options = parser.parse_args()
     import torch
@@ -34,7 +33,7 @@ def main() -> None:
     recipe, _ = load_recipe(RECIPE, options.fields)
     plan = resolve(recipe, Cluster())
     batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
-    trial = Trial(plan, batch, torch.device("cpu"), options.threads)
+    trial = Trial(plan, batch, torch.device("cpu"))
     if options.transposed:
         for module in trial.model.modules():
             if isinstance(module, torch.nn.Linear) and module is not trial.model.get_output_embeddings():

@@ -10,10 +10,12 @@ from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict
 
 BASE = "as transformers has it"
-NAMED = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole")
+NAMED = (
+    *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole"),
+    *("kernels.matmul=torch", "kernels.threads=2"),
+)
 BF16 = ("parallel.precision=bf16", "parallel.zero_stage=1")
 """A pass is the same in each stage; stage 0 refuses bf16."""
-THREADS = "2"
 KEPT = "as a rank has it"
 GIVEN_BACK = "freed memory given back"
 OWN_SETTING = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
@@ -30,8 +32,6 @@ def _side(name: str, *options: str, env: dict[str, str] | None = None) -> Side:
     fields = [one for one in options if not one.startswith("--")]
     fields += [one for one in NAMED if one.partition("=")[0] not in {field.partition("=")[0] for field in fields}]
     command = ["python", "-m", "benchmarks.programs.passes", *(one for one in options if one.startswith("--"))]
-    if not any(one.startswith("--threads") for one in options):
-        command.append(f"--threads={THREADS}")
     return Side(name, [*command, *(part for field in fields for part in ("--set", field))], env or {})
 
 
@@ -49,7 +49,8 @@ def cases(quick: bool) -> Sequence[Case]:
                 _side("loss in chunks, compiled", "kernels.loss=compiled"),
                 _side("eager attention", "model.attention=eager"),
                 _side("varlen attention", "model.attention=varlen"),
-                _side("1 thread", "--threads=1"),
+                _side("1 thread", "kernels.threads=1"),
+                _side("oneDNN's matrix products", "kernels.matmul=onednn"),
                 _side("matrices column by column", "--transposed"),
             ],
         ),

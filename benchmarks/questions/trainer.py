@@ -7,7 +7,10 @@ from benchmarks.question import Question, Result, Verdict
 
 FIELDS = ("data.packing=concat", "data.mask_documents=false")
 """What the Trainer's users do: one stream of tokens, cut; attention across documents."""
-SAME_KERNELS = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=auto")
+SAME_KERNELS = (
+    *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole"),
+    *("kernels.matmul=torch", "kernels.threads=auto"),
+)
 """The Trainer's defaults."""
 SPEED = {
     "tokens_per_second": ("tokens/s", ",.0f"),

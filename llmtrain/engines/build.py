@@ -24,7 +24,7 @@ from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
-from llmtrain.runtime.host_memory import keep_freed_memory
+from llmtrain.runtime.cpu import prepare_cpu
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
@@ -38,9 +38,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     check_overrides()
     forget_groups()
     if device.type == "cpu":
-        keep_freed_memory(plan)
-        if isinstance(threads := plan.recipe.kernels.threads, int):
-            torch.set_num_threads(threads)
+        prepare_cpu(plan)
     backend, strategy = plan.recipe.parallel.backend, plan.recipe.parallel.strategy
     # Some modules are imported here because accelerate and Horovod are optional dependencies.
     if backend == "deepspeed":

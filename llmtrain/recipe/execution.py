@@ -195,6 +195,9 @@ class KernelsConfig(Part):
     fp8: Literal["off", "tensorwise", "rowwise"] = "off"
     """Computes the layers' matrix products in fp8 with torchao, with one scale per tensor or row. Results differ from
     bf16. Refused if it is slower."""
+    matmul: Literal["auto", "torch", "onednn"] = "auto"
+    """Matrix products in fp32 on a CPU. `torch`: torch's own, usually MKL's, which use AVX-512 on Intel's processors
+    only; `onednn`: those of oneDNN. `auto` without a measurement: `onednn` on other processors with AVX-512."""
     threads: Literal["auto"] | PositiveInt = "auto"
     """Number of CPU threads of a rank. `auto` without a measurement: torch's choice, one per core of the rank."""
 

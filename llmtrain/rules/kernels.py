@@ -126,4 +126,23 @@ def _uneven_tokens(draft: Draft) -> int:
     return tokens if tokens % ROWS else 0
 
 
-RULES = (compiled_experts, compiled_copies, liger_device, liger_blocks, liger_loss, fp8)
+@rule(
+    "kernels.matmul",
+    "oneDNN's products replace those of torch in fp32 on CPUs; torch uses oneDNN itself in bf16.",
+    "read",
+)
+def matmul(draft: Draft) -> Iterator[Fault]:
+    """Refuses a choice of matrix products that would change nothing."""
+    if draft.recipe.kernels.matmul != "onednn":
+        return
+    reasons = []
+    if not draft.cluster.spec.on_cpu:
+        reasons.append(f"an {draft.cluster.device} is no CPU")
+    if draft.parallel.precision != "fp32":
+        reasons.append(f"parallel.precision is '{draft.parallel.precision}'")
+    if reasons:
+        message = f"onednn was given, but it is for fp32 on a CPU, and {' and '.join(reasons)}"
+        yield Fault("kernels.matmul", message, assignment(kernels__matmul="auto"))
+
+
+RULES = (compiled_experts, compiled_copies, liger_device, liger_blocks, liger_loss, fp8, matmul)

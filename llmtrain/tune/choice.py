@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from llmtrain.plan.kernels import chunks_loss
 from llmtrain.recipe import DataConfig, Recipe
 from llmtrain.rules import resolve
 from llmtrain.run_dir import versions
+from llmtrain.runtime.cpu import matmul_of, of_processor
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import own_cores
 from llmtrain.system.untrusted import UNREADABLE, read_json
@@ -29,16 +29,8 @@ def device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    found = re.search(r"^model name\s*: (.*)$", _cpuinfo(), re.MULTILINE)
-    name = found[1] if found else "CPU"
+    name = of_processor("model name") or "CPU"
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
 
 
 def threads_of_a_rank(local_world_size: int) -> int:
@@ -87,8 +79,9 @@ def apply(plan: Plan, choice: KernelChoice) -> Plan:
     return plan.model_copy(update={"recipe": plan.recipe.with_(**choice.values), "kernels": choice})
 
 
-THREADS, ATTENTION, BLOCKS, LOSS = "kernels.threads", "model.attention", "kernels.blocks", "kernels.loss"
-KERNELS = (THREADS, ATTENTION, BLOCKS, LOSS)
+THREADS, MATMUL = "kernels.threads", "kernels.matmul"
+ATTENTION, BLOCKS, LOSS = "model.attention", "kernels.blocks", "kernels.loss"
+KERNELS = (THREADS, MATMUL, ATTENTION, BLOCKS, LOSS)
 """The fields in which a recipe can leave its kernels open, in the order in which they are chosen."""
 AUTO = "auto"
 
@@ -119,11 +112,16 @@ def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]
     # All logits are held at once only if the plan's memory has room for them.
     losses = ("chunked",) if chunks_loss(plan) else ("whole", "chunked")
     return {
-        **({THREADS: [threads, *_halves(threads)]} if on_cpu else {}),
+        **({THREADS: [threads, *_halves(threads)], MATMUL: _matmul(plan)} if on_cpu else {}),
         ATTENTION: [plan.recipe.model.attention_kernel, *attention],
         BLOCKS: ["eager", *blocks],
         LOSS: [*losses, "compiled", *(() if on_cpu else ("liger",))],
     }
+
+
+def _matmul(plan: Plan) -> list[str | int]:
+    default = matmul_of(plan)
+    return [default, "torch" if default == "onednn" else "onednn"]
 
 
 def _halves(threads: int) -> Iterator[int]:

@@ -56,7 +56,7 @@ def tune(
     on_cpu = device.type == "cpu"
     name = device_name(device, threads)
     key = key_of_run(plan, name)
-    trial = Trial.of(with_threads(plan, threads) if on_cpu else plan, batch, device)
+    trial = Trial(with_threads(plan, threads) if on_cpu else plan, batch, device)
     tuning = Tuning(plan, trial, trial.warm())
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
@@ -91,7 +91,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
     """Measures a value against the best so far, and keeps it if it is faster."""
     plan = tuning.plan.model_copy(update={"recipe": tuning.plan.recipe.with_(**tuning.values | {dotted: value})})
     try:
-        trial = Trial.of(plan, tuning.current.batch, device)
+        trial = Trial(plan, tuning.current.batch, device)
         _check(trial.warm(), tuning.loss, plan)
         compared = in_turn(tuning.current, trial)
     except BusyError:
@@ -126,7 +126,7 @@ def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str
         say(f"{PRECISION}={precision}")
         recipe = tuning.plan.recipe.with_(**tuning.values | {PRECISION: precision})
         try:
-            trial = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+            trial = Trial(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
             trial.warm()
             taken[precision] = round(trial.seconds() * 1000, 3)
         except Exception as error:  # any library may raise
@@ -143,7 +143,7 @@ def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
     if kind == "off":
         return
     recipe = tuning.plan.recipe.with_(**tuning.values | {FP8: "off"})
-    plain = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+    plain = Trial(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
     plain.warm()
     compared = in_turn(plain, tuning.current)
     bf16, in_fp8 = compared.seconds, compared.seconds * compared.ratio

@@ -16,7 +16,7 @@ from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.proof.tiny import with_layers
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.plan import Plan
-from llmtrain.runtime.host_memory import keep_freed_memory
+from llmtrain.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores
 from llmtrain.tune.choice import THREADS
 
@@ -42,15 +42,12 @@ class Trial:
     Tensor, expert and sequence parallelism and ZeRO are not applied: one device computes everything.
     """
 
-    def __init__(self, plan: Plan, batch: MicroBatch, device: torch.device, threads: int | None = None) -> None:
-        """threads: number of threads of the process while it computes; None leaves it unchanged.
-
-        Raises RecipeError as the engines do.
-        """
+    def __init__(self, plan: Plan, batch: MicroBatch, device: torch.device) -> None:
+        """Raises RecipeError as the engines do."""
         recipe = plan.recipe
         if device.type == "cpu":
             keep_freed_memory(plan)  # as the engine does
-        self.batch, self.device, self.threads = batch, device, threads
+        self.plan, self.batch, self.device = plan, batch, device
         self.precision = recipe.parallel.precision
         config = with_layers(model_configuration(recipe), LAYERS)
         torch.manual_seed(recipe.train.seed)
@@ -66,22 +63,16 @@ class Trial:
         install_kernels(self.model, plan)
         self.targets = int((batch.labels != -100).sum())
 
-    @classmethod
-    def of(cls, plan: Plan, batch: MicroBatch, device: torch.device) -> Trial:
-        """Creates a trial with the threads in the plan's recipe."""
-        threads = plan.recipe.kernels.threads
-        return cls(plan, batch, device, threads if isinstance(threads, int) else None)
-
     def warm(self) -> float:
         """Runs the first passes; returns the loss, a mean over target tokens."""
-        self._set_threads()
+        self._prepare()
         for _ in range(WARM_PASSES):
             loss = self._pass()
         return float(loss)
 
     def seconds(self, least_s: float = ALONE_S) -> float:
         """Returns the mean duration of a forward and backward pass over at least `least_s` seconds."""
-        self._set_threads()
+        self._prepare()
         self._wait()
         started, passes = time.perf_counter(), 0
         while time.perf_counter() - started < least_s:
@@ -98,9 +89,10 @@ class Trial:
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _set_threads(self) -> None:
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+    def _prepare(self) -> None:
+        """Restores what another trial in this process may have changed."""
+        if self.device.type == "cpu":
+            use_kernels_of_cpu(self.plan)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

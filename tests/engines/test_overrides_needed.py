@@ -312,6 +312,13 @@ REMOVALS = (
         f"{ENGINES}test_compiled.py",
         TORCH,
     ),
+    Removal(
+        "_destroy",
+        "if wanted and _replaced is None:",
+        "if wanted and _replaced:",
+        "tests/runtime/test_cpu.py",
+        "overrides/onednn.py",
+    ),
 )
 NOT_REMOVED = {
     "torch.distributed.distributed_c10d:_get_default_store",

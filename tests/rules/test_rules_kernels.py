@@ -35,6 +35,10 @@ def _found(device: str, **fields: object) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("device", "fields", "expected"),
     [
+        ("cpu", {"kernels.matmul": "onednn"}, {}),
+        ("cpu", {"kernels.matmul": "torch", **BF16}, {}),
+        ("cpu", {"kernels.matmul": "onednn", **BF16}, {"kernels.matmul kernels.matmul": "--set kernels.matmul=auto"}),
+        ("h100", {"kernels.matmul": "onednn"}, {"kernels.matmul kernels.matmul": "--set kernels.matmul=auto"}),
         ("h100", LIGER, {}),
         ("gpu", LIGER | BF16, {}),
         ("h100", LIGER | {"parallel.pipeline": 2, "parallel.zero_stage": 1}, {}),

@@ -18,6 +18,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import precision
 from llmtrain.plan import KernelChoice
 from llmtrain.rules import resolve
+from llmtrain.runtime.cpu import matmul_of
 from llmtrain.tune import choice, kernels, request, search, trial
 from llmtrain.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.tune.trial import Compared
@@ -41,7 +42,6 @@ class Timed:
         self.seconds = seconds
         monkeypatch.setattr(search, "in_turn", self.in_turn)
         monkeypatch.setattr(search.Trial, "seconds", lambda one, least_s=0: self(one))
-        monkeypatch.setattr(search.Trial, "of", classmethod(_of))
         monkeypatch.setattr(trial, "WARM_PASSES", 1)
 
     def __call__(self, one):
@@ -49,12 +49,6 @@ class Timed:
 
     def in_turn(self, one, other):
         return Compared(self(one), self(other) / self(one), self(other) < self(one))
-
-
-def _of(kind, plan, batch, device):
-    one = kind(plan, batch, device)
-    one.plan = plan
-    return one
 
 
 def _tune(plan, batch, always=True, threads=1):
@@ -65,9 +59,19 @@ def _tune(plan, batch, always=True, threads=1):
 def test_kernels_that_a_recipe_names_are_not_tried():
     plan = small_plan()
     assert open_kernels(plan.recipe) == KERNELS
-    named = small_plan(**{"kernels.blocks": "eager", "kernels.loss": "whole", "model.attention": "eager"})
+    names = {"kernels.blocks": "eager", "kernels.loss": "whole", "model.attention": "eager"}
+    named = small_plan(**names, **{"kernels.matmul": "torch"})
     assert open_kernels(named.recipe) == ("kernels.threads",)
     assert dict(alternatives(named, on_cpu=True, threads=4)) == {"kernels.threads": [4, 2, 1]}
+
+
+def test_a_cpu_is_asked_for_both_kinds_of_matrix_products(monkeypatch):
+    for default, other in (("torch", "onednn"), ("onednn", "torch")):
+        monkeypatch.setattr(choice, "matmul_of", lambda plan: default)  # noqa: B023
+        assert dict(alternatives(small_plan(), on_cpu=True, threads=1))["kernels.matmul"] == [default, other]
+    monkeypatch.setattr(choice, "matmul_of", lambda plan: "torch")
+    low = small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1})
+    assert dict(alternatives(low, on_cpu=True, threads=1))["kernels.matmul"] == ["torch"]
 
 
 def test_a_gpu_is_asked_for_its_own_kernels():
@@ -99,7 +103,9 @@ def test_logits_that_a_plan_has_no_room_for_are_not_tried():
 def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
     found, said = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
-    assert found.values == {"kernels.threads": 1, "model.attention": "eager", "kernels.loss": "whole"}
+    products = matmul_of(small_plan())
+    chosen = {"kernels.threads": 1, "kernels.matmul": products}
+    assert found.values == {**chosen, "model.attention": "eager", "kernels.loss": "whole"}
     assert found.milliseconds["model.attention"]["eager"] == 700
     assert found.milliseconds["kernels.loss"] == {"whole": 700, "chunked": 700, "compiled": 700}
     assert "model.attention=eager" in said
