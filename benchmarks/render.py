@@ -168,6 +168,8 @@ def _label(question: Question, is_ratio: bool) -> str:
     named = {
         "startup": "time to the first step: ours in that of the peer",
         "cpu": "time of a pass: the first of each case in that of the others",
+        "host": "time of a pass: the first of each case in that of the others",
+        "products": "operations per second: oneDNN's in those of PyTorch's choice",
     }
     what = named.get(question.name, "tokens per second: ours in that of the peer")
     return f"{what}, of each pair of runs"

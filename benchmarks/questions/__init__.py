@@ -26,6 +26,7 @@ QUESTIONS: dict[str, Question | Script] = {
         litgpt.QUESTION,
         gpt.QUESTION,
         cpu.QUESTION,
+        cpu.PRODUCTS,
         cpu.HOST,
         recompute.QUESTION,
         data.QUESTION,

@@ -16,6 +16,7 @@ NAMED = (
 )
 BF16 = ("parallel.precision=bf16", "parallel.zero_stage=1")
 """A pass is the same in each stage; stage 0 refuses bf16."""
+ONEDNN, TORCH = "oneDNN", "PyTorch's choice"
 KEPT = "as a rank has it"
 GIVEN_BACK = "freed memory given back"
 OWN_SETTING = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
@@ -135,4 +136,55 @@ HOST = Question(
     columns=COLUMNS,
     verdicts=host_verdicts,
     minutes=10,
+)
+
+
+def product_cases(quick: bool) -> Sequence[Case]:
+    """A layer of nanoGPT's sizes, and two of larger ones."""
+    return [
+        Case(
+            f"{tokens:,} tokens, {inputs:,} → {outputs:,}",
+            [
+                Side(
+                    name,
+                    [
+                        *("python", "-m", "benchmarks.programs.products", "--matmul", matmul),
+                        *("--tokens", str(tokens), "--inputs", str(inputs), "--outputs", str(outputs)),
+                    ],
+                )
+                for name, matmul in ((ONEDNN, "onednn"), (TORCH, "torch"))
+            ],
+        )
+        for tokens, inputs, outputs in ((768, 128, 512), (2048, 384, 1024), (2048, 1024, 4096))
+    ]
+
+
+def product_verdicts(result: Result) -> Sequence[Verdict]:
+    """No aim was set: that oneDNN gains where `auto` chooses it."""
+    return [
+        Verdict(
+            f"{case['name']}: oneDNN is faster",
+            f"{(ratio := case['against'][TORCH]['forward']['median']):.2f}× the operations a second",
+            ratio > 1,
+        )
+        for case in result["cases"]
+    ]
+
+
+PRODUCTS = Question(
+    name="products",
+    title="Matrix products on a CPU, by oneDNN and by MKL",
+    asks=(
+        "The three products of a linear layer in fp32: its result, the gradient of its inputs and the gradient of its "
+        "weight, by `kernels.matmul=onednn` and by `kernels.matmul=torch`. MKL uses AVX-512 on Intel's processors "
+        "only, so the answer depends on the processor."
+    ),
+    cases=product_cases,
+    columns={
+        "forward": ("result, GFLOP/s", ".0f"),
+        "of_inputs": ("gradient of inputs, GFLOP/s", ".0f"),
+        "of_weight": ("gradient of weight, GFLOP/s", ".0f"),
+    },
+    verdicts=product_verdicts,
+    minutes=5,
 )

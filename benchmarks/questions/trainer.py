@@ -1,6 +1,7 @@
 """Against Hugging Face's Trainer."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict
@@ -63,23 +64,34 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Ahead everywhere."""
-    return ahead(result, "Trainer")
+    """Ahead by a quarter everywhere, with less memory."""
+    return [verdict for aim in (partial(ahead, least=1.25), _smaller) for verdict in aim(result, "Trainer")]
 
 
-def ahead(result: Result, peer: str) -> Sequence[Verdict]:
-    """Of a peer in each case, pair by pair."""
+def ahead(result: Result, peer: str, least: float = 1.0) -> Sequence[Verdict]:
+    """Of a peer in each case, pair by pair; least: ratio of tokens/s."""
     found = []
     for case in result["cases"]:
         ratio = case["against"][peer]["tokens_per_second"]
         found.append(
             Verdict(
-                f"{case['name']}: ahead in tokens/s",
+                f"{case['name']}: " + (f"at least {least} × the tokens/s" if least > 1 else "ahead in tokens/s"),
                 f"{ratio['median']:.3f}× ({ratio['lowest']:.3f} to {ratio['highest']:.3f})",
-                ratio["median"] > 1,
+                ratio["median"] > least,
             )
         )
     return found
+
+
+def _smaller(result: Result, peer: str) -> Sequence[Verdict]:
+    return [
+        Verdict(
+            f"{case['name']}: less memory",
+            f"{(ratio := case['against'][peer]['peak_gib']['median']):.2f}× the peak of rank 0",
+            ratio < 1,
+        )
+        for case in result["cases"]
+    ]
 
 
 QUESTION = Question(
