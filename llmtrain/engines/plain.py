@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import StepResult
+from llmtrain.engines.engine import StepResult, judge_and_update, take_step
 from llmtrain.engines.forward import forward, next_logits, objective_of
 from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.optim import (
@@ -30,7 +30,6 @@ from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.state.writer import Writer
-from llmtrain.engines.step import finish, take_step
 from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.packed.nf4 import named_weights
@@ -192,7 +191,7 @@ class PlainLoop:
 
     def finish(self, loss: Tensor) -> Measured:
         """Takes the norm and the verdict, and updates the weights."""
-        return finish(self, loss)
+        return judge_and_update(self, loss)
 
     def clip(self) -> Tensor:
         """Reduces the gradients over ranks and clips them; returns their norm before clipping."""

@@ -23,7 +23,7 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import StepResult
+from llmtrain.engines.engine import StepResult, take_step
 from llmtrain.engines.forward import (
     check_kernels,
     documents_known,
@@ -55,7 +55,6 @@ from llmtrain.engines.state.save_load import (
     untrained_pieces,
 )
 from llmtrain.engines.state.writer import Writer
-from llmtrain.engines.step import take_step
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
