@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
+from llmtrain.engines.deepspeed.tensor import SlicedAxis
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import Places, loss_of
-from llmtrain.engines.state.pieces import Region
 from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.exchanges import GroupRanks
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -85,8 +84,8 @@ class StagePipeline(PipelineTiedByName):
         )
 
 
-class PipelineAxis(EngineAxis):
-    """Stages of consecutive layers on the ranks of a pipe."""
+class PipelineAxis(SlicedAxis):
+    """Stages of consecutive layers on the ranks of a pipe, and the slices of each stage."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Splits the model. Raises RecipeError if it has no valid split, or if tensor ranks cannot share its stages."""
@@ -100,6 +99,7 @@ class PipelineAxis(EngineAxis):
         """Returns the pipeline with this rank's stages, or with its slices of them."""
         names = partial(stage_names, self.plan.recipe, self.plan.parallel.stages)
         self._pipeline = StagePipeline(self._build_stage, self.plan, names)
+        self._grid = self._pipeline.mpu()
         return self._pipeline
 
     def attach(self, engine: DeepSpeedEngine) -> None:
@@ -141,35 +141,10 @@ class PipelineAxis(EngineAxis):
         self.passes.evaluate([batch], [own], logits)
         return found
 
-    @property
-    def replicas(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the same stage."""
-        group: dist.ProcessGroup = self._grid.get_data_parallel_group()
-        return group
-
-    @property
-    def copies(self) -> dist.ProcessGroup:
-        """The ranks that share a stage."""
-        group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
-        return group
-
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """Returns this rank's slice of a weight that the ranks of a stage share."""
-        shard = shard_of(tensor)
-        if shard is None:
-            return None
-        rank, ranks = dist.get_rank(self.copies), dist.get_world_size(self.copies)
-        return Portion(region_of(shard, tensor.shape, rank, ranks), self.copies, self.replicas)
-
     def tied_copy(self, name: str) -> tuple[int, int]:
         """Returns (index, number) of this rank among those that hold the weight."""
         tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
         return (0, 1) if tied is None else (tied["ranks"].index(dist.get_rank()), len(tied["ranks"]))
-
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Joins the slices."""
-        shard = shard_of(parameter)
-        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""
@@ -199,10 +174,6 @@ class PipelineAxis(EngineAxis):
     def _stages(self) -> RankStages:
         stages: RankStages = self._pipeline.stages
         return stages
-
-    @property
-    def _grid(self) -> Any:
-        return self._pipeline.mpu()
 
     def _begin(self, batch: StepBatch) -> list[MicroBatch]:
         """Prepares a pass over a batch; returns this rank's slices of its micro-batches."""
@@ -234,13 +205,6 @@ class PipelineAxis(EngineAxis):
         if auxiliary is not None:
             loss = loss + router_loss_weight(stage.model.config) * auxiliary / self._micro_batches
         return (self._engine.engine.scale(loss) if torch.is_grad_enabled() else loss,)
-
-
-def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
-    """Returns the location of a rank's slice of shape `local` in the whole weight."""
-    width = local[shard.dim] // shard.blocks
-    shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
-    return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
 
 
 def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
