@@ -96,7 +96,11 @@ def train(
     wanted, _ = declared(recipe)
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, variant_of(recipe))
     code = train_local(
-        lambda: (wanted, folder), nproc, os.fspath(resume), max_steps=max_steps, max_restarts=max_restarts
+        lambda: (wanted, folder),
+        nproc=nproc,
+        resume=os.fspath(resume),
+        max_steps=max_steps,
+        max_restarts=max_restarts,
     )
     if code != Exit.DONE:
         raise StoppedError(code, folder.path)

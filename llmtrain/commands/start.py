@@ -181,8 +181,16 @@ def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = Non
             declared, _ = request.load()
             return declared, request.folder(declared)
 
-        steps, restarts = request.max_steps, request.max_restarts
-        sys.exit(train_local(load, request.nproc, request.resume, steps, restarts, tool, ended=leave))
+        code = train_local(
+            load,
+            nproc=request.nproc,
+            resume=request.resume,
+            max_steps=request.max_steps,
+            max_restarts=request.max_restarts,
+            tool=tool,
+            ended=leave,
+        )
+        sys.exit(code)
     else:
         _as_worker(request, rank)
 
@@ -226,6 +234,7 @@ def _say(line: str) -> None:
 
 def train_local(
     load: Callable[[], tuple[Recipe, RunDir]],
+    *,
     nproc: int | None,
     resume: str,
     max_steps: int | None,

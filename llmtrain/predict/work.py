@@ -77,7 +77,17 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
         active, trained = facts.active_parameters - outside, facts.trained_parameters
         share = 1.0 if trained is None else trained / facts.parameters
         reached = reached_layers(facts) / facts.layers
-        return (StageParameters(facts.layers, active, facts.parameters, experts, share, reached, True, True),)
+        whole = StageParameters(
+            layers=facts.layers,
+            active=active,
+            parameters=facts.parameters,
+            experts=experts,
+            trained=share,
+            reached=reached,
+            embedding=True,
+            head=True,
+        )
+        return (whole,)
     found = []
     below = facts.layers - reached_layers(facts)
     for number, stage in enumerate(stages):
@@ -89,8 +99,17 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
             own = facts.weights.of_layers(first, last, first=number == 0, last=head)
             share = sum(weight.elements for weight in own if weight.trained) / stage.parameters
         reached = (last - max(first, min(below, last))) / (last - first)
-        own_table = number == 0
-        found.append(StageParameters(last - first, active, stage.parameters, experts, share, reached, own_table, head))
+        part = StageParameters(
+            layers=last - first,
+            active=active,
+            parameters=stage.parameters,
+            experts=experts,
+            trained=share,
+            reached=reached,
+            embedding=number == 0,
+            head=head,
+        )
+        found.append(part)
     return tuple(found)
 
 

@@ -291,11 +291,24 @@ class _Worker:
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
                 stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
-                skipped = engine.guard.read().total
-                cores = self._cores()
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
-                parts = (recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores)
-                fit(Run(*parts, profiler=profiler, beside=beside))
+                run = Run(
+                    recipe=recipe,
+                    engine=engine,
+                    data=data,
+                    saver=saver,
+                    state=state,
+                    stop_step=stop_step,
+                    progress=progress,
+                    stop=stop,
+                    metrics=metrics,
+                    skipped=engine.guard.read().total,
+                    heart=heart,
+                    cores=self._cores(),
+                    profiler=profiler,
+                    beside=beside,
+                )
+                fit(run)
                 profiler.close()
                 stop.close()
                 heart.finish()
