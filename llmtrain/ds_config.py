@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -19,8 +19,6 @@ from llmtrain.predict.traffic import REUSE_DISTANCE
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
 Block = dict[str, Any]
-
-TORCH_DTYPE = {"autocast_bf16": "bfloat16", "autocast_fp16": "float16"}
 
 
 def render(plan: Plan) -> dict[str, Any]:
@@ -114,8 +112,8 @@ def _precision(plan: Plan) -> Block:
             "min_loss_scale": 1,
         },
         "torch_autocast": {
-            "enabled": precision in TORCH_DTYPE,
-            "dtype": TORCH_DTYPE.get(precision, "bfloat16"),
+            "enabled": COMPUTE_DTYPE[precision] != WEIGHT_DTYPE[precision],
+            "dtype": "float16" if precision == "autocast_fp16" else "bfloat16",
             # Gradients of the modules listed here would be reduced in the lower precision.
             "lower_precision_safe_modules": [],
         },

@@ -31,6 +31,9 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 }
 """The type of the matrix products, for whose peak rate a device is measured: autocast runs them in the lower type."""
 
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Type → bytes per element."""
+
 
 @dataclass(frozen=True)
 class Draft:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.draft import BYTES_OF, WEIGHT_DTYPE
 from llmtrain.plan.optimizers import states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
@@ -28,7 +28,6 @@ from llmtrain.predict.flat import (
 )
 from llmtrain.predict.parts import Parts, State
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STAGE0_BUCKET = 500_000_000
 """Elements that DeepSpeed averages at once at stage 0 (`engine.py:buffered_allreduce_fallback`)."""
 HOROVOD_FUSION = 128 * 2**20
@@ -37,12 +36,12 @@ HOROVOD_FUSION = 128 * 2**20
 
 def weight_bytes(plan: Plan) -> int:
     """Returns the bytes per element of the weights that the forward pass reads."""
-    return BYTES[WEIGHT_DTYPE[plan.recipe.parallel.precision]]
+    return BYTES_OF[WEIGHT_DTYPE[plan.recipe.parallel.precision]]
 
 
 def sum_bytes(plan: Plan) -> int:
     """Returns the bytes per element of accumulated gradients."""
-    return BYTES[plan.recipe.parallel.grad_accum_dtype]
+    return BYTES_OF[plan.recipe.parallel.grad_accum_dtype]
 
 
 def state_of(plan: Plan, weights: Weights, stage: int) -> State:

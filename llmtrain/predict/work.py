@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
+from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
@@ -16,7 +16,6 @@ from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.rates import ReachedRates
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 BACKWARD = 2.0
 """Matrix products of a backward pass for each one of the forward pass, if the weight is trained; also the passes over
 memory."""
@@ -144,9 +143,9 @@ class DeviceShare:
         self.plan, self.facts = plan, plan.model
         self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / plan.parts("tokens")
         """Tokens of a micro-batch."""
-        self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
-        self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
-        self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
+        self.compute_bytes = BYTES_OF[COMPUTE_DTYPE[recipe.parallel.precision]]
+        self.weight_bytes = BYTES_OF[WEIGHT_DTYPE[recipe.parallel.precision]]
+        self.gradient_bytes = BYTES_OF[recipe.parallel.grad_accum_dtype]
         self.again = recipe.parallel.activation_checkpointing
         """What is computed again in the backward pass."""
 

@@ -8,16 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmtrain.launch.jobs.templating import render_template
+from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Precision
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_text
 
 MIXED_PRECISION: dict[Precision, str] = {
-    "fp32": "no",
-    "bf16": "bf16",
-    "autocast_bf16": "bf16",
-    "fp16": "fp16",
-    "autocast_fp16": "fp16",
+    precision: "no" if computed == "fp32" else computed for precision, computed in COMPUTE_DTYPE.items()
 }
 """Our precision → Accelerate's.
 
