@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
-from llmtrain.system.host import own_cores
+from llmtrain.system.host import installed_version, own_cores
 from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
 
 T = TypeVar("T")
@@ -412,13 +411,8 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Returns the versions of installed packages; by default those that a run's numbers may depend on."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: installed_version(package) for package in packages}
+    return {package: version for package, version in found.items() if version is not None}
 
 
 def _git() -> dict[str, Any] | None:

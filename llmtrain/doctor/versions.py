@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.doctor.finding import CheckResult, Scene, ask, fault, ok, warning
 from llmtrain.launch.disks import has_libaio
+from llmtrain.system.host import installed_version
 
 LEADING = ("torch", "deepspeed", "transformers", "accelerate", "datasets")
 """The packages that are always listed; the others only if something is wrong."""
@@ -37,7 +38,7 @@ def python(scene: Scene) -> Iterator[CheckResult]:
     """Checks the Python version, and llmtrain itself."""
     asked, _ = requirements()
     version = platform.python_version()
-    own = _version("llmtrain") or "not installed, run from its folder"
+    own = installed_version("llmtrain") or "not installed, run from its folder"
     text = f"Python {version} ({sys.executable}), llmtrain {own}"
     if _satisfies(version, asked):
         yield ok("versions.python", text)
@@ -50,12 +51,12 @@ def packages(scene: Scene) -> Iterator[CheckResult]:
     _, needed = requirements()
     wrong = []
     for name, asked in needed.items():
-        version = _version(name)
+        version = installed_version(name)
         if version is None:
             wrong.append(f"{name} is not installed")
         elif not _satisfies(version, asked):
             wrong.append(f"{name} is {version}, but {asked} is required")
-    found = ", ".join(f"{name} {version}" for name in LEADING if (version := _version(name)))
+    found = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
     if wrong:
         yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
     if found:
@@ -92,7 +93,9 @@ def torch_build(scene: Scene) -> Iterator[CheckResult]:
 
 def optional(scene: Scene) -> Iterator[CheckResult]:
     """Lists the packages that some recipes need."""
-    there = [f"{dist} {_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)]
+    there = [
+        f"{dist} {installed_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)
+    ]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
     lines = [f"optional: {', '.join(there)}"] if there else []
     lines += [f"optional, not installed: {', '.join(absent)}"] if absent else []
@@ -122,13 +125,6 @@ def _satisfies(version: str, asked: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(asked).contains(version, prereleases=True)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _is_there(module: str) -> bool:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 
 from llmtrain.errors import Problem, RecipeError, printable, short
 from llmtrain.lint.schema import Version, releases, version
+from llmtrain.system.host import installed_version
 
 _OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
     "==": operator.eq,
@@ -44,9 +44,10 @@ def choose(asked: str | None = None) -> Release:
     """
     known = [one["deepspeed"] for one in releases()]
     if asked is None:
-        installed = _installed()
-        if installed is None:
+        found = _INSTALLED.match(installed_version("deepspeed") or "")
+        if found is None:
             return Release(known[0], "the newest known")
+        installed = found[1]
         near = _nearest(version(installed), known)
         return Release(near, "installed" if near == installed else f"the nearest known to the installed {installed}")
     clauses = [_CLAUSE.fullmatch(clause) for clause in asked.split(",")]
@@ -84,11 +85,3 @@ def _cut(one: Version, length: int) -> Version:
 def _nearest(wanted: Version, known: list[str]) -> str:
     """Returns the newest known release that is not later, or else the oldest."""
     return next((one for one in known if version(one) <= wanted), known[-1])
-
-
-def _installed() -> str | None:
-    try:
-        found = _INSTALLED.match(metadata.version("deepspeed"))
-    except metadata.PackageNotFoundError:
-        return None
-    return found[1] if found else None

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.system.host import installed_version
 
 TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "peft": "0.21.2", "torch": "2.13.0"}
 """The versions with which the tests were run."""
@@ -363,12 +363,12 @@ def check_overrides() -> None:
         Problem(
             "versions.override",
             one.package,
-            f"{one.package} {_installed(one.package)} has no {place.replace(':.', ':').replace(':', '.')}, on which "
+            f"{one.package} {version} has no {place.replace(':.', ':').replace(':', '.')}, on which "
             f"llmtrain depends. Without it: {one.why[0].lower()}{one.why[1:]}",
             f"pip install {one.package}=={TRIED[one.package]}",
         )
         for one in OVERRIDES
-        if _installed(one.package)
+        if (version := installed_version(one.package))  # accelerate is optional
         for place in one.missing()
     ]
     if problems:
@@ -378,7 +378,7 @@ def check_overrides() -> None:
 def untried_versions() -> Iterator[str]:
     """Yields a line for each installed library of another minor version than the one that the tests were run with."""
     for package, tried in TRIED.items():
-        installed = _installed(package)
+        installed = installed_version(package)
         if installed and installed.split(".")[:2] != tried.split(".")[:2]:
             places = [
                 place.partition(":")[2].removeprefix(".")
@@ -387,11 +387,3 @@ def untried_versions() -> Iterator[str]:
                 for place in one.places
             ]
             yield f"{package} {installed} was not tried with llmtrain, {tried} was; check {', '.join(places)}"
-
-
-def _installed(package: str) -> str:
-    """Returns the version of a library; empty if it is not installed, since accelerate is optional."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -37,6 +37,14 @@ def cache_root() -> Path:
     return expanded(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain")
 
 
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def memory_bytes() -> int:
     """Returns the memory of the whole machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
