@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "other_names"},
+    {"errors"},
     {"system"},
     {"recipe", "cluster"},
     {"plan", "lint"},

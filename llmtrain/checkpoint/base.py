@@ -18,7 +18,7 @@ from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.adapter import trained_part
 from llmtrain.models.hub_names import aliases, empty_model
-from llmtrain.models.packed.nf4 import round_trip
+from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
 from llmtrain.plan.model_facts import pretrained_folder

@@ -39,7 +39,7 @@ from llmtrain.plan.installed import check_runnable
 from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from llmtrain.run_dir import check_unchanged, identity_of, versions
-from llmtrain.runtime.alone import pretend
+from llmtrain.runtime.distributed import pretend
 from llmtrain.system.durable import fingerprint
 
 Files = dict[str, Written]

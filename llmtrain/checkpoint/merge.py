@@ -28,7 +28,7 @@ from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
 from llmtrain.models.build import configuration_of
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
-from llmtrain.models.packed.nf4 import round_trip
+from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.model_facts import pretrained_folder

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.streams import quiet_libraries
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import quiet_libraries, visible
 
 TOKENS = 48
 

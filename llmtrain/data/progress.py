@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import visible
 
 LINE_SECONDS = 10.0
 """Seconds between plain lines if the output is not a terminal."""

@@ -16,7 +16,7 @@ from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import fill
 from llmtrain.recipe import Recipe
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import visible
 
 NAME_CHARACTERS = 14
 """Minimum width of a source's name in the table; longer names take several lines."""

@@ -18,7 +18,7 @@ from llmtrain.data.report import notes
 from llmtrain.data.sampler import Schedule
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.recipe import Recipe
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import visible
 
 BROKEN = "\ufffd"
 """Stands for the bytes of an incomplete character."""

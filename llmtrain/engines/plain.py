@@ -32,7 +32,7 @@ from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_
 from llmtrain.engines.state.writer import Writer
 from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
-from llmtrain.models.packed.nf4 import named_weights
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe

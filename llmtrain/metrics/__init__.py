@@ -1,7 +1,6 @@
 """What a run reports about itself while it trains."""
 
-from llmtrain.metrics.events import note_event
-from llmtrain.metrics.logger import Evaluation, MetricsLogger, Record, StepMetrics
+from llmtrain.metrics.logger import Evaluation, MetricsLogger, Record, StepMetrics, note_event
 from llmtrain.metrics.progress import TrainingProgress
 from llmtrain.metrics.throughput import BusyCores, Meter, Rates, Window, rates
 from llmtrain.metrics.trackers import check_trackers

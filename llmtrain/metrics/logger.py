@@ -8,12 +8,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from llmtrain.metrics.events import EventName, note_event
 from llmtrain.metrics.forecast import Forecast
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
@@ -23,6 +24,9 @@ from llmtrain.system.durable import open_log, write_atomically
 from llmtrain.system.untrusted import read_bytes
 
 Record = dict[str, Any]
+MOST_TEXT = 2000
+"""Characters of a text that are kept."""
+EventName = Literal["started", "stopped", "died", "finished", "skipped", "rolled_back"]
 MOST_BYTES = 1 << 34
 """Size of the longest `metrics.jsonl`: some ten million lines."""
 _NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9-]+")
@@ -289,3 +293,20 @@ def _step(line: str) -> int:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def note_event(run_dir: RunDir, event: EventName, step: int, text: str) -> None:
+    """Appends a line to `events.jsonl`, of which no line is ever removed.
+
+    If the disk does not accept the line, it is lost, and the run goes on.
+
+    step: number of optimizer steps taken. text: what happened, for people.
+    """
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    line = json.dumps({"time": now, "event": event, "step": step, "text": text[:MOST_TEXT]}) + "\n"
+    with suppress(OSError):
+        descriptor = open_log(run_dir.events_file)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)

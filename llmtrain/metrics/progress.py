@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import visible
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0

@@ -27,10 +27,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_choosers, target_loss_sum
-from llmtrain.models.packed import nf4
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage

@@ -17,10 +17,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import adapter
+from llmtrain.models import adapter, nf4
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.loss import freeze_choosers
-from llmtrain.models.packed import nf4
 from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.proof.cut import build_stage, check_cut
 from llmtrain.models.proof.slices_check import check_split

@@ -9,7 +9,6 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from llmtrain.errors import Problem, RecipeError, nearest, short, shown
-from llmtrain.other_names import OURS
 from llmtrain.recipe.execution import (
     CheckpointConfig,
     EvalConfig,
@@ -23,6 +22,7 @@ from llmtrain.recipe.execution import (
     TasksConfig,
     WatchdogConfig,
 )
+from llmtrain.recipe.other_names import OURS
 from llmtrain.recipe.parts import Part
 from llmtrain.recipe.training import (
     BatchConfig,

@@ -21,7 +21,7 @@ from llmtrain.launch.place.discovery import HOROVODRUN, TORCHRUN
 from llmtrain.launch.place.interfaces import stay_on_loopback
 from llmtrain.launch.place.rank import LOOPBACK, Rank
 from llmtrain.launch.seal import SECRET_VARIABLE, Secret
-from llmtrain.overrides.torch import rendezvous_store
+from llmtrain.overrides.torch import join_fake_group, rendezvous_store
 from llmtrain.runtime.devices import check_distinct, device_index, gpu_identity
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -161,3 +161,31 @@ def barrier() -> None:
     """Waits for every rank."""
     if dist.get_world_size() > 1:
         dist.barrier()
+
+
+def pretend(rank: int, world_size: int) -> None:
+    """Makes this process a rank of a group without other members, and can be used for nothing else.
+
+    For code that examines how a plan divides its state. Collectives of torch's `fake` backend return at once and leave
+    their buffers as they were. An engine can therefore be built and filled with values, but it cannot be trained.
+    """
+    import deepspeed
+
+    from llmtrain.overrides.deepspeed import use_no_compiled_collective
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # no process connects to it
+    )
+    join_fake_group(rank, world_size)
+    use_no_compiled_collective()
+    deepspeed.init_distributed(dist_backend="fake", verbose=False, dist_init_required=False)
+
+
+def is_alone() -> bool:
+    """Returns whether the group is the fake one that `pretend` makes."""
+    return dist.is_initialized() and dist.get_backend() == "fake"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
@@ -17,6 +18,9 @@ from llmtrain.errors import UserError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from rich.console import Console
+
+
+OBEYED = "\n\t"
 
 
 class _Lossy(io.FileIO):
@@ -106,3 +110,18 @@ def _redirect(descriptors: Mapping[int, int]) -> None:
         stream.flush()
     for number, descriptor in descriptors.items():
         os.dup2(descriptor, number)
+
+
+def visible(text: str, kept: str = OBEYED) -> str:
+    """Returns a text from a model or from data with control and format characters as escapes, to be shown, not obeyed.
+
+    Format characters include those that reverse the direction of text (CVE-2021-42574). kept: characters left as is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if one not in kept and unicodedata.category(one) in ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+        else one
+        for one in text
+    )

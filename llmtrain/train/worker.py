@@ -19,7 +19,7 @@ from llmtrain.errors import Exit, RecipeError, reason
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.place.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
-from llmtrain.metrics.events import EventName, note_event
+from llmtrain.metrics.logger import EventName, note_event
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json

@@ -26,7 +26,7 @@ from llmtrain.plan import Plan
 from llmtrain.predict import flat, memory_of
 from llmtrain.predict.memory import MOMENTS, StageMemory
 from llmtrain.rules import resolve
-from llmtrain.runtime.alone import pretend
+from llmtrain.runtime.distributed import pretend
 from tests.helpers.batches import step_batch, tiny_recipe, with_pairs
 
 CLOSE = 0.03

@@ -12,8 +12,7 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model
-from llmtrain.models.packed import nf4
+from llmtrain.models import build_model, nf4
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.weights import packed_bytes

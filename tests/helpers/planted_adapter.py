@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.models import adapter
-from llmtrain.models.packed import nf4
+from llmtrain.models import adapter, nf4
 from llmtrain.models.tensor import regions, split
 
 

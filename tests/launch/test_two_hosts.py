@@ -204,7 +204,7 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
     ("place", "text", "said"),
     [
         (
-            REPOSITORY / "llmtrain" / "launch" / "jobs" / "templating.py",
+            REPOSITORY / "llmtrain" / "launch" / "jobs" / "kubernetes.py",
             '"""Another version."""\n',
             "different code of llmtrain",
         ),

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.other_names import OURS, THEIR_NAMES
 from llmtrain.plan.load import PythonRecipe, load_recipe, with_variant
 from llmtrain.recipe import OptimConfig, Recipe
+from llmtrain.recipe.other_names import OURS, THEIR_NAMES
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
 

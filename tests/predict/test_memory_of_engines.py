@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
-from llmtrain.models.packed.nf4 import Nf4Linear
+from llmtrain.models.nf4 import Nf4Linear
 from llmtrain.plan import Plan
 from llmtrain.predict.flat import bucket_elements, groups_of, has_bf16_optimizer
 from llmtrain.predict.model_state import state_of, sum_bytes, weight_bytes

@@ -22,7 +22,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import overwrites
 from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
-from llmtrain.runtime.alone import is_alone
+from llmtrain.runtime.distributed import is_alone
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine

@@ -58,7 +58,7 @@ from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
-from llmtrain.models.packed.nf4 import named_weights
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gradient, use_recomputation
 from llmtrain.models.stages import decoder_layers

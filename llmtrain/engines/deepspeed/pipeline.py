@@ -26,14 +26,14 @@ from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
-from llmtrain.models.packed.nf4 import named_weights
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.exchanges import GroupRanks
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.runtime.alone import is_alone
+from llmtrain.runtime.distributed import is_alone
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine

@@ -25,7 +25,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.runtime.alone import is_alone
+from llmtrain.runtime.distributed import is_alone
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmtrain.launch.jobs.templating import render_template
+from llmtrain.launch.jobs import render_template
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Precision

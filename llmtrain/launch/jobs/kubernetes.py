@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.jobs import render_template
 from llmtrain.launch.jobs.slurm import parse_site
-from llmtrain.launch.jobs.templating import render_template
 from llmtrain.launch.tools import PORT
 from llmtrain.recipe import Part
 from llmtrain.run_dir import SECRET

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.launch.jobs.templating import render_template
+from llmtrain.launch.jobs import render_template
 from llmtrain.recipe import Part, PositiveInt
 
 P = TypeVar("P", bound=Part)

@@ -16,7 +16,7 @@ from llmtrain.data import Progress, prepare, report
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.shown import Shown, as_html, first_sequences, on_terminal
 from llmtrain.recipe import Recipe
-from llmtrain.system.visible import visible
+from llmtrain.system.streams import visible
 from tests.data.chat.test_training_data import recipe
 from tests.helpers.chat_tokenizers import Case, case
 

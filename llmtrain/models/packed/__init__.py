@@ -1,1 +1,0 @@
-"""Weights that are held in fewer bits than they are computed with."""
