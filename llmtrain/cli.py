@@ -83,7 +83,7 @@ def _default(field: Field[Any]) -> Any:
 def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
     """Runs a command; a user's mistake becomes a message and an exit code."""
     take_any_text()
-    completion.prepare()
+    completion.prepare_completion()
     limit_spinning(os.environ)
     try:
         _check_surroundings()
@@ -192,14 +192,14 @@ def data(
     """Tokenize and pack a recipe's data before training, and print statistics."""
     from rich.console import Console
 
-    from llmtrain.data import Progress, prepare, report, summary
+    from llmtrain.data import Progress, data_summary, prepare, report
     from llmtrain.data.shown import as_html, first_sequences, on_terminal
     from llmtrain.plan.load import load_recipe
 
     declared, _ = load_recipe(recipe, assignments)
     prepared = prepare(declared, Progress(Console(stderr=True) if as_json else Console()))
     if as_json:
-        print(json.dumps(summary(prepared, declared), indent=2))
+        print(json.dumps(data_summary(prepared, declared), indent=2))
     else:
         console = Console()
         console.print(report(prepared, declared))
@@ -235,7 +235,7 @@ def verify(
     from llmtrain import library
     from llmtrain.plan.load import load_recipe, with_variant
     from llmtrain.run_dir import default_run_dir
-    from llmtrain.verify.table import summary, table
+    from llmtrain.verify.table import certificate_lines, certificate_table
 
     chosen_recipe = with_variant(recipe, "verify")
     if chosen_recipe != recipe:
@@ -247,8 +247,8 @@ def verify(
         print(json.dumps(certificate.document(), indent=2))
     else:
         console = Console()
-        console.print(table(certificate))
-        for line in (*summary(certificate), f"certificate {folder / 'certificate.json'}"):
+        console.print(certificate_table(certificate))
+        for line in (*certificate_lines(certificate), f"certificate {folder / 'certificate.json'}"):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     sys.exit(1 if certificate.deviating else Exit.DONE)
 

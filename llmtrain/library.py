@@ -130,13 +130,13 @@ def verify(
     from llmtrain.search.enumerate import enumerate_plans
     from llmtrain.system.streams import plain_console
     from llmtrain.verify import certify
-    from llmtrain.verify.job import choose, comparable
+    from llmtrain.verify.job import choose_plans, comparable
 
     _check_call("verify", nproc=nproc, steps=steps)
     wanted = comparable(declared(recipe, "verify")[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
-    chosen, refused = without_uncut(choose(runnable, refused, plans), refused)
+    chosen, refused = without_uncut(choose_plans(runnable, refused, plans), refused)
     prepare(wanted, Progress(plain_console(stderr=True)))
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, "verify")
     return certify.verify(wanted, chosen, refused, steps, folder)
@@ -176,7 +176,7 @@ def load_run(path: str | PathLike[str]) -> RunData:
 
     Raises RecipeError if the folder is none. What cannot be read is left out, and named in `problems`.
     """
-    from llmtrain.report import load_run as read
+    from llmtrain.report import read_run as read
 
     return read(Path(path))
 

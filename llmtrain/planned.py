@@ -11,8 +11,7 @@ from llmtrain.ds_config import render
 from llmtrain.plan import Plan
 from llmtrain.plan.described import model_line, split_lines
 from llmtrain.predict import PlanMemory
-from llmtrain.predict.time import StepTime, predict
-from llmtrain.predict.time import described as described_time
+from llmtrain.predict.time import StepTime, describe_time, predict
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Planned:
         """Yields lines for people: model, layout, memory, predicted time and notes."""
         yield from (model_line(self.plan), *split_lines(self.plan), *(self.memory.described() if self.memory else ()))
         if self.time:
-            yield described_time(self.time, measured=self.plan.cluster.measured is not None)
+            yield describe_time(self.time, measured=self.plan.cluster.measured is not None)
         for one in self.plan.notes:
             yield f"note: {one['message']} [{one['rule']}]"
 

@@ -325,7 +325,7 @@ class RunDir:
             return self._foreign()
         if not self._started():
             return []  # Nothing would be continued, so a corrected recipe may use the folder.
-        return changes(self.read_recipe(), recipe, f"the run in {self.path}")
+        return forbidden_changes(self.read_recipe(), recipe, f"the run in {self.path}")
 
     def _foreign(self) -> list[Problem]:
         """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves."""
@@ -352,7 +352,7 @@ def _identity(file: Path) -> str:
     return name
 
 
-def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
+def forbidden_changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
     """Returns the differences between two recipes that a run may not have; `what` was started with the old one."""
     before, now = old.dotted(), new.dotted()
     fields = [*now, *(field for field in before if field not in now)]
@@ -377,7 +377,7 @@ def _may_change(field: str, recipe: Recipe) -> bool:
 
 def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:
     """Raises RecipeError with all problems of `changes`."""
-    if problems := changes(old, new, what):
+    if problems := forbidden_changes(old, new, what):
         raise RecipeError(problems)
 
 

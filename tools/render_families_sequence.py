@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.sequence_check import compare, describe
+from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences, describe
 from llmtrain.launch.place.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.runtime.distributed import init_process_group
@@ -50,10 +50,10 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     # Each family gets a new group, because a group in which a rank has timed out cannot be used again.
     group = dist.new_group([0, 1], timeout=WAIT)
-    refusal = _of_either(compare(config, attention, group))
+    refusal = _of_either(compare_sliced_sequences(config, attention, group))
     if refusal:
         return Verdict(family, "refused", one_line(refusal))
-    deviation = _of_either(compare(config, attention, group, _longer(config)))
+    deviation = _of_either(compare_sliced_sequences(config, attention, group, _longer(config)))
     return Verdict(family, "wrong" if deviation else "works", deviation or ("eager" if attention == "eager" else ""))
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.slices_check import VOCABULARY, compare, has_regions
+from llmtrain.models.proof.slices_check import VOCABULARY, compare_slices, has_regions
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit
 
@@ -47,7 +47,7 @@ def judge(family: str) -> Verdict:
     except Exception as error:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
-        share = f"{_share(model, compare(config)):.0%}"
+        share = f"{_share(model, compare_slices(config)):.0%}"
         return Verdict(family, "works", share + SLICES if has_regions(config) else share)
     except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.

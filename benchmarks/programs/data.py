@@ -103,7 +103,7 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
     source = prepared.sources[0]
     folder = Path(tempfile.mkdtemp())
     started = time.perf_counter()
-    meta = packing.pack(folder, source.store, length)
+    meta = packing.pack_documents(folder, source.store, length)
     seconds = time.perf_counter() - started
     placed = int(np.fromfile(folder / "train_targets.bin", np.uint32).sum(dtype=np.int64))
     starts = np.fromfile(folder / "train_starts.bin", np.uint64)

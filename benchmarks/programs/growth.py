@@ -67,7 +67,7 @@ def growth(corpus: Path) -> dict[str, float]:
         seconds = time.perf_counter() - started
         end = peak()
         (folder / "packed").mkdir()
-        packing.pack(folder / "packed", store, 2048)
+        packing.pack_documents(folder / "packed", store, 2048)
         gigabytes = corpus.stat().st_size / 1e9
         return {
             "gigabytes": gigabytes,

@@ -101,7 +101,7 @@ def child(options: argparse.Namespace) -> None:
     """Runs one rank."""
     from llmtrain import metrics
     from llmtrain.train.signals import StopSignals
-    from llmtrain.train.worker import work
+    from llmtrain.train.worker import train_rank
 
     rank = discover(os.environ, sys.argv)
     assert rank is not None, "started by the launcher"
@@ -120,7 +120,7 @@ def child(options: argparse.Namespace) -> None:
 
     own = metrics.TrainingProgress.advance
     metrics.TrainingProgress.advance = advance  # type: ignore[method-assign, assignment]
-    work(rank, folder, plan, config, "never", None, StopSignals())
+    train_rank(rank, folder, plan, config, "never", None, StopSignals())
 
 
 def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank: int) -> Iterator[None]:

@@ -16,7 +16,7 @@ from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig
-from llmtrain.run_dir import RunDir, changes
+from llmtrain.run_dir import RunDir, forbidden_changes
 from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
 from llmtrain.system.untrusted import UNREADABLE, why
 
@@ -94,7 +94,7 @@ def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, 
     if not is_named:
         return [Problem("checkpoint.run", str(checkpoint), f"was written by another run, {manifest.run}")]
     fix = "use the recipe of that run, or export it and start from its weights with model.pretrained"
-    differing = changes(read_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
+    differing = forbidden_changes(read_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
     return [Problem("checkpoint.recipe", one.field, one.message, fix) for one in differing]
 
 

@@ -45,7 +45,7 @@ def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> li
     return [*(one for one in history if one.step < step), Segment(step, samples, values)]
 
 
-def changes(before: Values, after: Values) -> list[str]:
+def changed_values(before: Values, after: Values) -> list[str]:
     """Returns `FIELD OLD → NEW` for each value that differs."""
     fields = [*after, *(field for field in before if field not in after)]
     return [

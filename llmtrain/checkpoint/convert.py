@@ -31,7 +31,7 @@ from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.state import files as state_file
 from llmtrain.engines.state.pieces import Piece
-from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill
+from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill_pieces
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan import Plan
@@ -175,5 +175,5 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
 @torch.no_grad()
 def _filled(engine: Engine, source: StateSource) -> Iterator[list[Piece]]:
     for pieces in engine.pieces():  # type: ignore[attr-defined]
-        fill(pieces, source)
+        fill_pieces(pieces, source)
         yield pieces

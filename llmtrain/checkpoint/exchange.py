@@ -10,7 +10,7 @@ from llmtrain.checkpoint.check import files_of
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.runtime.agree import attempt, broadcast, failed, gather, raise_together
+from llmtrain.runtime.agree import attempt, broadcast, gather, raise_together, write_problem
 from llmtrain.system.durable import create, remove_tree
 
 CHUNK_BYTES = 16 << 20
@@ -81,7 +81,7 @@ def _send(folder: Path, view: Path, name: str, file: File, storage: Storage) -> 
                     target.stream.write(chunk)
             open_files.close()
         except OSError as error:
-            raise CheckpointError(failed(error, f"copy {name} from another node")) from None
+            raise CheckpointError(write_problem(error, f"copy {name} from another node")) from None
     if target and target.fingerprint != file.fingerprint:
         problem = Problem("checkpoint.hash", str(view / name), "is not what was written, after it was sent")
         raise CheckpointError(problem)

@@ -23,7 +23,7 @@ from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import StateSource
-from llmtrain.engines.state.writer import size_of
+from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
@@ -207,7 +207,7 @@ def write_weights(
     """Writes safetensors files, and an index if there are several. read: as for `Outgoing.tensor`."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,
-        get_storage_size=size_of,
+        get_storage_size=tensor_bytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=most_bytes,
     )

@@ -38,17 +38,11 @@ from llmtrain.system.untrusted import UNREADABLE, read_json, why
 if TYPE_CHECKING:
     import peft
 
-CONFIG_FILE = "adapter_config.json"
 LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 """What the file of an adapter has for a linear layer; the last one only of DoRA."""
 Into = Literal["trained", "full"]
 MOST = 5
 """Largest number of names that an error message lists."""
-
-
-def is_adapter(folder: Path) -> bool:
-    """Returns whether a folder is one of PEFT."""
-    return (folder / CONFIG_FILE).is_file()
 
 
 def merge_checkpoint(

@@ -24,12 +24,20 @@ from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
-from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, size_of
+from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, tensor_bytes
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
 from llmtrain.recipe import CheckpointConfig
 from llmtrain.run_dir import identity_of, versions
-from llmtrain.runtime.agree import attempt, broadcast, failed, gather, group_of_threads, raise_together, world_size
+from llmtrain.runtime.agree import (
+    attempt,
+    broadcast,
+    gather,
+    group_of_threads,
+    raise_together,
+    world_size,
+    write_problem,
+)
 
 CHUNK = 2**26
 """Bytes of host memory that are allocated at once. Torch rounds pinned allocations up to powers of two, which would
@@ -61,12 +69,12 @@ class HostCopies(Writer):
         """Copies a file; from a device in the order of its stream, without waiting."""
         tensors = [part for part in parts if isinstance(part, Tensor)]
         device = next((one.device for one in tensors if one.is_cuda), None)
-        memory, offset = self._chunks(name, sum(map(size_of, tensors)), pinned=device is not None), 0
+        memory, offset = self._chunks(name, sum(map(tensor_bytes, tensors)), pinned=device is not None), 0
         copied: list[Part] = []
         for part in parts:
             if isinstance(part, Tensor):
                 copied += _copy(part.detach().view(torch.uint8), memory, offset)
-                offset += size_of(part)
+                offset += tensor_bytes(part)
             elif isinstance(part, Late):
                 copied.append(replace(part, numbers=part.numbers.to("cpu", non_blocking=True, copy=True)))
             else:
@@ -235,7 +243,7 @@ class Saver:
         """Makes every rank write its files; returns the files on this rank's file system."""
         writer = DiskWriter(folder)
         contents(writer)
-        raise_together([failed(writer.error, "write a checkpoint")] if writer.error else [], self._group)
+        raise_together([write_problem(writer.error, "write a checkpoint")] if writer.error else [], self._group)
         written = gather(writer.files, self._group)
         return {
             name: File(**vars(file.fingerprint), rank=rank, private=file.private)

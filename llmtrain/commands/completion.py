@@ -48,7 +48,7 @@ compdef _llmtrain llmtrain
 Shell = Literal["bash", "zsh", "fish"]
 
 
-def prepare() -> None:
+def prepare_completion() -> None:
     """Lets Typer answer if a shell asks for candidates."""
     if VARIABLE in os.environ:
         from typer.completion import get_completion_inspect_parameters
@@ -82,9 +82,9 @@ def _variants(path: Path) -> list[str]:
     from llmtrain.system.untrusted import read_text
 
     if is_yaml(str(path)):
-        from llmtrain.plan.load.yaml_file import read_yaml
+        from llmtrain.plan.load.yaml_file import read_with_places
 
-        return list(read_yaml(path)[0].get("variants") or ())
+        return list(read_with_places(path)[0].get("variants") or ())
     functions = (node.name for node in ast.parse(read_text(path)).body if isinstance(node, ast.FunctionDef))
     return [name.removeprefix("recipe_") for name in functions if name.startswith("recipe_")]
 

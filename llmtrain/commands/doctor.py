@@ -60,12 +60,12 @@ def visit_doctor(request: DoctorRequest) -> None:
     from rich.console import Console
 
     from llmtrain.doctor.report import show
-    from llmtrain.doctor.run import examine
+    from llmtrain.doctor.run import examine_hosts
 
     try:
         visit = _visit(request)
         with Console(stderr=True).status("starting") as status:
-            report = examine(visit, status.update)
+            report = examine_hosts(visit, status.update)
     except UserError as error:
         if request.as_json:
             print(json.dumps({"problems": [problem.as_dict() for problem in error.problems]}, indent=2))

@@ -44,7 +44,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     """
     from llmtrain.checkpoint.folder import step_of
     from llmtrain.run_dir import RunDir
-    from llmtrain.train.tasks import check_harness, table
+    from llmtrain.train.tasks import check_harness, score_table
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # removes what was exported
     run = RunDir(request.run)
@@ -72,7 +72,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(table(results, step))
+    console.print(score_table(results, step))
     console.print(f"written to {run.eval_file(step)}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -115,11 +115,11 @@ def _kind_of(data: str) -> Kind:
     """Returns what data hold. Raises DataError for local files that hold neither."""
     from llmtrain.data.chat.conversation import find_layout
     from llmtrain.data.sources.files import find_files
-    from llmtrain.data.sources.formats import READERS, kind_of, read_text
+    from llmtrain.data.sources.formats import READERS, kind_of, read_document
 
     files = find_files(data, "train", "--data")
-    reader = READERS[kind_of(files[0]) or ".txt"] if files else read_text
-    if reader is read_text:
+    reader = READERS[kind_of(files[0]) or ".txt"] if files else read_document
+    if reader is read_document:
         return "text"
     first = next(reader(files[0], None), None)
     columns = list(json.loads(first.text)) if first else []

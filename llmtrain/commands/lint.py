@@ -72,7 +72,7 @@ def lint_files(request: LintRequest) -> None:
     from llmtrain.lint.files import settings, sources
     from llmtrain.lint.report import explained, written
     from llmtrain.lint.schema import schema
-    from llmtrain.lint.versions import choose
+    from llmtrain.lint.versions import choose_release
 
     if request.explain is not None:
         [name] = allowed([f"{request.explain}:KEY"], "--explain")
@@ -83,7 +83,7 @@ def lint_files(request: LintRequest) -> None:
     project = settings(Path.cwd())
     allow = allowed(request.allow)
     reader = request.reader or project.reader
-    release = choose(request.deepspeed or project.deepspeed)
+    release = choose_release(request.deepspeed or project.deepspeed)
     use = Use(reader, request.world_size, request.data_parallel, _arguments(request), release.deepspeed)
     files = sources(request.files)
     if request.diff or request.fix:

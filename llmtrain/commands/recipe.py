@@ -33,6 +33,6 @@ def show_recipe(
 @app.command("schema")
 def print_schema() -> None:
     """Print the JSON schema of YAML recipes, with which editors complete and check fields."""
-    from llmtrain.plan.load.yaml_file import schema
+    from llmtrain.plan.load.yaml_file import recipe_schema
 
-    print(json.dumps(schema(), indent=2, ensure_ascii=False))
+    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

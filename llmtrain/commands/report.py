@@ -82,10 +82,10 @@ def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show a run at a glance, also one that is going on: its progress, curves, events and checkpoints."""
     from rich.console import Console
 
-    from llmtrain.report import load_run
+    from llmtrain.report import read_run
     from llmtrain.report.terminal import overview
 
-    data = load_run(run)
+    data = read_run(run)
     if as_json:
         print(json.dumps(_document(data), indent=2))
     else:
@@ -101,12 +101,12 @@ def compare_runs(
     """Show what differs between two runs: recipe, data, plan, environment and metrics."""
     from rich.console import Console
 
-    from llmtrain.report import load_run
+    from llmtrain.report import read_run
     from llmtrain.report.differences import compared_metrics, differences
     from llmtrain.report.page import names_of
     from llmtrain.report.terminal import comparison
 
-    runs = [load_run(path) for path in (a, b)]
+    runs = [read_run(path) for path in (a, b)]
     groups, metrics = differences(runs), compared_metrics(*runs)
     if as_json:
         document = {

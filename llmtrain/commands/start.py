@@ -203,7 +203,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.commands.precheck import check_machine
     from llmtrain.ds_config import render
     from llmtrain.run_lock import RunLock
-    from llmtrain.train.worker import work
+    from llmtrain.train.worker import train_rank
 
     declared, _ = request.load()
     nodes, per_node = rank.shape
@@ -225,7 +225,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
         lock = RunLock.take(folder.path, _say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
-    work(rank, folder, plan, ds_config, request.resume, request.max_steps, signals, lock)
+    train_rank(rank, folder, plan, ds_config, request.resume, request.max_steps, signals, lock)
 
 
 def _say(line: str) -> None:

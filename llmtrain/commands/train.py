@@ -81,12 +81,12 @@ def enqueue(request: TrainRequest) -> None:
 
     from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
-    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_options, render_job, submit
+    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_slurm_options, render_job, submit
     from llmtrain.plan.load import load_recipe
     from llmtrain.predict import memory_of
     from llmtrain.run_dir import RunDir
 
-    options, resume = parse_options(request.slurm), request.resume
+    options, resume = parse_slurm_options(request.slurm), request.resume
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     machines = cluster.nodes
@@ -115,10 +115,10 @@ def print_manifest(request: TrainRequest) -> None:
     from rich.console import Console
 
     from llmtrain.commands.precheck import runnable_plan
-    from llmtrain.launch.jobs.kubernetes import JobSet, parse_options, render_manifest
+    from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
     from llmtrain.predict import memory_of
 
-    options = parse_options(request.kubernetes)
+    options = parse_kubernetes_options(request.kubernetes)
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     # The run directory lies in the pods' file system: a folder of the same path on this machine is unrelated.
@@ -138,7 +138,7 @@ def train_on_hosts(request: TrainRequest) -> None:
 
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.launch.hostfile import read_hosts
-    from llmtrain.launch.hosts import HostsJob, described, run_on_hosts
+    from llmtrain.launch.hosts import HostsJob, describe_hosts, run_on_hosts
     from llmtrain.launch.local import clear_failures
     from llmtrain.predict import memory_of
     from llmtrain.system.stops import caught_signals, leave
@@ -160,7 +160,7 @@ def train_on_hosts(request: TrainRequest) -> None:
     plan = startable(declared, cluster, folder, request.resume, sum(sizes))
     console = Console()
     print_plan(plan, console, memory_of(plan))
-    console.print(f"hosts    {described(hosts)}", highlight=False, soft_wrap=True)
+    console.print(f"hosts    {describe_hosts(hosts)}", highlight=False, soft_wrap=True)
     clear_failures(folder)
     argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
     job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")

@@ -5,7 +5,7 @@ Importing this package loads none of `torch`, `transformers` and `datasets`; eac
 
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
-from llmtrain.data.report import notes, report, summary
+from llmtrain.data.report import data_summary, notes, report
 from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
 from llmtrain.data.store import TokenStore
 
@@ -20,10 +20,10 @@ __all__ = [
     "Schedule",
     "StepBatch",
     "TokenStore",
+    "data_summary",
     "find_prepared",
     "notes",
     "prepare",
     "report",
-    "summary",
     "with_steps",
 ]

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-def pack(folder: Path, store: TokenStore, sequence_length: int, alone: bool = False) -> dict[str, Any]:
+def pack_documents(folder: Path, store: TokenStore, sequence_length: int, alone: bool = False) -> dict[str, Any]:
     """Writes the index of both splits of a store; returns the numbers of sequences and pieces of each.
 
     alone: whether each piece has a sequence of its own.

@@ -260,7 +260,7 @@ def packed_source(
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task(f"Packing {name}"):
-                return packing.pack(folder, store, length, alone=data.packing == "none")
+                return packing.pack_documents(folder, store, length, alone=data.packing == "none")
 
         entry = cache.entry("packs", key, build)
         made = store.made or entry.made

@@ -14,7 +14,7 @@ from rich.text import Text
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
-from llmtrain.data.samples import fill
+from llmtrain.data.samples import filled_share
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible
 
@@ -22,7 +22,7 @@ NAME_CHARACTERS = 14
 """Minimum width of a source's name in the table; longer names take several lines."""
 
 
-def summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
+def data_summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """Returns the prepared data as JSON data."""
     return {
         "made": prepared.made,
@@ -130,6 +130,6 @@ def _source(source: PreparedSource) -> dict[str, Any]:
         "store": str(source.store.path),
         "tokens_per_second": tokens / max(source.store.seconds, 1e-9),
         "unused_tokens": source.train.unused(),
-        "train": {**splits["train"], "sequences": len(source.train), "fill": fill(source.train)},
-        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": fill(source.eval)},
+        "train": {**splits["train"], "sequences": len(source.train), "fill": filled_share(source.train)},
+        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": filled_share(source.eval)},
     }

@@ -121,7 +121,7 @@ class ConcatSamples:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Sequence i is pieces offsets[i] to offsets[i + 1] of the index that `packing.pack` wrote, then padding.
+    """Sequence i is pieces offsets[i] to offsets[i + 1] of the index that `pack_documents` wrote, then padding.
 
     Positions of the padding start from 0, as if it were another document.
     """
@@ -222,7 +222,7 @@ class PackedSamples:
 def packed_samples(
     folder: Path, meta: dict[str, Any], split: Split, stream: Stream, sequence_length: int, mask: bool, pad_id: int
 ) -> PackedSamples:
-    """Opens one split of the index that `packing.pack` wrote to a folder."""
+    """Opens one split of the index that `pack_documents` wrote to a folder."""
     sequences, pieces = meta[split]["sequences"], meta[split]["pieces"]
     judged = stream.desirable is not None
     offsets = open_array(folder, f"{split}_offsets", np.uint64, sequences + 1)
@@ -245,7 +245,7 @@ def packed_samples(
     return opened(split, opened(f"{split}_mismatched") if judged else None)
 
 
-def fill(samples: Samples) -> float:
+def filled_share(samples: Samples) -> float:
     """Returns the fraction of slots that are not padding; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
     return int(samples.inputs_of(np.arange(len(samples))).sum()) / slots if slots else 0.0

@@ -63,7 +63,7 @@ class Agent:
 
         scene = make_scene(run_root, master, tuple(devices))
         findings = [one.as_dict() for one in look(scene)]
-        self._reply(findings=findings, facts=facts(scene))
+        self._reply(findings=findings, facts=host_facts(scene))
 
     def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Starts ranks of an all-reduce, each of which reports its progress itself."""
@@ -129,11 +129,11 @@ def addresses() -> list[str]:
     return sorted(found, key=lambda address: ":" in address)
 
 
-def facts(scene: Scene) -> dict[str, Any]:
+def host_facts(scene: Scene) -> dict[str, Any]:
     """Returns what is compared between hosts."""
     from llmtrain.doctor.devices import seen_by_torch
 
-    own = on_host.facts(Path("/nonexistent"))
+    own = on_host.version_facts(Path("/nonexistent"))
     return {
         "host": own["host"],
         "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},

@@ -56,7 +56,7 @@ def gpus(scene: Scene) -> Iterator[CheckResult]:
     seen, why = seen_by_torch()
     if not listed:
         if seen:
-            yield ok("devices.gpus", f"torch sees {described(seen)}; {answer.refusal or 'nvidia-smi lists none'}")
+            yield ok("devices.gpus", f"torch sees {count_names(seen)}; {answer.refusal or 'nvidia-smi lists none'}")
         else:
             yield ok("devices.gpus", f"no GPU: {answer.refusal or 'nvidia-smi lists none'}; torch sees none ({why})")
         return
@@ -68,7 +68,7 @@ def gpus(scene: Scene) -> Iterator[CheckResult]:
         text = f"torch sees {len(seen)} of {len(visible)} GPUs" + (f": {why}" if why else "")
         yield fault("devices.torch", text, "install the build of torch for this driver (see pytorch.org)")
     elif seen:
-        yield ok("devices.torch", f"torch sees {described(seen)}")
+        yield ok("devices.torch", f"torch sees {count_names(seen)}")
 
 
 def slots(scene: Scene) -> Iterator[CheckResult]:
@@ -131,7 +131,7 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Chec
     return found, [ok("devices.visible", text)] if len(found) < len(listed) else []
 
 
-def described(names: list[str]) -> str:
+def count_names(names: list[str]) -> str:
     """Formats device names as `8 × NVIDIA H100 80GB HBM3`, for each kind."""
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
@@ -153,7 +153,9 @@ def _judged(visible: list[Gpu], scene: Scene) -> Iterator[CheckResult]:
         yield warning("devices.in_use", text, "`nvidia-smi` lists the processes")
     kinds = {gpu.name for gpu in visible}
     if len(kinds) > 1:
-        text = f"several kinds of GPUs, of which the slowest sets the pace: {described([gpu.name for gpu in visible])}"
+        text = (
+            f"several kinds of GPUs, of which the slowest sets the pace: {count_names([gpu.name for gpu in visible])}"
+        )
         yield warning("devices.kinds", text, f"choose GPUs of one kind with {VISIBLE}")
     if len(kinds) > 1 and scene.env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         text = "CUDA numbers GPUs of several kinds by speed, but nvidia-smi by slot"

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.doctor.finding import CheckResult, Scene, fault, ok, warning
-from llmtrain.launch.place.interfaces import GLOO, NCCL, Interface, Network, choose, is_link_local, nccl_setting
+from llmtrain.launch.place.interfaces import (
+    GLOO,
+    NCCL,
+    Interface,
+    Network,
+    choose_interfaces,
+    is_link_local,
+    nccl_setting,
+)
 
 
 def interfaces(scene: Scene) -> Iterator[CheckResult]:
@@ -40,7 +48,7 @@ def choices(scene: Scene) -> Iterator[CheckResult]:
     network = Network.here()
     wrong = list(misled(scene, network))
     yield from wrong
-    choice = choose(scene.master or "localhost", _on_cpu(), network, scene.env)
+    choice = choose_interfaces(scene.master or "localhost", _on_cpu(), network, scene.env)
     for line in choice.lines:
         check = f"network.{line.partition(':')[0].lower()}"
         if check == "network.gloo" and not choice.is_reachable:

@@ -33,7 +33,7 @@ def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tup
     return DISK[:1] if "cpu" in offload and env.get(PINNED, "").strip().lower() == "native" else ()
 
 
-def build(
+def build_operators(
     channel: Channel, operators: Sequence[str], on_cpu: bool, is_needed: bool
 ) -> tuple[list[CheckResult], list[dict[str, Any]]]:
     """Builds operators on a host. Returns the findings, and {operator, seconds, file, error} of each operator.

@@ -57,7 +57,7 @@ class _Patient:
         return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else found
 
 
-def examine(visit: Visit, say: Say) -> DoctorReport:
+def examine_hosts(visit: Visit, say: Say) -> DoctorReport:
     """Checks all hosts in parallel, then all of them together."""
     with _agents(visit, say) as (patients, lost):
         say("checking " + (listed([one.report.name for one in patients]) or "nothing"))
@@ -155,7 +155,7 @@ def _build(patient: _Patient, visit: Visit) -> None:
         patient.report.findings.append(prebuild.nothing_to_build())
         return
     try:
-        findings, patient.report.built = prebuild.build(
+        findings, patient.report.built = prebuild.build_operators(
             patient.channel, operators, on_cpu=not patient.devices, is_needed=visit.parallel is not None
         )
         patient.report.findings += findings

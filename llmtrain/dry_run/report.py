@@ -13,7 +13,7 @@ from llmtrain.dry_run.job import Findings
 from llmtrain.dry_run.order import DataOrder, Read
 from llmtrain.dry_run.shrink import Change
 from llmtrain.plan import Plan
-from llmtrain.plan.described import model_line, size_of, split_lines, volume_lines
+from llmtrain.plan.described import model_line, readable_bytes, split_lines, volume_lines
 from llmtrain.predict.traffic import volumes
 
 REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
@@ -105,7 +105,7 @@ def _findings_lines(findings: Findings) -> Iterator[str]:
     if findings.eval_loss is not None:
         yield f"         evaluation loss {findings.eval_loss:.4f}"
     yield (
-        f"saved    after step {checkpoint.after_step}: {checkpoint.files} files, {size_of(checkpoint.size)}, "
+        f"saved    after step {checkpoint.after_step}: {checkpoint.files} files, {readable_bytes(checkpoint.size)}, "
         f"{checkpoint.save_s:.1f} s"
     )
     yield (

@@ -18,7 +18,7 @@ from llmtrain.engines.guard import Measured
 from llmtrain.engines.plain import Distribution
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
-from llmtrain.runtime.horovod_ranks import join
+from llmtrain.runtime.horovod_ranks import start_horovod
 
 
 class Horovod(Distribution):
@@ -33,7 +33,7 @@ class Horovod(Distribution):
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         """Raises RecipeError if Horovod was built without support for the device."""
-        join(plan.cluster.devices_per_node)
+        start_horovod(plan.cluster.devices_per_node)
         if device.type == "cuda" and not hvd.cuda_built():
             message = "'horovod' was given on a GPU, but this Horovod was built for CPUs"
             fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"

@@ -26,7 +26,7 @@ WAITS_IN_C = ("ddp", "horovod")
 """Strategies whose ranks wait for each other in C, which Python does not see."""
 
 
-def measure(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
+def measure_own_time(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
     """Lets `heart` know when this rank compiles and, as far as the host sees it, waits for others; measures its time.
 
     On CPUs a rank waits in `Work.wait`, which is replaced in this process. The host does not see the waits of a GPU.

@@ -31,7 +31,7 @@ from typing import IO, Any
 from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.on_host import facts, folder_of
+from llmtrain.launch.on_host import folder_of, version_facts
 from llmtrain.launch.place.rank import RankReader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.launch.seal import Secret
@@ -161,7 +161,7 @@ def _prepare(job: HostsJob) -> dict[str, Any]:
     """
     env = forwarded(os.environ, Path.home()) | Secret.new().environment
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
-    own = facts(job.recipe)
+    own = version_facts(job.recipe)
     with ThreadPoolExecutor(len(job.hosts)) as pool:
         answers = list(pool.map(lambda host: _ask(job, host, "prepare", json.dumps(content), PREPARE_S), job.hosts))
     problems = [
@@ -302,6 +302,6 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
     raise WorkerError(lost or [Problem("worker.died", "--launcher deepspeed", message, f"see {log}")])
 
 
-def described(hosts: Sequence[Host]) -> str:
+def describe_hosts(hosts: Sequence[Host]) -> str:
     """Describes the hosts in one line."""
     return ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)

@@ -73,7 +73,7 @@ def main() -> None:
     if verb == "prepare":
         job = json.load(sys.stdin)
         _prepare(folder_of(token), job)
-        json.dump({**facts(Path(job["recipe"])), **_meeting()}, sys.stdout)
+        json.dump({**version_facts(Path(job["recipe"])), **_meeting()}, sys.stdout)
     elif verb == "signal":
         _signal(folder_of(token), int(rest[0]), int(rest[1]))
     elif verb == "end":
@@ -82,7 +82,7 @@ def main() -> None:
         shutil.rmtree(folder_of(token), ignore_errors=True)
 
 
-def facts(recipe: Path) -> dict[str, Any]:
+def version_facts(recipe: Path) -> dict[str, Any]:
     """Returns what must be the same on every host."""
     return {
         "host": socket.gethostname(),

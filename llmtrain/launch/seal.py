@@ -94,7 +94,7 @@ class Secret:
         return Seal(hashlib.sha256(self.text.encode()).hexdigest())
 
 
-def opened(store: Store, key: str, seal: Seal, about: str) -> str:
+def read_sealed(store: Store, key: str, seal: Seal, about: str) -> str:
     """Returns what a rank of this run left in the store.
 
     Raises WorkerError if another program wrote there, and no right text replaces it.

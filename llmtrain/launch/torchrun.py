@@ -23,7 +23,7 @@ MODULE = ["-m", "llmtrain"]
 
 def main() -> None:
     """Runs torchrun. Exits with 0, 75 if stopped and saved, 2, 3 or 4 for a user's mistake, else 5."""
-    options, script = split(sys.argv[1:])
+    options, script = split_arguments(sys.argv[1:])
     if not script:
         print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] SCRIPT [ARGUMENTS]", file=sys.stderr)
         sys.exit(Exit.USAGE)
@@ -37,7 +37,7 @@ def main() -> None:
             sys.exit(code_of(Ended.all_in(folder), process.returncode, stopped_by))
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits torchrun's options from the script with its arguments.
 
     The script is the first word that ends in `.py`, or `-m llmtrain`, which trains a recipe in YAML.

@@ -14,11 +14,11 @@ from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.lint.document import READERS, Finding, NotOurs, Reader, Unreadable
-from llmtrain.lint.reading import decoded, is_yaml, read_file, read_text
+from llmtrain.lint.reading import decoded, is_yaml, read_configuration, read_file
 from llmtrain.lint.rules import RULES
 from llmtrain.lint.rules.readers import guess
 from llmtrain.lint.schema import schema
-from llmtrain.lint.versions import choose
+from llmtrain.lint.versions import choose_release
 
 __all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "allowed", "examine", "lint_file", "lint_text"]
 
@@ -67,17 +67,17 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
     try:
         if not isinstance(text, str):
             content = read_file(text) if isinstance(text, Path) else decoded(text)
-        document = read_text(content, is_yaml(name))
+        document = read_configuration(content, is_yaml(name))
         reader = use.reader or guess(document)
         if document.constants and reader == "deepspeed":
-            document = read_text(content, hjson=True)
+            document = read_configuration(content, hjson=True)
     except Unreadable as error:
         return Result(name, content, None, [error.finding])
     except NotOurs as reason:
         return Result(name, content, None, [], str(reason))
     used = replace(
         document,
-        schema=schema(choose(use.deepspeed).deepspeed),
+        schema=schema(choose_release(use.deepspeed).deepspeed),
         reader=reader,
         world_size=use.world_size,
         data_parallel=use.data_parallel,

@@ -17,7 +17,7 @@ from typing import Any
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.lint import READERS, Reader, allowed
 from llmtrain.lint.document import NotOurs, Unreadable
-from llmtrain.lint.reading import LARGEST_FILE, is_yaml, read_file, read_text
+from llmtrain.lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
 from llmtrain.lint.schema import schema
 
 STDIN = "-"
@@ -110,7 +110,7 @@ def _is_configuration(path: Path, top: Path) -> bool:
 def _has_our_keys(text: str, path: Path) -> bool:
     """Whether a file configures ZeRO, or has at least as many keys of DeepSpeed as others; unreadable ones may."""
     try:
-        keys = read_text(text, is_yaml(path.name)).values.keys()
+        keys = read_configuration(text, is_yaml(path.name)).values.keys()
     except (Unreadable, NotOurs):
         return True
     return "zero_optimization" in keys or 2 * len(keys & (schema().root.keys or {}).keys()) >= len(keys)

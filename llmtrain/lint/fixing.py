@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
-from llmtrain.lint.reading import BYTE_ORDER_MARK, read_text
+from llmtrain.lint.reading import BYTE_ORDER_MARK, read_configuration
 from llmtrain.lint.rules.structure import fits, home, known, meaning
 from llmtrain.lint.schema import RENAMED, Node, Schema, Where
 
@@ -28,7 +28,7 @@ def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
     text = text.removeprefix(BYTE_ORDER_MARK)
     for _ in range(len(text)):  # each pass mends at least one key, or is the last
         try:
-            document = replace(read_text(text, yaml), schema=schema)
+            document = replace(read_configuration(text, yaml), schema=schema)
         except (Unreadable, NotOurs):
             return text
         edits = next(_mended(text, document, yaml), [])

@@ -63,7 +63,7 @@ def is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def read_text(text: str, yaml: bool = False, hjson: bool = False) -> Configuration:
+def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Configuration:
     """Parses the configuration in a text.
 
     hjson: read NaN and Infinity as DeepSpeed does, and not as Python's json.
@@ -71,7 +71,7 @@ def read_text(text: str, yaml: bool = False, hjson: bool = False) -> Configurati
     Raises: Unreadable; NotOurs.
     """
     if yaml:
-        return read_yaml(text)
+        return read_yaml_configuration(text)
     marked = text.startswith(BYTE_ORDER_MARK)
     text = text.removeprefix(BYTE_ORDER_MARK)
     places = _key_places(text)
@@ -90,7 +90,7 @@ def read_text(text: str, yaml: bool = False, hjson: bool = False) -> Configurati
     return Configuration(values, places, tuple(_repeated(values)), no_json=no_json, constants=constants)
 
 
-def read_yaml(text: str) -> Configuration:
+def read_yaml_configuration(text: str) -> Configuration:
     """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
 
     Raises: Unreadable, also for aliases, which could make a short text endless; NotOurs.

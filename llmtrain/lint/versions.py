@@ -35,7 +35,7 @@ class Release:
 
 
 @cache
-def choose(asked: str | None = None) -> Release:
+def choose_release(asked: str | None = None) -> Release:
     """Returns the newest known release that fits a version, or a range such as `>=0.17,<0.19`.
 
     By default, it is the installed one, or the newest known. If none fits, it is the nearest known.

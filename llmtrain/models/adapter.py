@@ -131,7 +131,7 @@ def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     )
 
 
-def apply(
+def apply_adapter(
     model: PreTrainedModel,
     trained: Trained | None,
     recipe: Recipe,
@@ -177,16 +177,16 @@ def file_name(name: str) -> str:
 def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
     """Does what `apply` does for a pipeline stage. slices: those of its weights, which tensor parallel ranks share."""
     names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
-    apply(stage.model, trained, recipe, slices.whole if slices else None, names)
+    apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
     if slices is not None:
-        split(stage.model, slices)
+        split_adapters(stage.model, slices)
     if trained is not None:
         stage.complete_groups()
     own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
 
 
-def split(model: PreTrainedModel, slices: TensorParallel) -> None:
+def split_adapters(model: PreTrainedModel, slices: TensorParallel) -> None:
     """Splits the adapters of a model, or of a part of it, as the layers that they are added to."""
     for name, module in adapters(model):
         inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]

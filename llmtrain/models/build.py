@@ -18,11 +18,11 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import adapter, nf4
-from llmtrain.models.initial import Gather, initialise
+from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.proof.cut import build_stage, check_cut
-from llmtrain.models.proof.slices_check import check_split
+from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.stages import Cut, Stage, allocate
 from llmtrain.models.tensor.exchanges import Ranks
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
@@ -75,7 +75,7 @@ def build_model(
     packed = {name: name for name in trained.packed} if trained else {}
     if recipe.model.pretrained is not None and partitioned is None and not (recipe.model.kept_rows or packed):
         loaded = freeze_choosers(_load_whole(recipe.model, config, dtype, device))
-        adapter.apply(loaded, trained, recipe)
+        adapter.apply_adapter(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
@@ -90,15 +90,15 @@ def build_model(
         )
     model.tie_weights()
     if not packed:
-        initialise(model, recipe.train.seed, gather)
+        draw_all_weights(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None:
         own = {name: one for name, one in model.named_parameters() if name not in packed}
         weights = own | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
     if packed:
-        nf4.pack(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
+        nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
-    adapter.apply(freeze_choosers(model), trained, recipe, gather)
+    adapter.apply_adapter(freeze_choosers(model), trained, recipe, gather)
     return model
 
 
@@ -138,12 +138,12 @@ def build_sliced(
             yield
 
     if recipe.model.pretrained is None:
-        initialise(model, recipe.train.seed, whole)
+        draw_all_weights(model, recipe.train.seed, whole)
     else:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, whole, is_reader)
-    adapter.apply(model, adapter.trained_part(recipe, config), recipe, whole)
-    adapter.split(model, slices)
+    adapter.apply_adapter(model, adapter.trained_part(recipe, config), recipe, whole)
+    adapter.split_adapters(model, slices)
     return model
 
 
@@ -194,7 +194,7 @@ def find_stages(
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return config, cut, check_split(config, tensor, attention, regions) if tensor > 1 else DeclaredSplit({}, {})
+    return config, cut, check_slices(config, tensor, attention, regions) if tensor > 1 else DeclaredSplit({}, {})
 
 
 def stage_builder(
@@ -221,7 +221,7 @@ def stage_builder(
         home = torch.device("cpu") if packed else device  # as in `build_model`
         stage = build_stage(config, index, bounds, attention, dtype, home, cut, slices)
         if recipe.model.pretrained is None:
-            initialise(stage.model, recipe.train.seed, whole)
+            draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
             own: dict[str, torch.Tensor] = {
                 whole: stage.get_parameter(name) for name, whole in stage.hf_names().items() if whole not in packed
@@ -230,7 +230,7 @@ def stage_builder(
             _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         if packed:
             names = {name: whole for name, whole in stage.hf_names().items() if whole in packed}
-            nf4.pack(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
+            nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
         adapter.apply_to_stage(stage, trained, recipe, slices)
         return stage

@@ -26,7 +26,7 @@ ZeRO-3 uses what rank 0 wrote. Tensor parallelism uses what each rank wrote, sin
 
 
 @torch.no_grad()
-def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) -> None:
+def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = None) -> None:
     """Draws every weight of `model` with its family's own `_init_weights`, module by module."""
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):

@@ -22,7 +22,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import MODEL_ERRORS, reference
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.overrides.transformers import family_of, replaced
+from llmtrain.overrides.transformers import defining_module, replaced
 
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"
@@ -35,7 +35,7 @@ different epsilon, activation or rotation causes deviations of 10⁻³ and more.
 """
 
 
-def unavailable(device: torch.device) -> str:
+def liger_unavailable(device: torch.device) -> str:
     """Returns why Liger's kernels cannot run on a device; empty if they can.
 
     Triton's interpreter runs on any device.
@@ -148,7 +148,7 @@ def _use_norm(module: nn.Module, read: Mapping[str, Any]) -> None:
 
 def _use_rotation(module: nn.Module, name: str, kernel: str) -> None:
     """Replaces the rotation, which an attention layer looks up in its Python module, while the layer computes."""
-    family, theirs, plain = family_of(module), _liger(kernel), type(module).forward
+    family, theirs, plain = defining_module(module), _liger(kernel), type(module).forward
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def _check(
     def refused(why: str) -> RecipeError:
         return RecipeError(Problem("kernels.liger", field, f"liger was given, but {why}", f"--set {field}={instead}"))
 
-    if why := unavailable(device):
+    if why := liger_unavailable(device):
         raise refused(f"its kernels cannot run: {why}")
     family = config.model_type
     try:

@@ -131,7 +131,7 @@ def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[s
     return found
 
 
-def pack(
+def pack_linear_layers(
     model: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
     """Puts packed layers in the place of linear layers, one at a time.

@@ -43,7 +43,7 @@ SIDE = 16
 """The dimensions of a weight must be multiples of this number (`torch._scaled_mm`)."""
 
 
-def unavailable(device: torch.device) -> str:
+def fp8_unavailable(device: torch.device) -> str:
     """Returns why a device cannot compute products in fp8; empty if it can."""
     if find_spec("torchao") is None:
         return f"not installed: torchao ({INSTALL})"
@@ -59,7 +59,7 @@ def unavailable(device: torch.device) -> str:
 
 def check_fp8(kind: str, device: torch.device) -> None:
     """Raises RecipeError if the device cannot compute products in fp8."""
-    if why := unavailable(device):
+    if why := fp8_unavailable(device):
         raise _refused(kind, f"products in fp8 cannot be made: {why}")
 
 

@@ -75,7 +75,7 @@ def attention_of(model: PreTrainedModel) -> str:
     return name
 
 
-def family_of(module: nn.Module) -> ModuleType:
+def defining_module(module: nn.Module) -> ModuleType:
     """Returns the Python module that defines a module, and the functions that it calls."""
     return sys.modules[type(module).__module__]
 
@@ -83,7 +83,7 @@ def family_of(module: nn.Module) -> ModuleType:
 @contextmanager
 def router_loss(model: PreTrainedModel, change: Callable[..., Any]) -> Iterator[None]:
     """Calls `change(original, *arguments)` within the context where a family computes its load balancing loss."""
-    family, name = family_of(model), "load_balancing_loss_func"
+    family, name = defining_module(model), "load_balancing_loss_func"
     if not hasattr(family, name):
         yield
         return

@@ -8,7 +8,7 @@ from itertools import groupby
 from llmtrain.plan.axes import AXES
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
-from llmtrain.plan.stages import described as described_stages
+from llmtrain.plan.stages import describe_stages
 
 
 def model_line(plan: Plan) -> str:
@@ -32,7 +32,7 @@ def split_lines(plan: Plan) -> list[str]:
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
         *_residual_lines(plan),
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
-        *described_stages(plan.stages),
+        *describe_stages(plan.stages),
         *kernel_lines(plan),
     ]
 
@@ -108,7 +108,7 @@ def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
     lines = []
     for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
         numbers = [number for number, _ in alike]
-        labels = ", ".join(f"{kind.replace('_', '-')} {size_of(size)}" for kind, size in _largest_first(sent))
+        labels = ", ".join(f"{kind.replace('_', '-')} {readable_bytes(size)}" for kind, size in _largest_first(sent))
         named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
         where = f"on {named}: " if len(volumes) > 1 else ""
         lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
@@ -119,7 +119,7 @@ def _largest_first(sent: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(sent.items(), key=lambda item: -item[1])
 
 
-def size_of(size: int) -> str:
+def readable_bytes(size: int) -> str:
     """Formats bytes in the largest unit in which they are at least 1."""
     number = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):

@@ -159,7 +159,7 @@ def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[S
     )
 
 
-def described(stages: Sequence[StagePlan]) -> list[str]:
+def describe_stages(stages: Sequence[StagePlan]) -> list[str]:
     """Returns a line for each stage; neighbouring stages that are equal share one."""
     lines = []
     for (layers, parameters, work), alike in groupby(enumerate(stages), key=lambda item: _looks(item[1])):

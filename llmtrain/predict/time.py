@@ -85,7 +85,7 @@ def unknown(plan: Plan) -> str | None:
     return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
 
 
-def described(time: StepTime, measured: bool) -> str:
+def describe_time(time: StepTime, measured: bool) -> str:
     """Formats the time as one line for people. measured: whether a self-test has measured the rates."""
     parts = [f"compute {time.compute_s / time.step_s:.0%}"]
     if waiting := sum(time.communication_s.values()):

@@ -1,6 +1,6 @@
 """What people look at of a run, read from its directory alone: a page with curves, a terminal, a comparison."""
 
-from llmtrain.report.run import RunData, RunReader, load_run
+from llmtrain.report.run import RunData, RunReader, read_run
 from llmtrain.report.table import MetricsTable
 
-__all__ = ["MetricsTable", "RunData", "RunReader", "load_run"]
+__all__ = ["MetricsTable", "RunData", "RunReader", "read_run"]

@@ -19,12 +19,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from llmtrain.errors import reason, short
-from llmtrain.plan.described import size_of
+from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, chart_documents, charts_of, curves_of
 from llmtrain.report.differences import differences, figures_beside
 from llmtrain.report.facts import Fact, Figure
-from llmtrain.report.run import RunData, load_run
+from llmtrain.report.run import RunData, read_run
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import write_atomically
 
@@ -38,7 +38,7 @@ MOST_EVENTS = 500
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
     """Writes the page of runs. Raises RecipeError if a folder holds no run, and OSError if it cannot be written."""
-    write_atomically(out, page([load_run(folder) for folder in folders]))
+    write_atomically(out, page([read_run(folder) for folder in folders]))
 
 
 def write_report_at_end(run: RunDir, warn: Callable[[str], None]) -> None:
@@ -97,7 +97,7 @@ class RunView:
     values: tuple[list[str], list[list[str]]]
     samples: dict[int, list[tuple[str, str]]]
     """Prompts and continuations by their step, the newest step first."""
-    size: Callable[[int], str] = size_of
+    size: Callable[[int], str] = readable_bytes
 
 
 def _view(run: RunData, name: str) -> RunView:

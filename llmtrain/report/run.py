@@ -140,7 +140,7 @@ class RunData:
         return steps if isinstance(steps, int) else None
 
 
-def load_run(path: str | Path) -> RunData:
+def read_run(path: str | Path) -> RunData:
     """Reads a run directory. Raises RecipeError if it is none."""
     return RunReader(Path(path)).read()
 

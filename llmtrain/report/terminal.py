@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.errors import printable
-from llmtrain.plan.described import size_of
+from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.differences import Difference
 from llmtrain.report.run import RunData
@@ -126,7 +126,7 @@ def _curves(run: RunData, console: Console) -> Table:
 
 def _short(name: str, value: float) -> str:
     if name == "peak_memory_bytes":
-        return size_of(int(value))
+        return readable_bytes(int(value))
     return f"{value:.1%}" if name == "mfu" else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -144,7 +144,7 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
         yield (
             "checkpoints",
             [
-                f"{one.folder.name}  {one.problem or size_of(one.bytes)}{'  latest' if one.is_latest else ''}"
+                f"{one.folder.name}  {one.problem or readable_bytes(one.bytes)}{'  latest' if one.is_latest else ''}"
                 for one in run.checkpoints
             ],
         )

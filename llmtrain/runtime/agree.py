@@ -65,11 +65,11 @@ def attempt(action: Callable[[], object], what: str) -> list[Problem]:
     try:
         action()
     except OSError as error:
-        return [failed(error, what)]
+        return [write_problem(error, what)]
     return []
 
 
-def failed(error: OSError, what: str) -> Problem:
+def write_problem(error: OSError, what: str) -> Problem:
     """Converts an OSError to a problem."""
     where = str(error.filename) if error.filename else "the checkpoint"
     return Problem("checkpoint.write", where, f"cannot {what}: {error.strerror or error}")

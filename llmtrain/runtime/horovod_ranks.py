@@ -16,7 +16,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from torch import distributed as dist
 
 
-def join(local_size: int) -> None:
+def start_horovod(local_size: int) -> None:
     """Starts Horovod in every rank of torch's process group; does nothing if it already runs.
 
     `horovodrun` tells each process the address of its rendezvous server. Under other launchers, rank 0 starts the

@@ -39,7 +39,7 @@ EXACT = 64
 """Inner size of a product of integers from −2 to 2: sums of up to 256 are exact in bf16, too."""
 
 
-def measure(cluster: Cluster, device: torch.device) -> DeviceRates:
+def measure_device(cluster: Cluster, device: torch.device) -> DeviceRates:
     """Measures this rank's device. All ranks measure the same at the same time, since they share power and links."""
     is_gpu = device.type == "cuda"
     matmul = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}

@@ -41,7 +41,7 @@ def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) 
     yield from _step(plan, ranks, measured)
 
 
-def failed(problem: Problem) -> CheckResult:
+def measuring_failed(problem: Problem) -> CheckResult:
     """Returns the finding for an error that ended the measuring workers."""
     return fault("measure.failed", f"{problem.field}: {problem.message}", problem.fix or "see its log")
 

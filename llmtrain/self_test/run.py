@@ -22,7 +22,7 @@ from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, enumerate_plans
 from llmtrain.self_test.job import DeviceRates, MeasureJob, job_file, rates_file, timed_plan
-from llmtrain.self_test.report import failed, findings, measured_by, parity
+from llmtrain.self_test.report import findings, measured_by, measuring_failed, parity
 from llmtrain.system.untrusted import read_json
 from llmtrain.verify.certify import verify
 from llmtrain.verify.job import Certificate, comparable
@@ -70,7 +70,7 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
         try:
             ranks = _measure(cluster, folder)
         except UserError as error:  # for example a device without enough memory
-            found += [failed(problem) for problem in error.problems]
+            found += [measuring_failed(problem) for problem in error.problems]
         measured = measured_by(ranks, cluster.device) if ranks else None
         if measured:
             found += findings(timed_plan(cluster, measured.matmul), ranks, measured)

@@ -14,11 +14,11 @@ from llmtrain.train.console import WorkerOutput, run_worker
 def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
     """Measures this rank's device."""
     from llmtrain.runtime.distributed import init_process_group
-    from llmtrain.self_test.measure import measure
+    from llmtrain.self_test.measure import measure_device
 
     job = read_json(job_file(folder), MeasureJob)
     device = init_process_group(rank, on_cpu=job.cluster.spec.on_cpu)
-    write_atomically(rates_file(folder, rank.rank), measure(job.cluster, device).model_dump_json())
+    write_atomically(rates_file(folder, rank.rank), measure_device(job.cluster, device).model_dump_json())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, table
+from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, score_table
 
 
 def finish(
@@ -54,7 +54,7 @@ def finish(
         _sample(run_dir, recipe.export.sample_prompt, recipe.export.sample_tokens, console)
     if recipe.tasks.names:
         with console.status("scoring downstream tasks"), _told(console):
-            console.print(table(score_last(run_dir, state.step), state.step))
+            console.print(score_table(score_last(run_dir, state.step), state.step))
 
 
 def _sample(run_dir: RunDir, prompt: str, tokens: int, console: Console) -> None:

@@ -94,13 +94,13 @@ class StepProfiler:
     def _write(self, recorded: profile, folder: Path, steps: range) -> None:
         try:
             recorded.export_chrome_trace(str(folder / f"rank_{self._rank}.trace.json.gz"))
-            found = summary(recorded.events())  # type: ignore[no-untyped-call]
+            found = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
             write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **found})
         except Exception as error:  # whatever it is, the run goes on
             self._warn(f"the profile of steps {steps[0]} to {steps[-1]} was not written: {error}")
 
 
-def summary(events: Iterable[Any]) -> dict[str, Any]:
+def profile_summary(events: Iterable[Any]) -> dict[str, Any]:
     """Returns where the time of a window went, on the device or, without one, on the host.
 
     `seconds` from the first event to the last; `computation`, `communication`, the part of it that nothing `hides`,

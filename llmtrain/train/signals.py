@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from llmtrain.errors import Exit
-from llmtrain.launch.seal import Seal, opened
+from llmtrain.launch.seal import Seal, read_sealed
 from llmtrain.system.stops import STOPS, after_step, leave, say
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Agreement:
         if self.rank != 0:
             if received:
                 self.store.set(REQUEST, self._sealed(REQUEST, received))
-            return int(opened(self.store, str(step), self._seal, self._about(str(step))))
+            return int(read_sealed(self.store, str(step), self._seal, self._about(str(step))))
         if not received and self.store.check([REQUEST]):
             received = self._requested()
         self.store.set(str(step), self._sealed(str(step), received))

@@ -68,7 +68,7 @@ def scores(results: Results) -> list[Score]:
     return found
 
 
-def table(results: Results, step: int) -> Table:
+def score_table(results: Results, step: int) -> Table:
     """Renders results for a rich console."""
     shown = Table("task", "metric", title=f"Scores after step {step:,}", title_justify="left")
     for heading in ("value", "standard error"):

@@ -55,10 +55,10 @@ def main(
     if rank is None:
         raise SystemExit("llmtrain.train.worker is started by a launcher, which sets RANK; use `llmtrain train`")
     folder = RunDir(run_dir)
-    work(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps, signals)
+    train_rank(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps, signals)
 
 
-def work(
+def train_rank(
     rank: Rank,
     run_dir: RunDir,
     plan: Plan,
@@ -155,7 +155,7 @@ class _Worker:
         from llmtrain.data import Schedule
         from llmtrain.data.shown import first_batch
         from llmtrain.engines import build_engine
-        from llmtrain.engines.own_time import measure
+        from llmtrain.engines.own_time import measure_own_time
         from llmtrain.engines.reference_model import with_references
         from llmtrain.overrides import untried_versions
         from llmtrain.runtime.devices import free_device_memory
@@ -173,7 +173,7 @@ class _Worker:
             for line in untried_versions():
                 self.output.warn(line)
             engine = build_engine(plan, ds_config, device)
-            measure(plan, engine, self.heart)
+            measure_own_time(plan, engine, self.heart)
             if plan.recipe.objective.needs_reference:
                 status.update("reading or computing the reference's log-probabilities")
                 with self.heart.phase(Phase.EVALUATING):
@@ -382,11 +382,11 @@ class _Worker:
 
     def _tell_changes(self, state: TrainerState) -> None:
         """Prints what has changed since the start of the run, and the effect on the learning rate."""
-        from llmtrain.checkpoint.contents import changes
+        from llmtrain.checkpoint.contents import changed_values
         from llmtrain.engines.optim import rate_of
 
         first, step, recipe = state.history[0].values, state.step + 1, self.plan.recipe
-        if changed := changes(first, state.history[-1].values):
+        if changed := changed_values(first, state.history[-1].values):
             self._say(f"changed since the start: {', '.join(changed)}")
         steps = "train.max_steps"
         now, before = rate_of(recipe, step), rate_of(recipe.with_(**{steps: first[steps]}), step)

@@ -212,7 +212,7 @@ def _model_values(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def choose(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str) -> list[NamedPlan]:
+def choose_plans(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str) -> list[NamedPlan]:
     """Returns the plans of `--plans`: `all`, or names and patterns (`dp2-*`) separated by commas.
 
     Raises RecipeError for each part that matches no plan, and if no plan runs.

@@ -254,7 +254,7 @@ class ReferenceLoop:
         rows = [[one] for documents in sequences for one in documents]
         if self.runs_whole:
             rows = [list(documents) for documents in sequences]
-        joined = [(join(row), torch.cat([torch.arange(len(one.inputs)) for one in row])) for row in rows]
+        joined = [(join_documents(row), torch.cat([torch.arange(len(one.inputs)) for one in row])) for row in rows]
         return [joined] if self.together else [[one] for one in joined]
 
     def _forward(
@@ -463,7 +463,7 @@ def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
     return config.model_type in MIXES_DOCUMENTS or chosen < length
 
 
-def join(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
+def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
     """Concatenates documents into one."""
     return ReferenceDocument(
         torch.cat([one.inputs for one in documents]), torch.cat([one.targets for one in documents])

@@ -10,7 +10,7 @@ from rich.table import Table
 from llmtrain.verify.job import PROBES, Certificate, Verdict
 
 
-def table(certificate: Certificate) -> Table:
+def certificate_table(certificate: Certificate) -> Table:
     """Returns a table of the plans with their largest deviations, verdicts and durations in seconds."""
     shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("plan", no_wrap=True)
@@ -24,7 +24,7 @@ def table(certificate: Certificate) -> Table:
     return shown
 
 
-def summary(certificate: Certificate) -> list[str]:
+def certificate_lines(certificate: Certificate) -> list[str]:
     """Returns lines on why plans failed, the tolerances, and how many plans are certified or refused by which rule."""
     total, others = len(certificate.verdicts), len(certificate.deviating)
     lines = [f"{one.name} FAILED: {one.failure}" for one in certificate.verdicts if one.failure]

@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 """Prints a message; a line ends where the text has a newline."""
 
 
-def work(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
+def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
     """Trains the reference if it does not exist; compares the plans of this world size that have no verdict yet."""
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
     if not reference_file(folder, PROBES[-1]).is_file():

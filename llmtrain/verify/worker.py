@@ -15,7 +15,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
     from torch import distributed as dist
 
     from llmtrain.runtime.distributed import init_process_group
-    from llmtrain.verify.train import work
+    from llmtrain.verify.train import verify_rank
 
     def say(text: str) -> None:
         # On standard error, since standard output is for the result.
@@ -24,7 +24,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
 
     job = read_json(job_file(folder), VerifyJob)
     device = init_process_group(rank, on_cpu=next(iter(job.plans.values())).cluster.spec.on_cpu)
-    work(job, folder, device, say)
+    verify_rank(job, folder, device, say)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from llmtrain.launch.local import die_with
 from llmtrain.launch.place.rank import LOOPBACK, Rank
-from llmtrain.launch.seal import Seal, opened
+from llmtrain.launch.seal import Seal, read_sealed
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Heartbeat
@@ -48,7 +48,7 @@ class Watch:
         if self._rank.rank == 0:
             store.set("port", seal.seal("watcher", str(self._port)))
             return
-        port = int(opened(store, "port", seal, "watcher"))
+        port = int(read_sealed(store, "port", seal, "watcher"))
         if port:
             host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
             self._heart.tell_address(address_of(host, port, seal))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.contents import Segment, TrainerState, changes, course, read_state, with_plan
+from llmtrain.checkpoint.contents import Segment, TrainerState, changed_values, course, read_state, with_plan
 from llmtrain.checkpoint.folder import STATE_FILE, is_exported, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.checkpoint.manifest import Manifest
@@ -45,7 +45,7 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment():
 def test_a_change_begins_another_segment():
     history = _history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4}), (6, 40, {BATCH: 4, "train.max_steps": 9}))
     assert [(one.step, one.samples) for one in history] == [(0, 0), (4, 32), (6, 40)]
-    assert changes(history[0].values, history[-1].values) == [f"{BATCH} 8 → 4", "train.max_steps 6 → 9"]
+    assert changed_values(history[0].values, history[-1].values) == [f"{BATCH} 8 → 4", "train.max_steps 6 → 9"]
     assert course(history, BATCH) == [(0, 8), (4, 4)]
     assert course(history, "train.max_steps") == [(0, 6), (6, 9)]
 

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.cli import app, main
 from llmtrain.errors import UserError
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.load.yaml_file import as_yaml, schema
+from llmtrain.plan.load.yaml_file import as_yaml, recipe_schema
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
@@ -128,7 +128,7 @@ def test_what_is_shown_is_the_recipe(path, tmp_path):
 
 
 def test_the_schema_accepts_recipes_and_finds_typing_errors(capsys):
-    main_schema = schema()
+    main_schema = recipe_schema()
     jsonschema.Draft202012Validator.check_schema(main_schema)
     check = jsonschema.Draft202012Validator(main_schema)
     for path in RECIPES:

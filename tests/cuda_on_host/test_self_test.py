@@ -35,7 +35,7 @@ def measured_with(rank: int, cluster: Cluster, faults: list[dict[str, Any]]) -> 
     job.MODELS, measure.SECONDS = (SMALL,), 0.05
     for fault in faults:
         (device.set_memory if "bytes" in fault else device.plant)(**fault)
-    return measure.measure(cluster, torch.device("cuda", rank))
+    return measure.measure_device(cluster, torch.device("cuda", rank))
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, Progress, Schedule, notes, prepare, report, summary
-from llmtrain.data.samples import fill
+from llmtrain.data import Prepared, Progress, Schedule, data_summary, notes, prepare, report
+from llmtrain.data.samples import filled_share
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
@@ -331,7 +331,7 @@ def shown(prepared: Prepared, recipe: Recipe, width: int) -> str:
 def test_the_report(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     recipe = make_recipe(corpus_file)
     prepared = prepare(recipe)
-    whole = summary(prepared, recipe)
+    whole = data_summary(prepared, recipe)
     facts = whole["sources"][0]["train"]
     assert json.loads(json.dumps(whole)) == whole
     text = shown(prepared, recipe, 160)
@@ -358,7 +358,7 @@ def test_epochs_of_each_source(make_recipe: MakeRecipe, corpus_file: Path, tmp_p
     recipe = make_recipe({"name": str(corpus_file), "weight": 1.0}, {"name": str(few), "weight": 3.0})
     recipe = recipe.with_(**{"train.max_steps": 40})
     prepared = prepare(recipe)
-    epochs = [source["epochs"] for source in summary(prepared, recipe)["sources"]]
+    epochs = [source["epochs"] for source in data_summary(prepared, recipe)["sources"]]
     drawn = Schedule(
         prepared,
         seed=1,
@@ -402,4 +402,4 @@ def test_the_standard_library_is_packed_full(make_recipe: MakeRecipe) -> None:
     """
     for length, least in ((256, 0.999), (1024, 0.99)):
         recipe = make_recipe("stdlib", tokenizer={"vocab_size": 512}, sequence_length=length)
-        assert fill(prepare(recipe).sources[0].train) > least
+        assert filled_share(prepare(recipe).sources[0].train) > least

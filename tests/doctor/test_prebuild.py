@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.doctor.prebuild import DISK, PINNED, build, operators_of
+from llmtrain.doctor.prebuild import DISK, PINNED, build_operators, operators_of
 from llmtrain.recipe import ParallelConfig
 
 
@@ -30,7 +30,7 @@ def test_without_a_recipe_all_that_one_could_need():
 @pytest.mark.parametrize(("is_needed", "level"), [(True, "fault"), (False, "ok")])
 def test_a_host_without_libaio_does_without_unless_a_recipe_asks(is_needed, level):
     lacking = {"operator": "async_io", "seconds": 0.0, "file": "", "error": "libaio was not found"}
-    [finding], _ = build(Answering(lacking), ["async_io"], on_cpu=True, is_needed=is_needed)
+    [finding], _ = build_operators(Answering(lacking), ["async_io"], on_cpu=True, is_needed=is_needed)
     assert finding.level == level
     assert ("apt install libaio-dev" in finding.fix) == is_needed
 
@@ -51,7 +51,7 @@ def test_the_compilers_message_is_reported():
     right = {"operator": "pin_memory", "seconds": 12.34, "file": "/cache/pin_memory/pin_memory.so", "error": ""}
     wrong = {"operator": "async_io", "seconds": 3.0, "file": "", "error": "x.cpp:1: error: no such thing"}
     channel = Answering(right, wrong)
-    findings, built = build(channel, DISK, on_cpu=True, is_needed=True)
+    findings, built = build_operators(channel, DISK, on_cpu=True, is_needed=True)
     assert channel.sent == {"do": "build", "operators": list(DISK), "accelerator": "cpu"}
     assert [(one.level, one.text) for one in findings] == [
         ("ok", "pin_memory in /cache/pin_memory, 12.3 s"),

@@ -29,7 +29,7 @@ def _emulate(patch: pytest.MonkeyPatch) -> None:
     """Operands are rounded to fp8, and multiplied in fp32: a CPU has no products of fp8."""
     plain = precision._config
     patch.setattr(precision, "_config", lambda kind: replace(plain(kind), emulate=True))
-    patch.setattr(precision, "unavailable", lambda device: "")
+    patch.setattr(precision, "fp8_unavailable", lambda device: "")
 
 
 def _train(rank: int, recipes: dict) -> dict[str, Trace]:

@@ -30,7 +30,7 @@ def adapter_scaled_twice(patch):
 
 
 def base_not_frozen(patch):
-    _after(patch, "apply", lambda result, arguments: arguments[0].requires_grad_(True))
+    _after(patch, "apply_adapter", lambda result, arguments: arguments[0].requires_grad_(True))
 
 
 def scaling_by_rank_ignored(patch):
@@ -49,7 +49,7 @@ def module_not_saved(patch):
         for name, one in arguments[0].named_parameters():
             one.requires_grad_(one.requires_grad and adapter.is_adapter(name))
 
-    _after(patch, "apply", freeze)
+    _after(patch, "apply_adapter", freeze)
 
 
 def base_not_in_4_bit(patch):
@@ -57,7 +57,7 @@ def base_not_in_4_bit(patch):
         for name, whole in names.items():
             model.get_parameter(name).data.copy_(read(whole))
 
-    patch.setattr(nf4, "pack", fill)
+    patch.setattr(nf4, "pack_linear_layers", fill)
 
 
 def scales_in_4_bit_without_their_mean(patch):

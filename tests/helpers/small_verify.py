@@ -105,7 +105,7 @@ def certified(rank: int, job: VerifyJob, folder: Path) -> dict[str, bool]:
 
 def refer(rank: int, job: VerifyJob, folder: Path) -> None:
     """Makes the reference of a job, without training its plans of one worker."""
-    train.work(job.model_copy(update={"plans": {}}), folder, CPU, lambda text: None)
+    train.verify_rank(job.model_copy(update={"plans": {}}), folder, CPU, lambda text: None)
 
 
 def plant(rank: int, job, folder, module: str, bugs: tuple[str, ...] | str) -> dict[str, list[str]]:

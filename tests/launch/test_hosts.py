@@ -12,7 +12,7 @@ from llmtrain.errors import RecipeError, WorkerError
 from llmtrain.launch import hosts
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.on_host import facts
+from llmtrain.launch.on_host import version_facts
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Phase
 from llmtrain.watchdog.verdict import Status, cut_off, loss
@@ -76,12 +76,12 @@ def test_a_host_like_this_one_is_suitable():
 
 def test_facts_tell_another_recipe(tmp_path):
     recipe = tmp_path / "recipe.py"
-    assert facts(recipe)["recipe"] is None
+    assert version_facts(recipe)["recipe"] is None
     recipe.write_text("a")
-    first = facts(recipe)
+    first = version_facts(recipe)
     recipe.write_text("b")
-    assert facts(recipe)["recipe"] != first["recipe"]
-    assert facts(recipe)["llmtrain"] == first["llmtrain"]
+    assert version_facts(recipe)["recipe"] != first["recipe"]
+    assert version_facts(recipe)["llmtrain"] == first["llmtrain"]
 
 
 def test_a_python_that_a_shell_would_misread_is_refused(monkeypatch):

@@ -13,7 +13,7 @@ from llmtrain.launch.place.interfaces import (
     NCCL,
     Interface,
     Network,
-    choose,
+    choose_interfaces,
     nccl_setting,
     set_interfaces,
 )
@@ -47,7 +47,7 @@ def _network(*known, own="127.0.1.1"):
 
 def test_a_name_that_misleads_gives_way_to_the_route(routes):
     routes[MASTER] = "10.1.0.5"
-    choice = choose(MASTER, True, _network(ETH0, ETH1), {})
+    choice = choose_interfaces(MASTER, True, _network(ETH0, ETH1), {})
     assert choice.variables == {GLOO: "eth1"}
     assert choice.lines == (
         f"gloo: eth1 (10.1.0.5), by the route to {MASTER}, since the host name 'node5' resolves to 127.0.1.1",
@@ -57,19 +57,19 @@ def test_a_name_that_misleads_gives_way_to_the_route(routes):
 @pytest.mark.parametrize("own", [None, "127.0.0.1", "::1"])
 def test_a_name_without_an_address_here_misleads_too(routes, own):
     routes[MASTER] = "10.1.0.5"
-    assert choose(MASTER, True, _network(ETH0, ETH1, own=own), {}).variables == {GLOO: "eth1"}
+    assert choose_interfaces(MASTER, True, _network(ETH0, ETH1, own=own), {}).variables == {GLOO: "eth1"}
 
 
 def test_a_name_that_resolves_to_a_real_address_is_left_alone(routes):
     routes[MASTER] = "10.1.0.5"
-    choice = choose(MASTER, True, _network(ETH0, ETH1, own="10.0.0.5"), {})
+    choice = choose_interfaces(MASTER, True, _network(ETH0, ETH1, own="10.0.0.5"), {})
     assert choice.variables == {}
     assert choice.lines == ("gloo: eth0 (10.0.0.5), which the host name 'node5' resolves to",)
 
 
 def test_the_users_own_value_wins(routes):
     routes[MASTER] = "10.1.0.5"
-    choice = choose(MASTER, False, _network(VIRBR, ETH1), {GLOO: "eth7", NCCL: "eth8"})
+    choice = choose_interfaces(MASTER, False, _network(VIRBR, ETH1), {GLOO: "eth7", NCCL: "eth8"})
     assert choice.variables == {}
     assert choice.lines == (f"gloo: eth7, set by {GLOO}", f"NCCL: eth8, set by {NCCL}")
 
@@ -78,24 +78,24 @@ def test_the_host_of_rank_0_takes_the_interface_that_others_reach_it_by(routes):
     """Its own address is reached through the loopback, but is that of an interface."""
     routes[MASTER] = MASTER
     master = Interface("eth1", (MASTER,))
-    assert choose(MASTER, True, _network(ETH0, master), {}).variables == {GLOO: "eth1"}
+    assert choose_interfaces(MASTER, True, _network(ETH0, master), {}).variables == {GLOO: "eth1"}
 
 
 def test_the_host_of_rank_0_by_its_own_misleading_name_takes_the_default_route(routes):
     routes["node5"], routes[ELSEWHERE] = "127.0.1.1", "10.0.0.5"
-    assert choose("node5", True, _network(ETH0, ETH1), {}).variables == {GLOO: "eth0"}
+    assert choose_interfaces("node5", True, _network(ETH0, ETH1), {}).variables == {GLOO: "eth0"}
 
 
 def test_without_a_route_the_only_interface_is_taken_and_none_of_several(routes):
-    assert choose("node5", True, _network(ETH0, DOWN), {}).variables == {GLOO: "eth0"}
-    choice = choose("node5", True, _network(ETH0, ETH1), {})
+    assert choose_interfaces("node5", True, _network(ETH0, DOWN), {}).variables == {GLOO: "eth0"}
+    choice = choose_interfaces("node5", True, _network(ETH0, ETH1), {})
     assert (choice.variables, choice.is_reachable) == ({}, False)
     assert f"no route leads to node5; set {GLOO}" in choice.lines[0]
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "::1"])
 def test_ranks_that_meet_on_the_loopback_stay_there(routes, master):
-    choice = choose(master, True, _network(ETH0), {})
+    choice = choose_interfaces(master, True, _network(ETH0), {})
     assert (choice.variables, choice.is_reachable) == ({}, True)
 
 
@@ -109,12 +109,14 @@ def test_ranks_that_meet_on_the_loopback_stay_there(routes, master):
     ],
 )
 def test_nccl_is_kept_from_bridges_of_this_machine_only(routes, known, expected):
-    choice = choose(MASTER, False, _network(*known, own=known[-1].addresses[0]), {})
+    choice = choose_interfaces(MASTER, False, _network(*known, own=known[-1].addresses[0]), {})
     assert choice.variables.get(NCCL) == expected
 
 
 def test_nccl_is_not_asked_of_cpus(routes):
-    assert [line[:4] for line in choose(MASTER, True, _network(VIRBR, ETH0, own="10.0.0.5"), {}).lines] == ["gloo"]
+    assert [line[:4] for line in choose_interfaces(MASTER, True, _network(VIRBR, ETH0, own="10.0.0.5"), {}).lines] == [
+        "gloo"
+    ]
 
 
 def test_nccls_own_file_is_the_users_value(tmp_path):

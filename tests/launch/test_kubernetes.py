@@ -14,7 +14,7 @@ import yaml
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.kubernetes import JobSet, parse_options, render_manifest
+from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
 from tests.helpers.launching_doc import commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ JOBSET = _object(
 
 def _document(*options: str, nodes: int = 2, device: str = "h100", script: tuple[str, ...] = ("recipes/tiny.py",)):
     cluster = Cluster(nodes=nodes, devices_per_node=8, device=device)
-    parsed = parse_options([*GIVEN, *options])
+    parsed = parse_kubernetes_options([*GIVEN, *options])
     run_dir = PurePosixPath(parsed.mount) / "runs" / "tiny"
     return yaml.safe_load(render_manifest(JobSet("tiny", cluster, script, run_dir, parsed)))
 
@@ -218,19 +218,19 @@ def test_arguments_arrive_as_they_were():
 )
 def test_impossible_options_are_refused(options, said):
     with pytest.raises(RecipeError) as error:
-        parse_options(options)
+        parse_kubernetes_options(options)
     assert said in str(error.value)
 
 
 def test_a_run_that_is_not_on_the_volume_is_refused():
-    manifest = JobSet("tiny", Cluster(), ("x.py",), PurePosixPath("/home/me/run"), parse_options(GIVEN))
+    manifest = JobSet("tiny", Cluster(), ("x.py",), PurePosixPath("/home/me/run"), parse_kubernetes_options(GIVEN))
     with pytest.raises(RecipeError, match="is not on the volume"):
         render_manifest(manifest)
 
 
 @pytest.mark.parametrize(("recipe", "name"), [("Llama3_8B", "llama3-8b"), ("3b", None), ("ü", None), ("x" * 50, None)])
 def test_a_name_is_made_of_the_recipes(recipe, name):
-    manifest = JobSet(recipe, Cluster(), ("x.py",), PurePosixPath("/data/run"), parse_options(GIVEN))
+    manifest = JobSet(recipe, Cluster(), ("x.py",), PurePosixPath("/data/run"), parse_kubernetes_options(GIVEN))
     if name is None:
         with pytest.raises(RecipeError, match="--kubernetes name"):
             render_manifest(manifest)

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.errors import RecipeError, WorkerError
 from llmtrain.launch import seal as seals
 from llmtrain.launch.place.rank import Rank
-from llmtrain.launch.seal import SECRET_VARIABLE, Seal, Secret, opened
+from llmtrain.launch.seal import SECRET_VARIABLE, Seal, Secret, read_sealed
 from tests.helpers.harness import run_ranks
 
 SEAL = Seal("secret")
@@ -84,11 +84,11 @@ class Shelf(dict):
 def test_a_verdict_counts_for_its_own_step_alone(monkeypatch):
     monkeypatch.setattr(seals, "FORGED_S", 0.0)
     genuine = SEAL.seal("stop 0 57", "15").encode()
-    assert opened(Shelf({"57": genuine}), "57", SEAL, "stop 0 57") == "15"
+    assert read_sealed(Shelf({"57": genuine}), "57", SEAL, "stop 0 57") == "15"
     replayed = [genuine, genuine.replace(b" 15", b" 10"), b"", b"\xff", b" ", genuine + b"\n"]
     for forged in replayed:
         with pytest.raises(WorkerError) as error:
-            opened(Shelf({"58": forged}), "58", SEAL, "stop 0 58")
+            read_sealed(Shelf({"58": forged}), "58", SEAL, "stop 0 58")
         assert error.value.problems[0].rule == "worker.stranger"
 
 
@@ -99,7 +99,7 @@ def test_a_verdict_that_is_mended_in_time_counts():
         def get(self, key):
             return answers.pop(0)
 
-    assert opened(Mended(), "1", SEAL, "a") == "15"
+    assert read_sealed(Mended(), "1", SEAL, "a") == "15"
 
 
 def _agreed(rank, given):

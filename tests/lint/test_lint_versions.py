@@ -11,7 +11,7 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.lint import RULES, Use, examine
 from llmtrain.lint.schema import releases, schema, version
-from llmtrain.lint.versions import choose
+from llmtrain.lint.versions import choose_release
 from tests.lint.corpus import Case, cases
 
 NEWEST, OLDEST = releases()[0]["deepspeed"], releases()[-1]["deepspeed"]
@@ -47,7 +47,7 @@ NOT_REFUSED = {
     ],
 )
 def test_the_newest_that_fits_is_chosen(asked, chosen, why):
-    release = choose(asked)
+    release = choose_release(asked)
     assert (release.deepspeed, release.why) == (chosen, why)
 
 
@@ -56,7 +56,7 @@ def test_the_newest_that_fits_is_chosen(asked, chosen, why):
 )
 def test_what_is_no_version_is_refused(asked):
     with pytest.raises(RecipeError, match="--deepspeed"):
-        choose(asked)
+        choose_release(asked)
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ def test_what_is_no_version_is_refused(asked):
     ],
 )
 def test_the_installed_one_is_the_default(monkeypatch, installed, chosen, why):
-    choose.cache_clear()
+    choose_release.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: installed)
-    assert (choose().deepspeed, choose().why) == (chosen, why)
-    choose.cache_clear()
+    assert (choose_release().deepspeed, choose_release().why) == (chosen, why)
+    choose_release.cache_clear()
 
 
 def test_the_newest_known_is_the_default_without_deepspeed(monkeypatch):
     def none(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    choose.cache_clear()
+    choose_release.cache_clear()
     monkeypatch.setattr(metadata, "version", none)
-    assert choose().why == "the newest known"
-    choose.cache_clear()
+    assert choose_release().why == "the newest known"
+    choose_release.cache_clear()
 
 
 def test_releases_are_known_in_falling_order_for_two_years():

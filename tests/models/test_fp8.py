@@ -139,7 +139,7 @@ def test_sides_that_do_not_divide_stay():
 def test_where_it_can_run(monkeypatch, installed, device, capability, why):
     monkeypatch.setattr(precision, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert precision.unavailable(torch.device(device)) == why
+    assert precision.fp8_unavailable(torch.device(device)) == why
 
 
 def test_what_has_no_linear_layers_for_it_is_refused():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from llmtrain.models.initial import initialise
+from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.cut import build_stage
 from llmtrain.plan.stages import StageBounds
 
@@ -42,7 +42,7 @@ def _model(family: str, dtype: torch.dtype = torch.float32, seed: int = 1, layer
     model.tie_weights()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
-    initialise(model, seed)
+    draw_all_weights(model, seed)
     return model
 
 
@@ -86,7 +86,7 @@ def test_another_seed_is_another_model_and_the_generator_is_left_alone():
     one, other = _model("llama", seed=1), _model("llama", seed=2)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     torch.manual_seed(5)
-    initialise(one, 1)
+    draw_all_weights(one, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -119,7 +119,7 @@ def test_what_a_family_does_not_draw_starts_as_constructed_whole_and_in_stages(f
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    initialise(model, 1)
+    draw_all_weights(model, 1)
     whole = dict(model.named_parameters())
     assert not [name for name, weight in whole.items() if weight.isnan().any()]
     constructed = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
@@ -129,6 +129,6 @@ def test_what_a_family_does_not_draw_starts_as_constructed_whole_and_in_stages(f
     bounds = (StageBounds(0, 2), StageBounds(2, 4))
     for index in range(2):
         stage = build_stage(config, index, bounds, "eager", torch.float32, torch.device("cpu"))
-        initialise(stage.model, 1)
+        draw_all_weights(stage.model, 1)
         for own, name in stage.hf_names().items():
             assert torch.equal(stage.get_parameter(own), whole[name]), name

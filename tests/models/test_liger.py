@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
-from llmtrain.models.initial import initialise
+from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import build_stage, check_cut, reference
 from llmtrain.models.proof.tiny import shrink_configuration
@@ -180,7 +180,7 @@ def test_a_stage_is_changed_where_it_has_layers():
         stages = [build_stage(config, index, bounds, "eager", torch.float32, CPU, cut) for index in (0, 1)]
         states: tuple[torch.Tensor, ...] = inputs
         for stage in stages:
-            initialise(stage.model, 0)
+            draw_all_weights(stage.model, 0)
             if changed:
                 liger.use_blocks(stage.model)
                 assert len(_changed(stage)) == 4 + stage.is_last
@@ -280,12 +280,12 @@ def test_a_gradient_that_is_no_number_deviates():
 def test_where_it_can_run(monkeypatch, installed, interpreted, device, why):
     monkeypatch.setattr(liger, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    found = liger.unavailable(torch.device(device))
+    found = liger.liger_unavailable(torch.device(device))
     assert found.startswith(why)
     assert bool(found) is bool(why)
 
 
 def test_where_it_cannot_run_it_is_refused(monkeypatch):
-    monkeypatch.setattr(liger, "unavailable", lambda device: "no such thing here")
+    monkeypatch.setattr(liger, "liger_unavailable", lambda device: "no such thing here")
     with pytest.raises(RecipeError, match=r"kernels\.loss: liger was given, but its kernels cannot run: no such thing"):
         liger.check_loss(AutoConfig.for_model("llama"), CPU)

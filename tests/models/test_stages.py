@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import IGNORE, ChunkedLoss, target_loss_sum
-from llmtrain.models.initial import initialise
+from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.models.stages import StageEntry
@@ -171,14 +171,14 @@ def _largest(model) -> float:
 def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights(family):
     config = families.tiny_config(family)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    initialise(whole, 7)
+    draw_all_weights(whole, 7)
     whole.tie_weights()
     cut = find_cut(config, HALVES)
     weights = dict(whole.named_parameters())
     held = []
     for index in range(2):
         stage = build_stage(config, index, HALVES, "eager", torch.float32, CPU, cut)
-        initialise(stage.model, 7)
+        draw_all_weights(stage.model, 7)
         stage.model.tie_weights()
         names = stage.hf_names()
         assert names.keys() == dict(stage.named_parameters()).keys()

@@ -15,7 +15,7 @@ from llmtrain.models import build_model
 from llmtrain.models.build import stage_builder
 from llmtrain.models.proof import slices_check
 from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.slices_check import ThreadRanks, check_split, compare
+from llmtrain.models.proof.slices_check import ThreadRanks, check_slices, compare_slices
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor import exchanges, regions, split
 from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
@@ -46,7 +46,7 @@ def tiny(family: str, **fields):
 def test_two_ranks_have_the_logits_and_the_gradients_of_the_whole(family, monkeypatch):
     own, sums = ThreadRanks.sum, []
     monkeypatch.setattr(ThreadRanks, "sum", lambda ranks, value: sums.append(value.shape) or own(ranks, value))
-    compare(config := tiny(family))
+    compare_slices(config := tiny(family))
     activations = [shape for shape in sums if shape[-1] == config.get_text_config().hidden_size and len(shape) > 1]
     assert len(activations) // 2 // 4 == SUMS[family]
 
@@ -70,7 +70,7 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
             return super().gather(value)
 
     monkeypatch.setattr(slices_check, "ThreadRanks", Counted)
-    compare(tiny(family), regions=True)
+    compare_slices(tiny(family), regions=True)
     # Of four layers four of each; the embedding's sum and its gradient, and what enters the head and its gradient.
     own = {kind: seen.count(kind) // 2 for kind in seen}
     splits_head = family != "gpt_neox"  # whose plan leaves it whole, with a gradient that is whole
@@ -80,51 +80,51 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
 
 def test_other_families_hold_the_whole_residual():
     config = AutoConfig.for_model("minicpm3", num_hidden_layers=2)
-    assert not check_split(config, 2, regions=True).regions
-    assert check_split(AutoConfig.for_model("llama", num_hidden_layers=2), 2, regions=True).regions
+    assert not check_slices(config, 2, regions=True).regions
+    assert check_slices(AutoConfig.for_model("llama", num_hidden_layers=2), 2, regions=True).regions
 
 
 @pytest.mark.parametrize("size", [99, 100])
 def test_slices_of_the_residual_beside_an_embedding_and_a_head_that_are_whole(size):
-    compare(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
+    compare_slices(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
 
 
 @pytest.mark.parametrize("with_regions", [False, True])
 def test_the_auxiliary_loss_has_its_gradient_once(with_regions):
-    compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=with_regions)
+    compare_slices(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=with_regions)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_rows_get_no_gradient_on_any_rank(attention):
     for row in (7, 60):
-        compare(tiny("llama", pad_token_id=row, tie_word_embeddings=False), attention)
+        compare_slices(tiny("llama", pad_token_id=row, tie_word_embeddings=False), attention)
 
 
 class TestRefusal:
     def test_no_plan(self):
         with pytest.raises(FamilyError, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
-            check_split(AutoConfig.for_model("gpt2"), 2)
+            check_slices(AutoConfig.for_model("gpt2"), 2)
 
     def test_a_style_that_is_not_known(self):
         with pytest.raises(FamilyError, match=r"the styles? '?all_reduce"):
-            compare(tiny("inkling_text"))
+            compare_slices(tiny("inkling_text"))
 
     def test_a_plan_of_the_head_alone(self):
         with pytest.raises(FamilyError, match="splits nothing of the layers"):
-            compare(tiny("bamba"))
+            compare_slices(tiny("bamba"))
 
     def test_a_plan_that_loses_a_gradient(self):
         with pytest.raises(FamilyError, match=r"its gradients deviate .*act_fn"):
-            compare(tiny("apertus"))
+            compare_slices(tiny("apertus"))
 
     def test_a_forward_that_needs_all_heads(self):
         with pytest.raises(FamilyError, match="its forward fails when split"):
-            compare(tiny("doge"))
+            compare_slices(tiny("doge"))
 
     def test_sizes_that_do_not_divide(self):
         config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
         with pytest.raises(FamilyError, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
-            check_split(config, 2)
+            check_slices(config, 2)
 
 
 def test_the_rule_knows_what_works():
@@ -158,18 +158,18 @@ class TestMistakes:
 
         monkeypatch.setattr(split, "SplitSection", First)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare(tiny("llama"))
+            compare_slices(tiny("llama"))
 
     def test_a_gradient_that_is_not_summed_over_ranks(self, monkeypatch):
         monkeypatch.setattr(exchanges, "copy", lambda value, ranks: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare(tiny("llama"))
+            compare_slices(tiny("llama"))
 
     def test_a_norm_of_heads_that_each_rank_updates_alone(self, monkeypatch):
         alone = {**split.STYLES, "replicated_with_grad_allreduce": split.STYLES["replicate"]}
         monkeypatch.setattr(split, "STYLES", alone)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*_norm"):
-            compare(tiny("qwen3"))
+            compare_slices(tiny("qwen3"))
 
     def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
         def naive(module, forward, section):
@@ -178,33 +178,33 @@ class TestMistakes:
         row = split.Style(split.STYLES["rowwise"].shard, split._wrapping(naive))
         monkeypatch.setattr(split, "STYLES", {**split.STYLES, "rowwise": row})
         with pytest.raises(FamilyError, match="its logits deviate"):
-            compare(tiny("starcoder2"))
+            compare_slices(tiny("starcoder2"))
 
     def test_a_norm_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
         monkeypatch.setattr(regions, "sum_gradient", lambda parameter, ranks: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*norm"):
-            compare(tiny("llama"), regions=True)
+            compare_slices(tiny("llama"), regions=True)
 
     def test_a_bias_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
         monkeypatch.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*o_proj\.bias"):
-            compare(tiny("starcoder2"), regions=True)
+            compare_slices(tiny("starcoder2"), regions=True)
 
     def test_a_router_loss_that_each_rank_counts(self, monkeypatch):
         monkeypatch.setattr(regions, "share_gradient", lambda value, ranks: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=True)
+            compare_slices(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=True)
 
     def test_a_router_that_each_rank_updates_by_its_own_parts_of_experts(self, monkeypatch):
         own = regions.sum_gradient
         monkeypatch.setattr(regions, "sum_gradient", lambda one, ranks: None if one.shape[0] == 4 else own(one, ranks))
         with pytest.raises(FamilyError, match=r"its gradients deviate .*gate\.weight"):
-            compare(tiny("mixtral"), regions=True)
+            compare_slices(tiny("mixtral"), regions=True)
 
     def test_a_slice_whose_gradient_is_of_one_rank_only(self, monkeypatch):
         monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare(tiny("llama"), regions=True)
+            compare_slices(tiny("llama"), regions=True)
 
 
 def test_slices_join_to_the_whole():
@@ -223,13 +223,13 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
         found = plan_split(model, 2)
         assert names & found.shards.keys() == (set() if size == 99 else names)
         assert ("lm_head" in found.styles) == (size == 100)
-    compare(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
+    compare_slices(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
 
 
 def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2, layer_types=None)
     before = torch.get_rng_state()
-    found = check_split(config, 8, "flash_attention_2")
+    found = check_slices(config, 8, "flash_attention_2")
     assert torch.equal(torch.get_rng_state(), before)
     assert found.shards["model.layers.1.self_attn.o_proj.weight"] == Shard(1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.stages import described, flops_per_token, layer_costs, plan_stages, stage_bounds
+from llmtrain.plan.stages import describe_stages, flops_per_token, layer_costs, plan_stages, stage_bounds
 from llmtrain.recipe import ModelConfig
 from llmtrain.rules import resolve
 
@@ -92,7 +92,7 @@ def test_stages_that_look_alike_share_a_line():
     stages = plan_stages(
         model_facts(ModelConfig(architecture="llama", config={**SMALL, "num_hidden_layers": 8}), None), 4, 64
     )
-    first, middle, last = described(stages)
+    first, middle, last = describe_stages(stages)
     assert (
         first
         == f"stage 0         layers 0 to 1, {stages[0].parameters:,} parameters, {stages[0].cost_share:.1%} of the work"

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import RecipeError
-from llmtrain.launch.torchrun import split
+from llmtrain.launch.torchrun import split_arguments
 from llmtrain.plan.load import load_recipe, open_recipe, with_variant
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
@@ -177,7 +177,7 @@ def test_launchers_run_it_as_a_module(written):
     request = TrainRequest(recipe=f"{path}:short", assignments=["optim.lr=1e-3"])
     script = request.script(request.absolute_path)
     assert script[:4] == ("-m", "llmtrain", "train", f"{path}:short")
-    assert split(["--nnodes", "2", *script]) == (["--nnodes", "2"], list(script))
+    assert split_arguments(["--nnodes", "2", *script]) == (["--nnodes", "2"], list(script))
     assert TrainRequest(recipe="tiny.py:bf16").script("tiny.py")[:3] == ("tiny.py", "--variant", "bf16")
 
 

@@ -20,7 +20,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.build import build_sliced
 from llmtrain.models.proof import trace
-from llmtrain.models.proof.slices_check import check_split
+from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.proof.trace import traced_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
@@ -109,7 +109,7 @@ def model_of(plan: Plan) -> PreTrainedModel:
     if plan.parallel.tensor == 1:
         return build_model(plan.recipe, dtype, torch.device("cpu"))
     recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
-    split = check_split(model_configuration(recipe), ranks.size, regions=plan.region_ranks > 1)
+    split = check_slices(model_configuration(recipe), ranks.size, regions=plan.region_ranks > 1)
     return build_sliced(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
 
 

@@ -16,7 +16,7 @@ from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.predict.assumptions import FUSED, Assumptions
 from llmtrain.predict.flat import bucket_elements
 from llmtrain.predict.links import Groups, Links, RankGroup, sent
-from llmtrain.predict.time import described, predict, unknown, waits_of
+from llmtrain.predict.time import describe_time, predict, unknown, waits_of
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer
 from llmtrain.predict.work import Work, held_by
 from llmtrain.rules import resolve
@@ -147,7 +147,7 @@ def test_without_a_datasheet_nothing_is_predicted(llama, tiny):
 
 
 def test_a_line_for_people(llama):
-    line = described(time_of(llama, **LAYOUTS["pipeline"]), measured=False)
+    line = describe_time(time_of(llama, **LAYOUTS["pipeline"]), measured=False)
     assert line.startswith("predicted ")
     assert "bubble 1" in line
     assert "MFU" in line

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from llmtrain.report import load_run
+from llmtrain.report import read_run
 from llmtrain.report.curves import charts_of, curves_of, hours_of
 from tests.helpers.recorded_runs import long_run, step_record, write_lines
 
 
 def _curves(folder, runs=1):
-    run = load_run(folder)
+    run = read_run(folder)
     return curves_of(run, charts_of([run]), runs)
 
 
@@ -57,7 +57,7 @@ def test_hours_are_those_of_steps_and_saves(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
     records = [step_record(10, 1.0, step_time_s=2.0), step_record(30, 1.0, step_time_s=1.0, save_blocked_s=5.0)]
     write_lines(tmp_path / "metrics.jsonl", records)
-    assert hours_of(load_run(tmp_path).metrics).tolist() == [20 / 3600, 45 / 3600]
+    assert hours_of(read_run(tmp_path).metrics).tolist() == [20 / 3600, 45 / 3600]
 
 
 def test_columns_that_no_chart_knows_get_one(tmp_path):
@@ -66,7 +66,7 @@ def test_columns_that_no_chart_knows_get_one(tmp_path):
     (folder / "recipe.json").write_text("{}")
     evaluation = {"step": 1, "eval_loss": 1.0, "eval_loss_by_source": {"a": 1.0, "b": 2.0}}
     write_lines(folder / "metrics.jsonl", [step_record(1, 1.0, router_load=0.5), evaluation])
-    charts = {chart.title: chart for chart in charts_of([load_run(folder)])}
+    charts = {chart.title: chart for chart in charts_of([read_run(folder)])}
     assert charts["Router load"].training == ("router_load",)
     assert charts["Evaluation loss by source"].evaluation == ("eval_loss_by_source/a", "eval_loss_by_source/b")
     assert "MFU" not in charts

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.report import load_run
+from llmtrain.report import read_run
 from llmtrain.report.page import page, write_report, write_report_at_end
 from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir
@@ -17,7 +17,7 @@ HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 
 
 def test_the_page_says_what_the_directory_says(run):
-    text = page([load_run(run)])
+    text = page([read_run(run)])
     for said in (
         "finished at step 60",
         "on SIGTERM",
@@ -34,7 +34,7 @@ def test_it_shows_what_was_predicted_beside_what_was_measured(run):
     recipe = small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}).recipe
     plan = resolve(recipe, Cluster(devices_per_node=2, device="h100"))
     (run / "plan.json").write_text(plan.model_dump_json())
-    text = re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page([load_run(run)])))
+    text = re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page([read_run(run)])))
     assert "model llama, " in text
     assert "cluster 1 × 2 h100 = 2 workers" in text
     assert re.search(r"measured, rank 0 0\.9 GiB predicted, fullest rank [\d.]+ GiB of which ", text)
@@ -44,12 +44,12 @@ def test_it_shows_what_was_predicted_beside_what_was_measured(run):
 def test_texts_of_one_step_stand_together_in_the_order_of_the_prompts(run):
     samples = [(10, "a"), (10, "b"), (20, "c"), (20, "d")]
     write_lines(run / "samples.jsonl", [{"step": step, "prompt": text, "text": ""} for step, text in samples])
-    found = re.findall(r"after step (\d+)|<pre><b>(.)</b>", page([load_run(run)]))
+    found = re.findall(r"after step (\d+)|<pre><b>(.)</b>", page([read_run(run)]))
     assert ["".join(one) for one in found] == ["20", "c", "d", "10", "a", "b"]
 
 
 def test_nothing_is_loaded_from_elsewhere(run):
-    text = page([load_run(run)])
+    text = page([read_run(run)])
     assert re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""", text) == ["data:,"]
     assert not re.search(r"@import|url\(", text)
     assert re.search(r'Content-Security-Policy" content="default-src .{1,5}none.{1,5};', text)
@@ -62,7 +62,7 @@ def test_texts_with_html_stay_texts(run):
     write_lines(run / "events.jsonl", [{"step": 1, "event": HTML, "text": HTML, "time": HTML}])
     with (run / "metrics.jsonl").open("a") as more:
         more.write(json.dumps({"step": 61, "eval_loss": 1.0, "eval_loss_by_source": {HTML: 1.0}}) + "\n")
-    text = page([load_run(run)])
+    text = page([read_run(run)])
     assert text.count("<script") == text.count("</script") == 3
     assert "<img" not in text
     data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
@@ -77,7 +77,7 @@ def test_several_runs_have_a_table_of_exactly_what_differs(tmp_path):
         weights = [{"name": "a", "weight": 1}, {"name": "b", "weight": number}]
         document = {"name": f"run_{number}", "optim": {"lr": lr, "name": "adamw"}, "data": {"sources": weights}}
         (folder / "recipe.json").write_text(json.dumps(document))
-        runs.append(load_run(folder))
+        runs.append(read_run(folder))
     text = page(runs)
     section = re.search(r'<section id="differences">(.*?)</section>', text, re.DOTALL)[1]
     fields = re.findall(r'<th scope="row">(.*?)</th>', section)
@@ -91,7 +91,7 @@ def test_long_texts_are_cut(run):
     event = {"step": 1, "event": text, "text": text, "time": text}
     write_lines(run / "events.jsonl", [event] * 20)
     write_lines(run / "samples.jsonl", [{"step": 1, "prompt": text, "text": text}] * 20)
-    assert len(page([load_run(run)])) < 2_000_000
+    assert len(page([read_run(run)])) < 2_000_000
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"step": 1}\n', '{"step": 1, "eval_loss": null}\n'])
@@ -99,7 +99,7 @@ def test_a_run_with_next_to_nothing_has_a_page(tmp_path, content):
     (tmp_path / "recipe.json").write_text("{}")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert "<h1>" in page([load_run(tmp_path)])
+    assert "<h1>" in page([read_run(tmp_path)])
 
 
 def test_a_page_that_cannot_be_written_fails_no_run(tmp_path):

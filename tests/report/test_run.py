@@ -7,7 +7,7 @@ import os
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.report import RunReader, load_run
+from llmtrain.report import RunReader, read_run
 from llmtrain.report.facts import facts, figures, saved_steps, time_spent
 from llmtrain.run_lock import RunLock
 
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def test_lines_become_columns(folder):
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.name == "mine"
     assert (run.step, run.max_steps) == (20, 20)
     assert run.metrics["step"].tolist() == [10, 20]
@@ -60,7 +60,7 @@ def test_events_and_samples_are_read(folder):
         folder, "events.jsonl", {"event": "started", "step": 0, "text": "2 workers", "time": "2030-01-01"}, {"event": 3}
     )
     _write(folder, "samples.jsonl", {"step": 10, "prompt": "<b>", "text": "</b>"})
-    run = load_run(folder)
+    run = read_run(folder)
     assert [one.event for one in run.events] == ["started"]
     assert run.samples[0].prompt == "<b>"
     assert run.problems == (f"{folder / 'events.jsonl'}: 1 lines are damaged, and left out",)
@@ -77,15 +77,15 @@ def test_events_and_samples_are_read(folder):
 )
 def test_the_status_follows_from_the_events(folder, events, status):
     _write(folder, "events.jsonl", *({"event": one, "step": 1} for one in events))
-    assert load_run(folder).status == status
+    assert read_run(folder).status == status
 
 
 def test_a_run_without_sign_of_life_was_interrupted(folder):
     os.utime(folder / "metrics.jsonl", (1e9, 1e9))
-    assert load_run(folder).status == "interrupted"
+    assert read_run(folder).status == "interrupted"
     with RunLock.take(folder, print):
-        assert load_run(folder).status == "running"
-    assert load_run(folder).status == "interrupted"
+        assert read_run(folder).status == "running"
+    assert read_run(folder).status == "interrupted"
 
 
 def test_a_run_that_goes_on_says_when_it_ends_and_what_it_costs(folder):
@@ -98,9 +98,9 @@ def test_a_run_that_goes_on_says_when_it_ends_and_what_it_costs(folder):
         "device hours": "3.0000",
         "cost": "6.0000",
     }
-    assert wanted.items() <= {one.label: one.text for one in figures(load_run(folder))}.items()
+    assert wanted.items() <= {one.label: one.text for one in figures(read_run(folder))}.items()
     _write(folder, "events.jsonl", {"event": "finished", "step": 30})
-    assert "estimated time left" not in {one.label for one in figures(load_run(folder))}
+    assert "estimated time left" not in {one.label for one in figures(read_run(folder))}
 
 
 @pytest.mark.parametrize("name", ["plan.json", "environment.json", "launch.json", "metrics.jsonl", "events.jsonl"])
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_named_and_left_out(folder, name, damage):
         file.write_bytes(b"{" if damage == "text" else b"\xff\x00" * 100)
         if name.endswith("l"):
             file.write_bytes(file.read_bytes() + b"\n")
-    run = load_run(folder)
+    run = read_run(folder)
     assert run.name == "mine"
     assert any(str(file) in problem for problem in run.problems)
 
@@ -126,13 +126,13 @@ def test_what_is_no_run_is_refused(tmp_path):
         if path.name == "file":
             path.write_text("")
         with pytest.raises(RecipeError, match=r"run_dir\.missing"):
-            load_run(path)
+            read_run(path)
 
 
 def test_hostile_columns_are_bounded(folder):
     record = {"step": 1, "loss": 10**400, **{f"c{number}": number for number in range(1000)}, "x": [1], "y": "text"}
     _write(folder, "metrics.jsonl", record, {"step": -1}, {"step": "2"}, {"loss": 1.0})
-    run = load_run(folder)
+    run = read_run(folder)
     assert len(run.metrics.names) <= 256
     assert len(run.metrics) == 1
     assert "3 lines are damaged" in run.problems[0]
@@ -143,7 +143,7 @@ def test_saves_are_known_though_their_checkpoints_are_removed(folder):
     saved = {60: 0.1, 100: 0.0, 110: 0.2, 200: 0.0, 210: 0.3}
     lines = [{"step": step, "loss": 1.0, "save_blocked_s": saved.get(step, 0.0)} for step in range(10, 260, 10)]
     _write(folder, "metrics.jsonl", *lines)
-    assert saved_steps(load_run(folder)) == [50, 100, 200]
+    assert saved_steps(read_run(folder)) == [50, 100, 200]
 
 
 def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
@@ -157,7 +157,7 @@ def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
     began = 1893456000  # 2030-01-01
     lines = [{"step": step, "step_time_s": 6.0, "time": began + 60 * minute} for step, minute in ((10, 5), (20, 48))]
     _write(folder, "metrics.jsonl", *({**line, "data_wait_s": 1.0, "save_blocked_s": 2.0} for line in lines))
-    spent = {one.label: one.value for one in time_spent(load_run(folder))}
+    spent = {one.label: one.value for one in time_spent(read_run(folder))}
     # five minutes until the last line of the first start, ten minutes from the second one to the end
     assert spent == {"steps": 100, "waiting for data": 20, "blocked by saves": 4, "beside the steps": 900 - 124}
 
@@ -165,4 +165,4 @@ def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
 def test_the_command_can_be_given_again(folder):
     argv = ["__main__.py", "train", "mine.py", "--set", 'samples.prompts=["a b"]']
     (folder / "environment.json").write_text(json.dumps({"argv": argv}))
-    assert dict(facts(load_run(folder)))["command"] == """llmtrain train mine.py --set 'samples.prompts=["a b"]'"""
+    assert dict(facts(read_run(folder)))["command"] == """llmtrain train mine.py --set 'samples.prompts=["a b"]'"""

@@ -7,7 +7,7 @@ import importlib.util
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import load_recipe
 from llmtrain.search.enumerate import candidates, enumerate_plans
-from llmtrain.verify.job import choose, comparable
+from llmtrain.verify.job import choose_plans, comparable
 
 RECIPE = load_recipe("recipes/tiny.py:verify", [])[0]
 
@@ -82,8 +82,8 @@ def test_a_router_keeps_its_micro_batch():
 
 def test_plans_are_chosen_by_name_and_pattern():
     plans, refused = enumerate_plans(RECIPE, 2)
-    assert choose(plans, refused, "all") == plans
-    chosen = [one.name for one in choose(plans, refused, "dp1-zero0-acc1,dp2-zero1-*")]
+    assert choose_plans(plans, refused, "all") == plans
+    chosen = [one.name for one in choose_plans(plans, refused, "dp1-zero0-acc1,dp2-zero1-*")]
     of_two = [f"dp2-zero1-{name}" for name in ("acc1", "acc2", "acc1-offload", "acc2-offload")]
     assert chosen == ["dp1-zero0-acc1", *of_two]
 

@@ -14,7 +14,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.overrides import torch as private
 from llmtrain.recipe import ProfileConfig
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.train.profiling import StepProfiler, summary
+from llmtrain.train.profiling import StepProfiler, profile_summary
 from tests.helpers.commands import llmtrain
 
 
@@ -100,11 +100,11 @@ def test_communication_is_split_into_what_computation_hides_and_the_rest():
         event("ncclDevKernel_AllGather", 8e6, 9e6),
         event("aten::mm", 0, 20e6, "CPU"),
     ]
-    found = summary(events)
+    found = profile_summary(events)
     assert (found["device"], found["seconds"]) == ("gpu", 9.0)
     assert (found["computation"], found["communication"], found["exposed_communication"]) == (6.0, 4.0, 2.0)
     assert found["operations"][0] == {"name": "gemm", "calls": 2, "seconds": 6.0}
-    assert summary([])["seconds"] == 0.0
+    assert profile_summary([])["seconds"] == 0.0
 
 
 def test_memory_is_written_and_no_longer_recorded(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.train import tasks
-from llmtrain.train.tasks import Score, ScoringError, TasksBeside, scores, table
+from llmtrain.train.tasks import Score, ScoringError, TasksBeside, score_table, scores
 from tests.helpers.commands import llmtrain
 
 RESULTS = {
@@ -33,7 +33,7 @@ def test_the_numbers_among_results_are_scores():
         Score("gsm", "exact_match (strict)", 0.125, None),
     ]
     console = Console(file=io.StringIO(), width=100)
-    console.print(table(RESULTS, 1200))
+    console.print(score_table(RESULTS, 1200))
     shown = console.file.getvalue()
     assert "after step 1,200" in shown
     assert "0.1250" in shown

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.data import prepare
 from llmtrain.recipe import Recipe
 from llmtrain.search.enumerate import enumerate_plans
-from llmtrain.verify import choose, train
+from llmtrain.verify import choose_plans, train
 from llmtrain.verify.batches import Batches
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, INDEXED
@@ -95,7 +95,7 @@ SLOW = ("dp2-fsdp2-acc2",)
     ],
 )
 def test_every_strategy_treats_it_so(kind, names, recipe, tmp_path):
-    plans = [one.name for one in choose(*enumerate_plans(recipe, 2), names)]
+    plans = [one.name for one in choose_plans(*enumerate_plans(recipe, 2), names)]
     job = job_of(recipe, plans)
     run_ranks(1, refer, job, tmp_path)
     for verdicts in run_ranks(2, certified, job, tmp_path, timeout=600):

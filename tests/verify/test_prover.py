@@ -62,7 +62,7 @@ def test_every_bug_of_a_mask_of_conversations_is_caught(tmp_path):
 
 def _judge(rank: int, job, folder) -> list[str]:
     """The plans of one worker that are certified, by a reference that is made here."""
-    train.work(job, folder, CPU, lambda text: None)
+    train.verify_rank(job, folder, CPU, lambda text: None)
     references = read_references(folder)
     return [one.name for one in read_verdicts(folder) if is_certified(one, references)]
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import ModelCardData
 
-from llmtrain.checkpoint.contents import TrainerState, changes, course
+from llmtrain.checkpoint.contents import TrainerState, changed_values, course
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
@@ -137,7 +137,7 @@ def _changes(state: TrainerState) -> list[str]:
     """Lists what was changed when the run was continued."""
     lines = []
     for before, now in itertools.pairwise(state.history):
-        if changed := changes(_portable(before.values), _portable(now.values)):
+        if changed := changed_values(_portable(before.values), _portable(now.values)):
             lines.append(f"- after step {now.step:,}: {', '.join(changed)}")
     return ["\n## Changes during the run\n", *lines] if lines else []
 

@@ -15,7 +15,7 @@ import xxhash
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
-from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_text
+from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_document
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, stdlib_chat_corpus
 from llmtrain.errors import DataError, Problem
@@ -143,8 +143,8 @@ def first_break(text: str, lowest: int, highest: int) -> int | None:
 
 def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
     """Returns the columns of the first row of files, which is read once; none for plain text."""
-    reader = READERS.get(corpus.kind, read_text)
-    if reader is read_text:
+    reader = READERS.get(corpus.kind, read_document)
+    if reader is read_document:
         return []
 
     def build(_: Path) -> dict[str, Any]:

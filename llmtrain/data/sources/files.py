@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.sources.formats import READERS, Document, kind_of, read_text
+from llmtrain.data.sources.formats import READERS, Document, kind_of, read_document
 from llmtrain.errors import DataError, Problem, nearest
 from llmtrain.recipe import Source
 from llmtrain.system.untrusted import UNREADABLE, expanded, open_regular, read_json
@@ -54,17 +54,17 @@ class FileCorpus:
     @property
     def identity(self) -> str:
         """Identifies the content: equal for equal documents in equal order, independent of the files' location."""
-        column = self.column if READERS.get(self.kind, read_text) is not read_text else None
+        column = self.column if READERS.get(self.kind, read_document) is not read_document else None
         return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
 
     @property
     def is_one_document(self) -> bool:
         """Whether it is a single text file."""
-        return len(self.files) == 1 and READERS.get(self.kind, read_text) is read_text
+        return len(self.files) == 1 and READERS.get(self.kind, read_document) is read_document
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
-        reader = READERS.get(self.kind, read_text)
+        reader = READERS.get(self.kind, read_document)
         total = max(1, sum(known.size for known in self.prints))
         done = 0
         for path, known in zip(self.files, self.prints, strict=True):

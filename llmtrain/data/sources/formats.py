@@ -42,9 +42,9 @@ Reader = Callable[[Path, str | None], Iterator[Document]]
 """Reads the documents of a file from a column; with None, each row as a JSON object."""
 
 
-def read_text(path: Path, column: str | None) -> Iterator[Document]:
+def read_document(path: Path, column: str | None) -> Iterator[Document]:
     """Reads the file as one document; removes a byte order mark, keeps line ends. `column` is not used."""
-    with opened(path) as (file, _):
+    with open_decompressed(path) as (file, _):
         yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
 
 
@@ -52,7 +52,7 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per line, from the field `column`; skips blank lines and null texts."""
     size = max(1, path.stat().st_size)
     offset = 0
-    with opened(path) as (file, raw):
+    with open_decompressed(path) as (file, raw):
         for number, line in enumerate(file, start=1):
             text = decode(line, path, offset)
             offset += len(line)
@@ -123,7 +123,7 @@ def read_batches(
 
 
 READERS: dict[str, Reader] = {
-    ".txt": read_text,
+    ".txt": read_document,
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".parquet": read_parquet,
@@ -139,13 +139,13 @@ def kind_of(path: Path) -> str | None:
     if compressed:
         suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
-    if compressed and READERS.get(kind) not in (read_text, read_json_lines):
+    if compressed and READERS.get(kind) not in (read_document, read_json_lines):
         return None  # Parquet and Arrow have compression of their own
     return kind if kind in READERS else None
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Opens a file for decompressed reading.
 
     Yields the stream and the underlying file, whose position shows how much has been read.

@@ -15,7 +15,7 @@ from deepspeed.module_inject.layers import LinearAllreduce
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed.autotp_check import check_split
+from llmtrain.engines.deepspeed.autotp_check import check_autotp
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
@@ -36,7 +36,7 @@ class AutoTPAxis(EngineAxis):
         make_tensor_groups(self.plan.parallel.tensor)
         if not is_alone():  # a rank alone has no other to compare with, and computes nothing
             config, attention = model_configuration(self.plan.recipe), self.plan.recipe.model.attention_kernel
-            check_split(config, ds_config["tensor_parallel"], attention, self.device)
+            check_autotp(config, ds_config["tensor_parallel"], attention, self.device)
 
     def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
         """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.

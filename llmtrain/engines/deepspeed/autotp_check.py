@@ -48,7 +48,7 @@ def cannot_split(config: PreTrainedConfig, reason: str) -> FamilyError:
     return FamilyError("tensor.family", "parallel.tensor", 1, refused, reason)
 
 
-def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
+def check_autotp(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
     """Compares a tiny copy of the model of `config`, split over this rank's tensor parallel group, with a whole one.
 
     block: `tensor_parallel` of the DeepSpeed configuration. Called by all ranks, after their groups were made. Leaves

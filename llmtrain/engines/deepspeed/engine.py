@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather
+from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult, take_step
@@ -353,7 +353,7 @@ class DeepSpeedEngine:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         leaves_base = self.plan.recipe.model.leaves_base
         frozen = [one for one in names if not (one.requires_grad or leaves_base)]
-        with gather(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
+        with gather_partitioned(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
             yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
 

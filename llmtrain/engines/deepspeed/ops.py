@@ -24,10 +24,10 @@ def main() -> None:
     name, accelerator = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
-        print(json.dumps(build(name, accelerator)), file=output, flush=True)
+        print(json.dumps(build_operator(name, accelerator)), file=output, flush=True)
 
 
-def build(name: str, accelerator: str) -> dict[str, object]:
+def build_operator(name: str, accelerator: str) -> dict[str, object]:
     """Loads an operator, and compiles it if torch's cache has no current build.
 
     accelerator: `cpu` or `cuda`, as the workers will have; it determines what is compiled and how.

@@ -38,7 +38,7 @@ def build_partitioned(
         return context
 
     is_reader = dist.get_rank(replicas) == 0
-    return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather, is_reader=is_reader)
+    return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather_partitioned, is_reader=is_reader)
 
 
 def partition_with(ds_config: dict[str, Any], replicas: dist.ProcessGroup, grid: Any) -> Callable[[nn.Module], None]:
@@ -56,7 +56,7 @@ def partition_with(ds_config: dict[str, Any], replicas: dist.ProcessGroup, grid:
     return partition
 
 
-def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+def gather_partitioned(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
     """Gathers parameters that ZeRO-3 has partitioned; what the first replica writes is broadcast to the others."""
     context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
     return context

@@ -82,10 +82,12 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> st
         tiny = shrink_configuration(config)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         return f"no tiny copy can be made to compare with ({error})"
-    return compare(tiny, attention, group)
+    return compare_sliced_sequences(tiny, attention, group)
 
 
-def compare(config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None) -> str:
+def compare_sliced_sequences(
+    config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None
+) -> str:
     """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
 
     batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.

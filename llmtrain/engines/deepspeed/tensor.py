@@ -15,12 +15,12 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.deepspeed.partitioned import gather, partition_with
+from llmtrain.engines.deepspeed.partitioned import gather_partitioned, partition_with
 from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.models import build_sliced, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.proof.slices_check import check_split
+from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
 from llmtrain.models.tensor.split import TensorParallel
 
@@ -70,7 +70,7 @@ class TensorAxis(SlicedAxis):
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
         config, regions = model_configuration(recipe), self.plan.region_ranks > 1
-        self._split = check_split(config, degree, recipe.model.attention_kernel, regions)
+        self._split = check_slices(config, degree, recipe.model.attention_kernel, regions)
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
         self._grid = PipelineParallelGrid(topology)
 
@@ -83,7 +83,7 @@ class TensorAxis(SlicedAxis):
             return build_sliced(recipe, dtype, self.device, slices)
         partition = partition_with(ds_config, self.replicas, self.grid)
         is_reader = dist.get_rank(self.replicas) == 0
-        return build_sliced(recipe, dtype, self.device, slices, partition, gather, is_reader)
+        return build_sliced(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
 
     @property
     def grid(self) -> PipelineParallelGrid:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
 from llmtrain.overrides.deepspeed import all_to_all
-from llmtrain.overrides.transformers import attention_of, family_of, mask_arguments, router_loss
+from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
 Group = Any
 """A process group; torch's type for it is not public."""
@@ -54,7 +54,7 @@ class Ulysses:
         inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)  # None for `eager`, which is in the family's own file
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            return self._attend(inner or family_of(module).eager_attention_forward, module, *args, **kwargs)
+            return self._attend(inner or defining_module(module).eager_attention_forward, module, *args, **kwargs)
 
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention

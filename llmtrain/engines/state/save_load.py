@@ -80,7 +80,7 @@ def load_state(engine: HasState, folder: Path) -> None:
     """
     source = StateSource(folder, rank())
     for pieces in engine.pieces():
-        fill(pieces, source)
+        fill_pieces(pieces, source)
     engine.resumed(_read_progress(folder / PROGRESS_FILE))
     if (folder / GUARD_FILE).exists():  # checkpoints of earlier versions have no guard
         engine.guard.load(read_tensors(folder / GUARD_FILE, engine.guard.state()))
@@ -93,7 +93,7 @@ def _read_progress(file: Path) -> dict[str, Any]:
         raise CheckpointError(Problem("checkpoint.progress", str(file), f"cannot be read: {why(error)}")) from None
 
 
-def fill(pieces: list[Piece], source: StateSource) -> None:
+def fill_pieces(pieces: list[Piece], source: StateSource) -> None:
     """Copies saved values into pieces. Raises CheckpointError if the checkpoint lacks one."""
     for piece in pieces:
         if piece.steps is not None:

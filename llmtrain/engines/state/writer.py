@@ -47,7 +47,7 @@ def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
-        size = size_of(tensor)
+        size = tensor_bytes(tensor)
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -113,7 +113,7 @@ class DiskWriter(Writer):
             self.files[name] = Written(file.fingerprint, private)
 
 
-def size_of(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """Returns the size of a tensor in bytes."""
     return tensor.numel() * tensor.element_size()
 

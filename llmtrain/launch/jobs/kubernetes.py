@@ -109,7 +109,7 @@ class JobSet:
     options: KubernetesOptions
 
 
-def parse_options(assignments: Sequence[str]) -> KubernetesOptions:
+def parse_kubernetes_options(assignments: Sequence[str]) -> KubernetesOptions:
     """Parses the options of `--kubernetes KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
     return parse_site(KubernetesOptions, "--kubernetes", RULE, assignments)
 

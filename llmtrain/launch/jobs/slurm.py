@@ -125,7 +125,7 @@ class SlurmOptions(Part):
         return directives
 
 
-def parse_options(assignments: Sequence[str]) -> SlurmOptions:
+def parse_slurm_options(assignments: Sequence[str]) -> SlurmOptions:
     """Parses the options of `--slurm KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
     return parse_site(SlurmOptions, "--slurm", RULE, assignments)
 

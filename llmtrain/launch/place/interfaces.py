@@ -99,7 +99,7 @@ def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | Non
     env = os.environ if env is None else env
     if rank.on_one_machine:
         return InterfaceChoice(())
-    choice = choose(rank.master_addr, on_cpu, Network.here(), env)
+    choice = choose_interfaces(rank.master_addr, on_cpu, Network.here(), env)
     env.update(choice.variables)
     return choice
 
@@ -115,7 +115,7 @@ def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
         env[NCCL] = name
 
 
-def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> InterfaceChoice:
+def choose_interfaces(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> InterfaceChoice:
     """Chooses the interfaces for reaching the ranks of other hosts; the user's own settings are kept."""
     gloo = _for_gloo(master, network, env)
     if on_cpu:

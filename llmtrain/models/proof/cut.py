@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.models.initial import initialise
+from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Cut, Stage, build_with_cut, cannot_cut, decoder_layers
 from llmtrain.models.tensor.split import TensorParallel
@@ -108,7 +108,7 @@ def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
     )
-    initialise(model, 0)
+    draw_all_weights(model, 0)
     model.tie_weights()
     torch.manual_seed(0)
     with torch.no_grad():

@@ -60,7 +60,7 @@ class ThreadRanks:
         return values
 
 
-def check_split(
+def check_slices(
     config: PreTrainedConfig, degree: int, attention: str = "eager", regions: bool = False
 ) -> DeclaredSplit:
     """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
@@ -81,20 +81,20 @@ def check_split(
     with torch.random.fork_rng(devices=[]):
         if regions and has_regions(tiny, attention):
             return replace(split, regions=True)
-        compare(tiny, attention)
+        compare_slices(tiny, attention)
     return split
 
 
 def has_regions(config: PreTrainedConfig, attention: str = "eager") -> bool:
     """Whether the model of `config` computes the same if two ranks hold slices of its residual stream."""
     try:
-        compare(config, attention, regions=True)
+        compare_slices(config, attention, regions=True)
     except FamilyError:
         return False
     return True
 
 
-def compare(config: PreTrainedConfig, attention: str = "eager", regions: bool = False) -> DeclaredSplit:
+def compare_slices(config: PreTrainedConfig, attention: str = "eager", regions: bool = False) -> DeclaredSplit:
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
         whole = reference(config, attention)

@@ -73,7 +73,7 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     model = _model(shrink_configuration(config, layers, **noise), VARLEN)
     with torch.no_grad():
         model.train()(**packed(model.config))  # in training mode, so that attention dropout is detected
-    return deviation(shrink_configuration(config, layers))
+    return varlen_deviation(shrink_configuration(config, layers))
 
 
 def bounds_reach(config: PreTrainedConfig) -> list[bool]:
@@ -105,7 +105,7 @@ def _probe() -> Iterator[list[bool]]:
         del ALL_ATTENTION_FUNCTIONS[PROBE]
 
 
-def deviation(config: PreTrainedConfig) -> str:
+def varlen_deviation(config: PreTrainedConfig) -> str:
     """Returns how `varlen` deviates from `eager` on the model of `config` itself; empty if it does not.
 
     The result may agree with `eager` on packed documents or on each document alone: in some families, masks that are

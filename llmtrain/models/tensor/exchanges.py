@@ -118,7 +118,7 @@ def reduce(value: Tensor, ranks: Ranks) -> Tensor:
     return result
 
 
-def gather(value: Tensor, ranks: Ranks) -> Tensor:
+def gather_slices(value: Tensor, ranks: Ranks) -> Tensor:
     """Joins slices of the last dimension into a whole activation."""
     result: Tensor = _Exchange.apply(value, *_joining(ranks))  # type: ignore[no-untyped-call]
     return result

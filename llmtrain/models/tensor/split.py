@@ -30,7 +30,7 @@ from llmtrain.models.tensor.exchanges import (
     Ranks,
     Shard,
     SplitSection,
-    gather,
+    gather_slices,
     scatter,
     shard_of,
     sum_gradient,
@@ -160,7 +160,7 @@ def _column(module: nn.Module, section: SplitSection, config: PreTrainedConfig) 
 def _column_gathered(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
     _column(module, section, config)
     forward = module.forward
-    module.forward = lambda value: gather(forward(value), section.ranks)
+    module.forward = lambda value: gather_slices(forward(value), section.ranks)
 
 
 def _row(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
@@ -202,7 +202,7 @@ def _table_of_rows(module: Any, forward: Forward, section: SplitSection) -> Forw
 
 
 def _table_of_columns(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
-    return lambda tokens: gather(forward(tokens), section.ranks)
+    return lambda tokens: gather_slices(forward(tokens), section.ranks)
 
 
 def _experts(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:

@@ -50,7 +50,7 @@ class YamlRecipe:
     ) -> None:
         """opened: reads the file that this one extends. extending: the files that extend this one."""
         self.path = path
-        self._values, self._places = read_yaml(path)
+        self._values, self._places = read_with_places(path)
         self._base, self._base_variant = self._extended(opened, (*extending, path.resolve()))
 
     def variants(self) -> list[str]:
@@ -136,7 +136,7 @@ def _merged(values: Any, given: Any) -> Any:
     return values | {key: _merged(values.get(key), value) for key, value in given.items()}
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
+def read_with_places(path: Path) -> tuple[dict[str, Any], Places]:
     """Returns the content of a file, and where its keys are. Raises RecipeError."""
     try:
         values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
@@ -177,7 +177,7 @@ def as_yaml(recipe: Recipe, cluster: Cluster | None, with_defaults: bool = False
     return text
 
 
-def schema() -> dict[str, Any]:
+def recipe_schema() -> dict[str, Any]:
     """Returns the JSON schema of YAML recipes, for editors.
 
     No field is required in it, since what a file extends may have it; loading a recipe reports what is missing.

@@ -15,7 +15,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
-from llmtrain.run_dir import changes
+from llmtrain.run_dir import forbidden_changes
 from tests.data.chat.test_training_data import ROWS, recipe
 from tests.helpers.chat_tokenizers import Case, case
 
@@ -108,6 +108,6 @@ def test_a_length_is_given_once(tmp_path: Path) -> None:
 
 def test_a_run_of_epochs_keeps_its_batch(made: Recipe) -> None:
     other = made.with_(**{"batch.global_batch_size": 4, "train.epochs": 5})
-    assert [one.field for one in changes(made, other, "the run")] == ["batch.global_batch_size"]
+    assert [one.field for one in forbidden_changes(made, other, "the run")] == ["batch.global_batch_size"]
     steps = {"train.max_steps": 9, "train.epochs": None}
-    assert not changes(made.with_(**steps), other.with_(**steps), "the run")
+    assert not forbidden_changes(made.with_(**steps), other.with_(**steps), "the run")

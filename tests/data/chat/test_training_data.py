@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from llmtrain.data import MicroBatch, Prepared, Schedule, notes, prepare
-from llmtrain.data.samples import NO_TARGET, fill
+from llmtrain.data.samples import NO_TARGET, filled_share
 from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
@@ -193,7 +193,7 @@ def test_the_fill_counts_inputs_and_not_targets(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, ROWS))
     samples, stream = prepared.sources[0].train, prepared.sources[0].store.streams["train"]
     inputs = len(stream) - len(ROWS)  # the last token of each conversation is only a target
-    assert fill(samples) == inputs / (len(samples) * 256)
+    assert filled_share(samples) == inputs / (len(samples) * 256)
 
 
 def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chatml: Case) -> None:

@@ -15,7 +15,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed import autotp
-from llmtrain.engines.deepspeed.autotp_check import check_split
+from llmtrain.engines.deepspeed.autotp_check import check_autotp
 from llmtrain.engines.state.shards import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
@@ -109,7 +109,7 @@ def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
     verdicts = []
     for recipe in recipes:
         try:
-            check_split(model_configuration(recipe), block, "eager", CPU)
+            check_autotp(model_configuration(recipe), block, "eager", CPU)
             verdicts.append("")
         except FamilyError as refusal:
             verdicts.append(refusal.reason)
