@@ -159,16 +159,16 @@ def lint(
     compare with. deepspeed: a version or a range; by default the installed one. allow: rules, or `rule:key`, that are
     not reported. A file that cannot be read is a finding, too. Raises RecipeError for wrong arguments.
     """
-    from llmtrain.lint import Use, allowed, examine
+    from llmtrain.lint import Use, examine, parse_allowed
 
     use = Use(reader, world_size, data_parallel, dict(arguments or {}), deepspeed)
     if not isinstance(configuration, Mapping):
-        return examine(os.fspath(configuration), Path(configuration), use, allowed(allow, "allow"))
+        return examine(os.fspath(configuration), Path(configuration), use, parse_allowed(allow, "allow"))
     try:
         text = json.dumps(configuration, indent=2)
     except (TypeError, ValueError, RecursionError) as error:
         raise RecipeError(Problem("lint.json", "configuration", f"is not JSON: {reason(error)}")) from None
-    return examine("", text, use, allowed(allow, "allow"))
+    return examine("", text, use, parse_allowed(allow, "allow"))
 
 
 def load_run(path: str | PathLike[str]) -> RunData:

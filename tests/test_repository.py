@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +17,10 @@ from llmtrain import recipe
 from tests.helpers.launching_doc import shell_lines
 
 ROOT = Path(__file__).parent.parent
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _readme_command(kind: str) -> str:
@@ -104,10 +108,30 @@ def test_pictures_are_what_their_generator_draws(tmp_path):
 def test_classes_have_names_of_their_own_and_rooms_few_files():
     classes, folders = Counter(), Counter()
     for path in (ROOT / "llmtrain").rglob("*.py"):
-        classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        classes.update(node.name for node in _tree(path).body if isinstance(node, ast.ClassDef))
         folders[path.parent] += 1
     assert [name for name, count in classes.items() if count > 1] == []
     assert max(folders.values()) <= 16
+
+
+def test_functions_that_other_modules_import_have_names_of_their_own():
+    """The command line and the library name what they call; rules are called through their table."""
+    defined, imported = defaultdict(set), set()
+    for path in (ROOT / "llmtrain").rglob("*.py"):
+        module, tree = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), _tree(path)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef):
+                defined[node.name].add(module)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {(node.module, alias.name) for alias in node.names}
+    fronts = {"llmtrain", "llmtrain.cli", "llmtrain.library", "llmtrain.script"}
+    shared = {
+        name: modules
+        for name, found in defined.items()
+        if len(modules := {one for one in found - fronts if (one, name) in imported}) > 1
+    }
+    assert shared == {}
 
 
 def test_every_part_of_a_recipe_is_exported():

@@ -26,7 +26,7 @@ THREADS = 8
 """Number of files that a rank reads in parallel; hashing releases the interpreter lock."""
 
 
-def verify(folder: Path) -> list[Manifest]:
+def verify_checkpoint(folder: Path) -> list[Manifest]:
     """Checks everything in a folder, in one process, and returns its manifests.
 
     Raises CheckpointError with each file that is missing, damaged, or a pickle that would run code when loaded, and

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, check_new, new_folder
 from llmtrain.checkpoint.manifest import File, Manifest
@@ -65,7 +65,7 @@ def convert(checkpoint: Path, out: Path, plan: Plan, report: Callable[[str], Non
     """
     check_new(out)
     on_cpu = _on_cpus(plan)
-    manifests = verify(checkpoint)
+    manifests = verify_checkpoint(checkpoint)
     first = manifests[0]
     with new_folder(out) as folder:
         files: dict[str, File] = {}

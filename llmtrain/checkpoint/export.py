@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 from transformers.utils import logging
 
 from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
@@ -68,7 +68,7 @@ def export(
     """
     if not replace:
         check_new(out)
-    manifests = verify(checkpoint)
+    manifests = verify_checkpoint(checkpoint)
     plan = moved(read_plan(checkpoint), base)
     if base is not None:
         check_base(checkpoint, read_state(checkpoint).base, base_of(plan))

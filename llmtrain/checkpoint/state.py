@@ -48,7 +48,7 @@ def _seed(plan: Plan, samples: int) -> None:
 def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
     """Verifies a checkpoint and continues from it; called by all ranks.
 
-    Raises CheckpointError as `check.verify` and `restore` do.
+    Raises CheckpointError as `verify_checkpoint` and `restore` do.
     """
     storage = probe(folder.parent)
     manifests, problems = verify_together(folder, storage)

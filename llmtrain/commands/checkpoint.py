@@ -159,10 +159,10 @@ def _warn(problems: Iterable[Problem]) -> None:
 
 
 def _problems(folder: Path) -> list[Problem]:
-    from llmtrain.checkpoint.check import verify
+    from llmtrain.checkpoint.check import verify_checkpoint
 
     try:
-        verify(folder)
+        verify_checkpoint(folder)
     except CheckpointError as error:
         return list(error.problems)
     return []

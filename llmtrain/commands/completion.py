@@ -78,8 +78,7 @@ def recipes(incomplete: str) -> list[str]:
 
 def _variants(path: Path) -> list[str]:
     """Returns the variants that a file defines; no recipe is run for this, nor what it extends."""
-    from llmtrain.plan.load import is_yaml
-    from llmtrain.system.untrusted import read_text
+    from llmtrain.system.untrusted import is_yaml, read_text
 
     if is_yaml(str(path)):
         from llmtrain.plan.load.yaml_file import read_with_places

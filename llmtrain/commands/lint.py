@@ -68,20 +68,20 @@ class LintRequest:
 
 def lint_files(request: LintRequest) -> None:
     """Checks, prints the findings and exits: with 0 if the files are clean, 1 if not, 2 if one cannot be read."""
-    from llmtrain.lint import RULES, Use, allowed, examine
+    from llmtrain.lint import RULES, Use, examine, parse_allowed
     from llmtrain.lint.files import settings, sources
     from llmtrain.lint.report import explained, written
     from llmtrain.lint.schema import schema
     from llmtrain.lint.versions import choose_release
 
     if request.explain is not None:
-        [name] = allowed([f"{request.explain}:KEY"], "--explain")
+        [name] = parse_allowed([f"{request.explain}:KEY"], "--explain")
         print(explained(next(one for one in RULES if one.id == name.partition(":")[0])))
         return
     if not request.files:
         raise RecipeError(Problem("lint.files", "FILE…", "no file is given", "name files or folders"))
     project = settings(Path.cwd())
-    allow = allowed(request.allow)
+    allow = parse_allowed(request.allow)
     reader = request.reader or project.reader
     release = choose_release(request.deepspeed or project.deepspeed)
     use = Use(reader, request.world_size, request.data_parallel, _arguments(request), release.deepspeed)
@@ -107,7 +107,8 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
     """Prints the difference that mending makes, or makes it. Raises: RecipeError."""
     from llmtrain.lint.document import Unreadable
     from llmtrain.lint.fixing import fixed
-    from llmtrain.lint.reading import is_yaml, read_file
+    from llmtrain.lint.reading import read_file
+    from llmtrain.system.untrusted import is_yaml
 
     for name, path in files:
         if not isinstance(path, Path):

@@ -143,7 +143,7 @@ class TrainRequest:
 
         path: of the recipe's file where the worker is. A Python file is itself the script.
         """
-        from llmtrain.plan.load import is_yaml
+        from llmtrain.system.untrusted import is_yaml
 
         if is_yaml(path):
             return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)

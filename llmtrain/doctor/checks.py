@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from llmtrain.doctor import devices, limits, network, versions
-from llmtrain.doctor.finding import CheckResult, Scene, warning
+from llmtrain.doctor.finding import CheckResult, Scene, caution
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def look(scene: Scene, checks: Iterable[Check] = CHECKS) -> list[CheckResult]:
             found += check.look(scene)
         except Exception as error:  # machines vary more than expected: the other checks still report
             text = f"the check failed: {type(error).__name__}: {error}"
-            found.append(warning(check.name, text, "please report this"))
+            found.append(caution(check.name, text, "please report this"))
     return found

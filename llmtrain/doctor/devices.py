@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.doctor.finding import CheckResult, Scene, ask, fault, ok, size, warning
+from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok, size
 from llmtrain.system.host import memory_bytes, memory_limit, own_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -82,7 +82,7 @@ def slots(scene: Scene) -> Iterator[CheckResult]:
         yield fault("devices.slots", text, f"write slots={len(seen)}")
     elif not seen and len(scene.devices) > cpus:
         text = f"the hostfile gives {len(scene.devices)} workers, but there are {cpus} CPUs"
-        yield warning("devices.slots", text, f"write slots={cpus}")
+        yield caution("devices.slots", text, f"write slots={cpus}")
 
 
 def parse(text: str) -> list[Gpu]:
@@ -108,7 +108,7 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Chec
     for entry in entries:
         if entry.startswith("MIG-"):
             text = f"{VISIBLE} names the GPU partition {entry}, which was not checked"
-            return found, [warning("devices.visible", text, "a run uses whole GPUs: name these")]
+            return found, [caution("devices.visible", text, "a run uses whole GPUs: name these")]
         matching = [gpu for gpu in listed if entry == gpu.index or (len(entry) > 4 and gpu.uuid.startswith(entry))]
         if entry == "-1":
             break
@@ -127,7 +127,7 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Chec
     indices = ", ".join(gpu.index for gpu in found)
     text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if found else "no GPU")
     if not found:
-        return [], [warning("devices.visible", f"{text} of {len(listed)} can be used", f"unset {VISIBLE}")]
+        return [], [caution("devices.visible", f"{text} of {len(listed)} can be used", f"unset {VISIBLE}")]
     return found, [ok("devices.visible", text)] if len(found) < len(listed) else []
 
 
@@ -150,16 +150,16 @@ def _judged(visible: list[Gpu], scene: Scene) -> Iterator[CheckResult]:
         yield fault("devices.memory_errors", text, "reset them, or leave them out; see `nvidia-smi -q -d ECC`")
     if busy := [gpu.index for gpu in visible if (gpu.used or 0) > IN_USE_MIB]:
         text = f"GPUs {', '.join(busy)} have more than {IN_USE_MIB} MiB in use"
-        yield warning("devices.in_use", text, "`nvidia-smi` lists the processes")
+        yield caution("devices.in_use", text, "`nvidia-smi` lists the processes")
     kinds = {gpu.name for gpu in visible}
     if len(kinds) > 1:
         text = (
             f"several kinds of GPUs, of which the slowest sets the pace: {count_names([gpu.name for gpu in visible])}"
         )
-        yield warning("devices.kinds", text, f"choose GPUs of one kind with {VISIBLE}")
+        yield caution("devices.kinds", text, f"choose GPUs of one kind with {VISIBLE}")
     if len(kinds) > 1 and scene.env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         text = "CUDA numbers GPUs of several kinds by speed, but nvidia-smi by slot"
-        yield warning("devices.order", text, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
+        yield caution("devices.order", text, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
 
 
 def seen_by_torch() -> tuple[list[str], str]:
@@ -206,7 +206,7 @@ def gpu_links(scene: Scene) -> Iterator[CheckResult]:
     down, up = count_links(ask("nvidia-smi", "nvlink", "--status").text)
     if down and up:
         text = f"{down} of {down + up} NVLinks are down"
-        yield warning(
+        yield caution(
             "interconnect.nvlink", text, "`nvidia-smi nvlink --status` lists them; see the fabric manager's log"
         )
 
@@ -250,7 +250,7 @@ def adapters(scene: Scene) -> Iterator[CheckResult]:
             "interconnect.adapters", f"no port is up: {'; '.join(other)}", "check cable, switch and subnet manager"
         )
     elif other:
-        yield warning("interconnect.adapters", "; ".join(other), "exclude them with NCCL_IB_HCA, or bring them up")
+        yield caution("interconnect.adapters", "; ".join(other), "exclude them with NCCL_IB_HCA, or bring them up")
 
 
 def has_adapters(scene: Scene) -> bool:

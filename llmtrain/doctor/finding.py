@@ -44,7 +44,7 @@ def ok(check: str, text: str) -> CheckResult:
     return CheckResult(check, "ok", text)
 
 
-def warning(check: str, text: str, fix: str) -> CheckResult:
+def caution(check: str, text: str, fix: str) -> CheckResult:
     """Returns a finding that a run may start, but may be slow or fail later."""
     return CheckResult(check, "warning", text, fix)
 

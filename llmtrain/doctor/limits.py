@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.doctor.devices import has_adapters
-from llmtrain.doctor.finding import CheckResult, Scene, fault, ok, size, warning
+from llmtrain.doctor.finding import CheckResult, Scene, caution, fault, ok, size
 
 LEAST_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
@@ -30,7 +30,7 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
     ):
         if _is_below(soft, least):
             check = f"limits.{name.replace(' ', '_')}"
-            yield warning(
+            yield caution(
                 check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
             )
         else:
@@ -83,7 +83,7 @@ def shared_memory(scene: Scene) -> Iterator[CheckResult]:
         )
     elif usage.free < LEAST_SHARED:
         text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}, which may be too little for NCCL"
-        yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
+        yield caution("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
     else:
         yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
 
@@ -129,7 +129,7 @@ def _judge(what: str, folder: Path, fix: str) -> CheckResult:
         return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:
-        return warning(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
+        return caution(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
     return ok(check, f"{what}: {folder}, {size(free)} free")
 
 

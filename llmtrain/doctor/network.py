@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.doctor.finding import CheckResult, Scene, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, Scene, caution, fault, ok
 from llmtrain.launch.place.interfaces import (
     GLOO,
     NCCL,
@@ -40,7 +40,7 @@ def host_name(scene: Scene) -> Iterator[CheckResult]:
         yield ok("network.host_name", f"{text}: llmtrain sets {GLOO} for workers of several hosts")
         return
     fix = f"nothing to do for llmtrain, which sets {GLOO}; for other programs, add this host's address to /etc/hosts"
-    yield warning("network.host_name", text, fix)
+    yield caution("network.host_name", text, fix)
 
 
 def choices(scene: Scene) -> Iterator[CheckResult]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain.doctor import prebuild, reach, together
 from llmtrain.doctor.all_reduce import CHECK, Place, reduce_over
-from llmtrain.doctor.finding import CheckResult, fault, listed, warning
+from llmtrain.doctor.finding import CheckResult, caution, fault, listed
 from llmtrain.doctor.reach import Channel, UnreachableError
 from llmtrain.doctor.report import DoctorReport, HostReport
 from llmtrain.launch.hostfile import Host
@@ -167,7 +167,7 @@ def _all_reduce(report: DoctorReport, reached: list[_Patient], visit: Visit, mas
     missing = [host.name for host in report.hosts if not host.was_reached]
     if missing or not reached:
         text = f"all-reduce not run, since {listed(missing) or 'no host'} could not be checked"
-        report.together.append(warning(CHECK, text, "fix that first"))
+        report.together.append(caution(CHECK, text, "fix that first"))
         return
     if visit.hosts and master is None:
         text = f"{reached[0].report.name} has no address that other hosts could reach"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.doctor.finding import CheckResult, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, caution, fault, ok
 from llmtrain.doctor.reach import Channel
 
 PINGS = 7
@@ -60,7 +60,7 @@ def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     groups = _by_value({host: " + ".join(sorted(own["devices"])) or "no GPU" for host, own in facts.items()})
     if len(groups) > 1:
         text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
-        yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
+        yield caution("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
 
 
 def clocks(skews: Mapping[str, Skew]) -> Iterator[CheckResult]:
@@ -74,7 +74,7 @@ def clocks(skews: Mapping[str, Skew]) -> Iterator[CheckResult]:
     if apart - doubt > SKEW_S:
         text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
         fix = "run chrony or ntpd on all hosts; their clocks determine which rank failed first"
-        yield warning("hosts.clocks", text, fix)
+        yield caution("hosts.clocks", text, fix)
     else:
         yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")
 

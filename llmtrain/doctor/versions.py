@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmtrain.doctor.finding import CheckResult, Scene, ask, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok
 from llmtrain.launch.disks import has_libaio
 from llmtrain.system.host import installed_version
 
@@ -157,7 +157,7 @@ def compilers(scene: Scene) -> Iterator[CheckResult]:
         answer = ask(program, *arguments)
         if answer.refusal:
             text = f"no {name}: {answer.refusal}; offload to disk and torch.compile need it"
-            yield warning(f"tools.{name.split()[-1]}", text, fix)
+            yield caution(f"tools.{name.split()[-1]}", text, fix)
         else:
             first = answer.text.splitlines()[0]
             lines.append(first if first.startswith(program) else f"{program} {first}")
@@ -181,7 +181,7 @@ def _mismatch(nvcc: str) -> Iterator[CheckResult]:
         return
     if built and built.partition(".")[0] != nvcc.partition(".")[0]:
         text = f"nvcc has CUDA {nvcc}, but torch {built}: DeepSpeed compiles nothing for GPUs"
-        yield warning("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
+        yield caution("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
 
 
 def operators(scene: Scene) -> Iterator[CheckResult]:
@@ -194,7 +194,7 @@ def operators(scene: Scene) -> Iterator[CheckResult]:
         age = now - lock.stat().st_mtime
         if age > STALE_S:
             text = f"{lock} is {age / 3600:.1f} h old: a build was interrupted, and every start waits for it"
-            yield warning("tools.lock", text, f"rm {shlex.quote(str(lock))}")
+            yield caution("tools.lock", text, f"rm {shlex.quote(str(lock))}")
 
 
 def launchers(scene: Scene) -> Iterator[CheckResult]:
@@ -206,7 +206,7 @@ def launchers(scene: Scene) -> Iterator[CheckResult]:
     beside = Path(sys.executable).parent / "deepspeed"
     if not os.access(beside, os.X_OK):
         text = f"{beside} does not exist, but --launcher deepspeed needs it"
-        yield warning("tools.deepspeed", text, "pip install -c constraints.txt -e .")
+        yield caution("tools.deepspeed", text, "pip install -c constraints.txt -e .")
 
 
 def extensions_root(scene: Scene) -> Path:

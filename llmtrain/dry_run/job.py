@@ -64,7 +64,7 @@ class Findings(Part):
     ranks: tuple[RankFacts, ...]
 
 
-def job_file(folder: Path) -> Path:
+def dry_run_job_file(folder: Path) -> Path:
     """Returns the file that the ranks read."""
     return folder / "dry_run_job.json"
 

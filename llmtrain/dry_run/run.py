@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.dry_run.job import DryRunJob, Findings, findings_file, job_file
+from llmtrain.dry_run.job import DryRunJob, Findings, dry_run_job_file, findings_file
 from llmtrain.dry_run.report import DryRunReport, ranks
 from llmtrain.dry_run.shrink import layers_kept, shrink_plan
 from llmtrain.errors import Problem, RecipeError
@@ -56,7 +56,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
     try:
         job = DryRunJob(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
         synthetic(job.plan.recipe, Path(job.data))
-        job_file(folder).write_text(job.model_dump_json() + "\n")
+        dry_run_job_file(folder).write_text(job.model_dump_json() + "\n")
         print(f"dry run: {ranks(job.plan)} on this machine", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "llmtrain.dry_run.worker", str(folder)]
         code = run_workers(command, 1, run_dir, ENVIRONMENT)

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.dry_run.job import DryRunJob, job_file
+from llmtrain.dry_run.job import DryRunJob, dry_run_job_file
 from llmtrain.errors import Problem, UserError, WorkerError
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
@@ -31,7 +31,7 @@ GRACE_S = 3.0
 
 def _work(_: Rank, folder: Path, output: WorkerOutput) -> None:
     """Does the job in the folder."""
-    job = read_json(job_file(folder), DryRunJob)
+    job = read_json(dry_run_job_file(folder), DryRunJob)
     _import()
     _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
 

@@ -14,13 +14,25 @@ from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.lint.document import READERS, Finding, NotOurs, Reader, Unreadable
-from llmtrain.lint.reading import decoded, is_yaml, read_configuration, read_file
+from llmtrain.lint.reading import decoded, read_configuration, read_file
 from llmtrain.lint.rules import RULES
 from llmtrain.lint.rules.readers import guess
 from llmtrain.lint.schema import schema
 from llmtrain.lint.versions import choose_release
+from llmtrain.system.untrusted import is_yaml
 
-__all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "allowed", "examine", "lint_file", "lint_text"]
+__all__ = [
+    "READERS",
+    "RULES",
+    "Finding",
+    "Reader",
+    "Result",
+    "Use",
+    "examine",
+    "lint_file",
+    "lint_text",
+    "parse_allowed",
+]
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ def lint_text(text: str, world_size: int | None = None, allow: Collection[str] =
     return examine("", text, Use(world_size=world_size), allow).findings
 
 
-def allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
+def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
     """Returns what to leave out, with full ids of rules: `rule` or `rule:key`; `lint.` may be left out.
 
     Raises: RecipeError for unknown rules, and for all findings of `unknown_key`, since every typing error is one.

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint import READERS, Reader, allowed
+from llmtrain.lint import READERS, Reader, parse_allowed
 from llmtrain.lint.document import NotOurs, Unreadable
-from llmtrain.lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
+from llmtrain.lint.reading import LARGEST_FILE, read_configuration, read_file
 from llmtrain.lint.schema import schema
+from llmtrain.system.untrusted import is_yaml
 
 STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
@@ -155,5 +156,5 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
         problems.append(Problem("lint.settings", wrong, message))
     if problems:
         raise RecipeError(problems)
-    entries = {pattern: allowed(found, wrong) for pattern, found in per_file.items()}
-    return Settings(reader, deepspeed, allowed(allow, wrong), entries, file.parent.absolute())
+    entries = {pattern: parse_allowed(found, wrong) for pattern, found in per_file.items()}
+    return Settings(reader, deepspeed, parse_allowed(allow, wrong), entries, file.parent.absolute())

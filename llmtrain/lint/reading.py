@@ -58,11 +58,6 @@ def _too_large() -> Unreadable:
     return Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration")
 
 
-def is_yaml(name: str) -> bool:
-    """Whether a file is YAML, by its name."""
-    return name.endswith((".yaml", ".yml"))
-
-
 def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Configuration:
     """Parses the configuration in a text.
 

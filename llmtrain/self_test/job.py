@@ -99,7 +99,7 @@ class DeviceRates(Part):
     """Largest number of bytes that torch held at once during the steps; None on a CPU."""
 
 
-def job_file(folder: Path) -> Path:
+def measure_job_file(folder: Path) -> Path:
     """Returns the file that the workers read."""
     return folder / "measure.json"
 

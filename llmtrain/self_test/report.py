@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from llmtrain.cluster import MeasuredRates
-from llmtrain.doctor.finding import CheckResult, fault, listed, ok, size, warning
+from llmtrain.doctor.finding import CheckResult, caution, fault, listed, ok, size
 from llmtrain.errors import Problem
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
@@ -76,7 +76,7 @@ def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
     small = [f"rank {rank} has {size(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected]
     if small:
         text = f"{listed(small)} of memory; {size(expected)} expected"
-        yield warning("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
+        yield caution("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
     else:
         yield ok("devices.memory", f"{size(min(sizes.values()))} of memory on each device")
 
@@ -130,9 +130,9 @@ def _compared(
     median = statistics.median(own.values()) if own else slowest
     late = [f"rank {rank} reaches {rate / median:.2g}" for rank, rate in own.items() if _is_late(rate, median)]
     if late:
-        return warning(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
+        return caution(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
     if expected and _is_late(slowest, expected):
-        return warning(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
+        return caution(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
     return ok(check, text)
 
 
@@ -161,9 +161,9 @@ def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
     named += [f"ranks {a} and {b} reach {share:.2g}" for (a, b), share in late.items() if not alone.keys() & {a, b}]
     fix = "look at the link: `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, `dmesg | tail`"
     if named:
-        return warning("links.pairs", f"{text}; {listed(named)} of the fastest two, {_rate(usual, 'B/s')}", fix)
+        return caution("links.pairs", f"{text}; {listed(named)} of the fastest two, {_rate(usual, 'B/s')}", fix)
     is_slow = bool(expected and _is_late(slowest, expected))
-    return warning("links.pairs", f"{text}: slower", fix) if is_slow else ok("links.pairs", text)
+    return caution("links.pairs", f"{text}: slower", fix) if is_slow else ok("links.pairs", text)
 
 
 def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
@@ -182,14 +182,14 @@ def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> 
         text += f"; {_duration(first.step_s)} predicted by the datasheet, {_duration(second.step_s)} by these rates"
         slow = took > (1 + TOLERATED) * second.step_s
         fix = "the report helps to find out why: attach it to an issue"
-        yield warning("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
+        yield caution("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
     held = max((one.allocated_bytes or 0 for one in ranks), default=0)
     memory = memory_of(plan)
     if held and memory:
         text = f"a step held {size(held)}; {size(memory.allocated)} predicted"
         large = held > (1 + TOLERATED) * memory.allocated
         fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
-        yield warning("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
+        yield caution("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
 
 
 def _slowest(rates: Sequence[float | None]) -> float | None:

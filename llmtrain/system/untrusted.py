@@ -88,6 +88,11 @@ def read_most(file: FileIO, most: int) -> bytes:
     return bytes(content)
 
 
+def is_yaml(name: str) -> bool:
+    """Whether a file is YAML, by its name."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Reads a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
     return read_bytes(path, most).decode("utf-8")

@@ -19,9 +19,9 @@ from llmtrain.verify.job import (
     VerifyJob,
     add_verdict,
     current_file,
-    job_file,
     read_references,
     read_verdicts,
+    verify_job_file,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def verify(
         _clear(folder)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         job = VerifyJob(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
-        job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
+        verify_job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
         # One worker first, which trains the reference.
         with Template() as template:
             forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
@@ -102,7 +102,7 @@ def _say(text: str) -> None:
 
 def _clear(folder: Path) -> None:
     """Removes the results of an earlier verification from the folder."""
-    if any(folder.glob("[!.]*")) and not job_file(folder).is_file():
+    if any(folder.glob("[!.]*")) and not verify_job_file(folder).is_file():
         message = f"{folder} is not empty and contains no verification"
         raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "choose a new folder"))
     for pattern in ("certificate.json", "reference-*", "verdicts.jsonl", "current", "initial.safetensors"):

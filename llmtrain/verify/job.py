@@ -240,7 +240,7 @@ def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> P
     )
 
 
-def job_file(folder: Path) -> Path:
+def verify_job_file(folder: Path) -> Path:
     """Returns the file that the workers read."""
     return folder / "job.json"
 

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
-from llmtrain.verify.reference_optimizers import PlainScheduleFree, optimizer_of
+from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -118,7 +118,7 @@ class ReferenceLoop:
         """KTO's z0 of the batch."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
-        self.optimizer = optimizer_of(self.masters, recipe)
+        self.optimizer = reference_optimizer(self.masters, recipe)
         self.steps = 0
 
     def train_step(self, sequences: Sequences) -> ReferenceStep:

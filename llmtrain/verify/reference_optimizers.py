@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmtrain.recipe import Recipe
 
 
-def optimizer_of(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """Returns the recipe's optimizer of the named weights."""
     optim, weights = recipe.optim, list(trained.values())
     groups: list[dict[str, Any]] = [

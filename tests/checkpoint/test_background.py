@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest, read_latest, whole
 from llmtrain.checkpoint.save import Saver
@@ -73,7 +73,7 @@ def test_a_step_of_another_size_fits(tmp_path):
     saver = saver_of(tmp_path)
     for step, elements in ((1, 1000), (2, 10), (3, 5000)):
         saver.engine.elements = elements
-        verify(save(saver, step))
+        verify_checkpoint(save(saver, step))
         load(newest(tmp_path), saver.engine, saver.plan, "key")
         assert saver.engine.step == step
 
@@ -141,7 +141,7 @@ def _beside_training(rank, folder, fields):
             engine.train_step(step_batch(step, 1, GLOBAL_BATCH // 2, rank, 2))
             saver.start(TrainerState(step=step, samples=step * GLOBAL_BATCH, data="key"))
         saver.wait()
-        saved = [verify(path)[0].files for path in whole(saver.checkpoints)]
+        saved = [verify_checkpoint(path)[0].files for path in whole(saver.checkpoints)]
         assert len(saved) == 5
         if background:
             _is_as_large_as_planned(plan, newest(saver.checkpoints))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from llmtrain.checkpoint.before import check_data, check_resume
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import CheckpointError
@@ -133,7 +133,7 @@ def test_a_checkpoint_without_a_rank_is_refused(run, plan):
     _rewrite(_of(run), files=files)
     for file in (_of(run) / "engine").glob("rank_00001.*"):
         file.unlink()
-    verify(_of(run))
+    verify_checkpoint(_of(run))
     assert "does not contain all of the weight for 'model." in _refusal(run, plan)
 
 

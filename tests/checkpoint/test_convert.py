@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
@@ -85,7 +85,7 @@ def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, checkpoint
     plan = plan_under(fields, ranks, **_others(name))
     told: list[str] = []
     convert(source, tmp_path / "out", plan, told.append)
-    (manifest,) = verify(tmp_path / "out")
+    (manifest,) = verify_checkpoint(tmp_path / "out")
     assert len(told) == manifest.world_size == ranks
     assert read_plan(tmp_path / "out") == plan
     assert not list(tmp_path.glob(".*"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.manifest import File, read_manifests
 from llmtrain.checkpoint.resume import choose_named, choose_newest
@@ -66,16 +66,16 @@ def _remove(path, content):
 
 @pytest.mark.parametrize("damage", [_cut, _flip, _remove])
 def test_damage_to_any_file_is_named(shards, damage):
-    (manifest,) = verify(shards)
+    (manifest,) = verify_checkpoint(shards)
     assert len([name for name in manifest.files if name.startswith("engine/rank_")]) == 2
     for name in manifest.files:
         with _restored(shards / name) as content:
             damage(shards / name, content)
             with pytest.raises(CheckpointError) as raised:
-                verify(shards)
+                verify_checkpoint(shards)
             assert [problem.field for problem in raised.value.problems] == [str(shards / name)]
             assert raised.value.exit_code == Exit.CHECKPOINT
-    verify(shards)
+    verify_checkpoint(shards)
 
 
 def test_all_damaged_files_are_reported_at_once(shards):
@@ -84,7 +84,7 @@ def test_all_damaged_files_are_reported_at_once(shards):
         _cut(shards / names[0], one)
         _flip(shards / names[1], other)
         with pytest.raises(CheckpointError) as raised:
-            verify(shards)
+            verify_checkpoint(shards)
     assert sorted(problem.rule for problem in raised.value.problems) == ["checkpoint.hash", "checkpoint.size"]
 
 
@@ -92,7 +92,7 @@ def test_pieces_that_no_manifest_knows_are_refused(tmp_path):
     made = save(saver_of(tmp_path), 1)
     save_file({"a": torch.ones(1)}, made / "engine" / "rank_00001.0.safetensors")
     with pytest.raises(CheckpointError, match="not in the manifest"):
-        verify(made)
+        verify_checkpoint(made)
 
 
 # What a run goes on from.
@@ -186,7 +186,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path):
     file = File(**vars(fingerprint(made / "engine" / "model.pt")), rank=0, private=False)
     manifest.model_copy(update={"files": {**manifest.files, "engine/model.pt": file}}).write(made)
     for use in (
-        lambda: verify(made),
+        lambda: verify_checkpoint(made),
         lambda: load(made, saver.engine, saver.plan, "key"),
         lambda: _choose(made.parent),
     ):
@@ -201,7 +201,7 @@ def test_a_file_that_only_resembles_a_pickle_is_reported(tmp_path):
     made = save(saver_of(tmp_path), 1)
     (made / "shard.pt").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match=r"shard\.pt: is a pickle"):
-        verify(made)
+        verify_checkpoint(made)
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path):
@@ -209,7 +209,7 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
     with ZipFile(made / "bomb.pt", "w", ZIP_DEFLATED) as archive:
         archive.writestr("bomb/data.pkl", bytes(1 << 26))
     with pytest.raises(CheckpointError, match=r"bomb\.pt: is a pickle.*longer than 16,777,216 bytes when"):
-        verify(made)
+        verify_checkpoint(made)
 
 
 @pytest.mark.parametrize("name", ["notes", "model.PT", "state.dill", "engine/.x", "rng/MANIFEST.json", "b.zip"])
@@ -217,7 +217,7 @@ def test_a_file_that_the_manifest_does_not_name_is_reported(name, tmp_path):
     made = save(saver_of(tmp_path), 1)
     (made / name).write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError) as raised:
-        verify(made)
+        verify_checkpoint(made)
     assert [problem.field for problem in raised.value.problems] == [str(made / name)]
     if name == "model.PT":
         with pytest.raises(CheckpointError):
@@ -232,7 +232,7 @@ def test_links_and_fifos_beside_the_files_are_reported(tmp_path):
     (made / "loop").symlink_to("loop")
     (made / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(CheckpointError) as raised:
-        verify(made)
+        verify_checkpoint(made)
     assert [problem.rule for problem in raised.value.problems] == ["checkpoint.unlisted"] * 3
 
 
@@ -242,7 +242,7 @@ def test_a_pickle_that_the_manifest_names_otherwise_is_refused(tmp_path):
     (manifest,) = read_manifests(made)
     file = File(**vars(fingerprint(made / "state.dill")), rank=0, private=False)
     manifest.model_copy(update={"files": {**manifest.files, "state.dill": file}}).write(made)
-    for use in (lambda: verify(made), lambda: _choose(made.parent)):
+    for use in (lambda: verify_checkpoint(made), lambda: _choose(made.parent)):
         with pytest.raises(CheckpointError, match=r"state\.dill: has none of the suffixes \.safetensors and \.json"):
             use()
 
@@ -324,7 +324,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(small_disk):
     assert "step_00000001" in raised.value.problems[0].fix
     assert _choose(small_disk / "checkpoints").folder == first
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    verify(save(saver, 2))
+    verify_checkpoint(save(saver, 2))
     assert sorted(path.name for path in saver.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
 
 
@@ -336,4 +336,4 @@ def test_a_disk_that_cannot_be_written_is_a_message(small_disk):
         save(saver, 2)
     with pytest.raises(CheckpointError, match="Read-only file system"):
         probe(small_disk / "checkpoints")
-    verify(first)
+    verify_checkpoint(first)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmtrain.checkpoint import folder
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import CheckpointError
 from tests.helpers.small_saves import save, saver_of
@@ -19,7 +19,7 @@ def _names(checkpoints):
 
 def test_a_published_checkpoint_is_complete_and_the_newest(tmp_path):
     made = save(saver_of(tmp_path), 5)
-    (manifest,) = verify(made)
+    (manifest,) = verify_checkpoint(made)
     assert folder.newest(tmp_path) == made
     assert (tmp_path / "latest").read_text() == "step_00000005\n"
     assert _names(tmp_path) == ["latest", "step_00000005"]
@@ -39,7 +39,7 @@ def test_a_half_made_checkpoint_is_never_found(tmp_path):
     unfinished.mkdir()
     assert folder.newest(tmp_path) == made
     with pytest.raises(CheckpointError, match="incomplete"):
-        verify(unfinished)
+        verify_checkpoint(unfinished)
 
 
 def test_latest_that_names_nothing_falls_back_on_the_newest(tmp_path):
@@ -74,9 +74,9 @@ def test_a_save_removes_what_killed_ones_left_and_nothing_else(tmp_path):
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     saver = saver_of(tmp_path)
-    first = verify(save(saver, 5))[0].save
+    first = verify_checkpoint(save(saver, 5))[0].save
     save(saver, 4)
-    assert verify(save(saver, 5))[0].save != first
+    assert verify_checkpoint(save(saver, 5))[0].save != first
     assert _names(tmp_path) == ["latest", "step_00000004", "step_00000005"]
 
 
@@ -84,7 +84,7 @@ def test_a_folder_that_is_in_the_way_and_not_ours_is_kept(tmp_path):
     save(saver_of(tmp_path, run="other"), 5)
     save(saver_of(tmp_path), 5)
     (kept,) = tmp_path.glob("step_00000005.replaced-*")
-    assert verify(kept)[0].run == "other"
+    assert verify_checkpoint(kept)[0].run == "other"
     assert folder.whole(tmp_path) == [tmp_path / "step_00000005"]
 
 

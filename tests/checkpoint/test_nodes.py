@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.checkpoint.resume import choose_newest
@@ -76,7 +76,7 @@ def test_each_node_has_a_manifest_of_its_part(nodes):
     assert not (_disk(folder, 0) / "step_00000001").exists()  # both have been pruned
     assert not (_disk(folder, 1) / "step_00000001").exists()
     with pytest.raises(CheckpointError, match="lacks the part"):
-        verify(_disk(folder, 0) / "step_00000003")
+        verify_checkpoint(_disk(folder, 0) / "step_00000003")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["same nodes", "swapped"])
@@ -94,7 +94,7 @@ def test_parts_copied_into_one_folder_are_a_complete_checkpoint(nodes, tmp_path)
     shared = _disk(tmp_path, 0)
     for node in (0, 1):
         shutil.copytree(_disk(folder, node), shared, dirs_exist_ok=True)
-    assert {one.part for one in verify(shared / "step_00000003")} == {0, 1}
+    assert {one.part for one in verify_checkpoint(shared / "step_00000003")} == {0, 1}
     for expected, (_, continued) in zip(whole, run_ranks(2, _continued, tmp_path, stage, (0, 0)), strict=True):
         assert continued.losses == expected.losses
 

@@ -12,7 +12,7 @@ from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.predict.traffic import volumes
 from llmtrain.verify import compare
-from llmtrain.verify.reference_optimizers import PlainScheduleFree, optimizer_of
+from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
@@ -70,7 +70,7 @@ def test_muon_of_the_reference_is_ours(precision):
     recipe = tiny_recipe(**{"optim.name": "muon", "parallel.precision": precision, "optim.weight_decay": 0.1})
     ours, theirs = ([nn.Parameter(one) for one in _gradients(0)] for _ in range(2))
     own = _own_muon(ours, precision, **{"optim.lr": 1e-3})
-    plain = optimizer_of({f"layers.{index}.weight": one for index, one in enumerate(theirs)}, recipe)
+    plain = reference_optimizer({f"layers.{index}.weight": one for index, one in enumerate(theirs)}, recipe)
     for step in range(1, 4):
         for weights in (ours, theirs):
             for weight, gradient in zip(weights, _gradients(step), strict=True):
@@ -101,7 +101,7 @@ def test_what_treats_elements_alone_is_that_of_the_reference(fields):
     ours, theirs = ([nn.Parameter(one) for one in _gradients(0)] for _ in range(2))
     recipe = tiny_recipe(**{"optim": {"weight_decay": 0.1, "lr": 1e-2, **fields}})
     own = torch_optimizer([{"params": ours, "weight_decay": 0.1}], recipe.optim)
-    plain = optimizer_of({str(index): one for index, one in enumerate(theirs)}, recipe)
+    plain = reference_optimizer({str(index): one for index, one in enumerate(theirs)}, recipe)
     for step in range(1, 6):
         for weights in (ours, theirs):
             for weight, gradient in zip(weights, _gradients(step), strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import find, newest, point_latest, read_latest
 from llmtrain.checkpoint.save import Saver
@@ -201,14 +201,14 @@ def _save_until_killed(rank: int, checkpoints: Path, world_size: int, victim: in
 def assert_whole(checkpoints: Path, at_least: int) -> int:
     """What must hold after a kill at any instant; returns the step that would be continued from, 0 for none."""
     for one in find(checkpoints):
-        verify(one.folder)  # no half of a checkpoint looks like one
+        verify_checkpoint(one.folder)  # no half of a checkpoint looks like one
     latest, _ = read_latest(checkpoints)
     if latest is None:
         # Each kill so far came before the first `latest`; the newest of all is what is continued from.
         step = find(checkpoints)[-1].manifests[0].step if find(checkpoints) else 0
         assert step >= at_least
         return step
-    step = verify(checkpoints / latest)[0].step
+    step = verify_checkpoint(checkpoints / latest)[0].step
     assert newest(checkpoints) == checkpoints / latest
     assert step >= at_least, f"step {at_least} was saved, {step} is left"
     return step

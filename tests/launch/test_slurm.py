@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.launch.place.slurm_step import hosts
@@ -242,7 +242,7 @@ def test_scancel_saves_and_stays_cancelled(cluster, submit):
     cluster.until(lambda: not job.ranks(), 30, job.number)
     checkpoint = newest(job.run_dir / "checkpoints")
     assert checkpoint is not None, job.log
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
     assert f"stopped on SIGTERM after step {read_manifests(checkpoint)[0].step}" in job.log
     time.sleep(3)
     assert cluster.job(job.number)["JobState"] == "CANCELLED"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.lint import RULES, Use, allowed, examine, lint_file, lint_text
+from llmtrain.lint import RULES, Use, examine, lint_file, lint_text, parse_allowed
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
 
 TOP_LEVEL_KEYS = {key for key, node in (schema().root.keys or {}).items() if not node.removed}
@@ -134,11 +134,11 @@ def test_keys_are_those_that_deepspeed_reads():
 
 def test_rules_are_let_pass():
     text = json.dumps({**GOOD, "zero_optimisation": {}})
-    assert lint_text(text, allow=allowed(["unknown_key:zero_*", "lint.clipping_default"])) == []
+    assert lint_text(text, allow=parse_allowed(["unknown_key:zero_*", "lint.clipping_default"])) == []
     with pytest.raises(RecipeError, match="every typing error passes"):
-        allowed(["unknown_key"])
+        parse_allowed(["unknown_key"])
     with pytest.raises(RecipeError, match=r"did you mean 'lint\.unknown_key'"):
-        allowed(["lint.unknown_keys"])
+        parse_allowed(["lint.unknown_keys"])
     assert len({rule.id for rule in RULES}) == len(RULES)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
 from tests.helpers.commands import events, llmtrain, losses, metrics, workers
 
@@ -61,7 +61,7 @@ def test_a_killed_worker_ends_the_run_and_costs_one_interval(small_recipe, unint
     assert "SIGKILL" in errors.splitlines()[0]
     assert not [pid for pid in pids if _alive(pid)]
     kept = newest(run_dir / "checkpoints")
-    verify(kept)
+    verify_checkpoint(kept)
     # The schedule depends on max_steps, so the run is finished under the one it was started with.
     stop = json.loads((kept / "trainer.json").read_text())["step"] + 3
     result = llmtrain("train", small_recipe, "--run-dir", run_dir, *ZERO, *slow, "--max-steps", stop)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import Exit
@@ -32,7 +32,7 @@ def stopped_at(process: subprocess.Popen, run_dir: Path) -> int:
     output, errors = process.communicate(timeout=120)
     assert process.returncode == Exit.RESUME, output + errors
     checkpoint = newest(run_dir / "checkpoints")
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
     step = read_manifests(checkpoint)[0].step
     assert 0 < step < STEPS
     assert f"after step {step}" in output

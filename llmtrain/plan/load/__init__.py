@@ -13,13 +13,13 @@ from llmtrain.plan.load.file import RecipeFile, check_file
 from llmtrain.plan.load.python_file import PythonRecipe, is_running
 from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe, parse_assignments
+from llmtrain.system.untrusted import is_yaml
 
 __all__ = [
     "PythonRecipe",
     "RecipeFile",
     "declared",
     "is_running",
-    "is_yaml",
     "load_recipe",
     "open_recipe",
     "with_lines",
@@ -82,11 +82,6 @@ def with_lines(error: UserError) -> UserError:
         for one in error.problems
     )
     return error
-
-
-def is_yaml(path: str) -> bool:
-    """Whether a recipe file is YAML, by its name."""
-    return path.endswith((".yaml", ".yml"))
 
 
 def with_variant(spec: str, variant: str) -> str:
