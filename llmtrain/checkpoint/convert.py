@@ -36,7 +36,6 @@ from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
-from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from llmtrain.run_dir import check_unchanged, identity_of, versions
 from llmtrain.runtime.distributed import pretend
@@ -115,13 +114,9 @@ def _on_cpus(plan: Plan) -> Plan:
         if getattr(recipe.parallel, name) == "nvme"
     }
     here = Cluster(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node, device="cpu")
-    on_cpu = resolve(_without_path(recipe.with_(**host)) if host else recipe, here)
+    on_cpu = resolve(recipe.with_(**host, **{"parallel.nvme_path": None}) if host else recipe, here)
     check_runnable(on_cpu)
     return on_cpu
-
-
-def _without_path(recipe: Recipe) -> Recipe:
-    return recipe.with_(**{"parallel.nvme_path": None})
 
 
 def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:

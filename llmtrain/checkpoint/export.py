@@ -90,7 +90,7 @@ def export(
                 _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
             write_weights(outgoing, source.read_as, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
-        card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
+        card = model_card(plan, read_state(checkpoint), manifests[0], str(model.dtype).removeprefix("torch."), metrics)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_exported(folder, manifests[0])
 
@@ -111,10 +111,6 @@ def _model(plan: Plan, dtype: Dtype | None) -> PreTrainedModel:
     if dtype is not None:
         weights = getattr(torch, dtype)
     return empty_model(model_configuration(plan.recipe), weights, plan.recipe.model.trust_remote_code)
-
-
-def _dtype_name(model: PreTrainedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:

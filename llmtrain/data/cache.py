@@ -87,7 +87,7 @@ class Cache:
             raise NotPreparedError(what)
 
     def _make(self, final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        partial = _partial(final)
+        partial = final.with_name(final.name + ".partial")
         # Under the lock no other process writes here: existing files are left from a process that died.
         _remove(partial)
         partial.mkdir()
@@ -163,10 +163,6 @@ def _meta_of(file: Path) -> dict[str, Any]:
                 "data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it will be created again"
             )
         ) from None
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(final.name + ".partial")
 
 
 def _lock_path(final: Path) -> Path:

@@ -61,7 +61,7 @@ class Agent:
         """Runs all checks."""
         from llmtrain.doctor.checks import look
 
-        scene = make_scene(run_root, master, tuple(devices))
+        scene = Scene(dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, tuple(devices))
         findings = [one.as_dict() for one in look(scene)]
         self._reply(findings=findings, facts=host_facts(scene))
 
@@ -115,11 +115,6 @@ class Agent:
     def _reply(self, **fields: Any) -> None:
         with self._lock:
             print(json.dumps(fields), file=self._replies, flush=True)
-
-
-def make_scene(run_root: str, master: str | None, devices: tuple[int, ...]) -> Scene:
-    """Returns this host as the checks see it."""
-    return Scene(dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, devices)
 
 
 def addresses() -> list[str]:

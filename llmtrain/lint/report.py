@@ -51,7 +51,11 @@ def link(rule: str) -> str:
 def written(results: list[Result], form: Format, release: Release, guessed: bool) -> str:
     """Returns all findings in a format; `guessed` tells whether the readers are."""
     if form in ("text", "github"):
-        lines = _text(results, guessed) if form == "text" else _workflow_commands(results)
+        lines = (
+            _text(results, guessed)
+            if form == "text"
+            else (_github(one, finding) for one in results for finding in joined(one.findings))
+        )
         return "\n".join((f"as read by DeepSpeed {release.deepspeed} ({release.why})", *lines))
     made = _as_json(results) if form == "json" else _sarif(results)
     place = made if form == "json" else made["runs"][0]["properties"]
@@ -116,10 +120,6 @@ def _text(results: list[Result], guessed: bool) -> Iterable[str]:
 
 def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
-
-
-def _workflow_commands(results: list[Result]) -> Iterable[str]:
-    return (_github(one, finding) for one in results for finding in joined(one.findings))
 
 
 def _github(result: Result, finding: Finding) -> str:

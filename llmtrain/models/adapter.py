@@ -13,7 +13,7 @@ PEFT is imported where it is used, since that takes a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -231,7 +231,11 @@ def _adapted_modules(
 
     linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
-    names = [name for name, _ in whole.named_modules() if name and not f"{name}.".startswith(_dotted(saved))]
+    names = [
+        name
+        for name, _ in whole.named_modules()
+        if name and not f"{name}.".startswith(tuple(f"{one}." for one in saved))
+    ]
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
@@ -275,10 +279,6 @@ def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
     return tuple(found), problems
-
-
-def _dotted(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{name}." for name in names)
 
 
 def _weights(whole: nn.Module, module: str) -> list[str]:

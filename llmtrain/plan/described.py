@@ -108,15 +108,14 @@ def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
     lines = []
     for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
         numbers = [number for number, _ in alike]
-        labels = ", ".join(f"{kind.replace('_', '-')} {readable_bytes(size)}" for kind, size in _largest_first(sent))
+        labels = ", ".join(
+            f"{kind.replace('_', '-')} {readable_bytes(size)}"
+            for kind, size in sorted(sent.items(), key=lambda item: -item[1])
+        )
         named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
         where = f"on {named}: " if len(volumes) > 1 else ""
         lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
     return lines
-
-
-def _largest_first(sent: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(sent.items(), key=lambda item: -item[1])
 
 
 def readable_bytes(size: int) -> str:

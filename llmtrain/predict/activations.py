@@ -371,7 +371,7 @@ def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
     tensor, width = plan.parts("matrices"), plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
-        inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
+        inner = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
         slices = tensor if plan.parallel.expert == 1 else 1
         return (inner or min(min(one.shape) for one in experts)) // slices * plan.model.experts_per_token
     fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
@@ -416,10 +416,6 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfT
             slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
             whole += 2 * widths.computed * one.elements // slices
     return BytesOfToken(whole, in_regions)
-
-
-def _is_fused(experts: list[Weight]) -> bool:
-    return any(one.name.endswith("down_proj") for one in experts)
 
 
 def _has_mask(plan: Plan) -> bool:

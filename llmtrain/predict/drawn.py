@@ -46,7 +46,10 @@ def memory_svg(memory: PlanMemory) -> str:
         elements += [row_name(top + number * ROW, name), *_row(stage, top + number * ROW, scale, unit)]
     if memory.capacity:
         x = LEFT + memory.capacity * scale
-        elements += [line(x, top - 6, bottom, DARK), text(x, top - 9, _room(memory.capacity), anchor="end")]
+        elements += [
+            line(x, top - 6, bottom, DARK),
+            text(x, top - 9, f"a device has {readable(memory.capacity)}", anchor="end"),
+        ]
     return picture(LEFT + PLOT + RIGHT, bottom + 12, _title(memory), elements)
 
 
@@ -54,10 +57,6 @@ def _title(memory: PlanMemory) -> str:
     room = f" of {readable(memory.capacity)}" if memory.capacity else ""
     source = "traced" if memory.is_traced else "estimated"
     return f"Memory of the fullest rank: {readable(memory.needed)}{room} (activations {source})"
-
-
-def _room(capacity: int) -> str:
-    return f"a device has {readable(capacity)}"
 
 
 def _legend(shown: list[str]) -> Iterator[str]:

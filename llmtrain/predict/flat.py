@@ -149,7 +149,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     }
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
-        routers = {_router_of(weight) for weight in own if weight.is_expert}
+        routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
     found: dict[tuple[bool, bool, bool], list[int]] = {}
     for weight in own:
@@ -184,10 +184,6 @@ def _kind(
     spread = plan.parallel.expert > 1 and weight.is_expert
     sizes = _expert_sizes(weight, plan.parallel.expert) if spread else (sliced(plan, weights, weight),)
     return (not weight.is_matrix, not in_layers, spread), sizes
-
-
-def _router_of(expert: Weight) -> str:
-    return f"{expert.name.partition('.experts.')[0]}.gate.weight"
 
 
 def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:

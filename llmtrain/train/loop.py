@@ -139,7 +139,7 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heart.beat)
     for batch in run.data.eval_batches(most, name):
         run.heart.beat()
-        losses[batch.evaluated] += _weighted(run.engine, batch)
+        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.terms
         terms[batch.evaluated] += batch.terms
         if (sums := run.engine.rewards()) is not None:
             rewards += sums.cpu()
@@ -173,10 +173,6 @@ def _save(run: Run) -> None:
 def _saving(run: Run) -> str:
     signal = run.stop.stopped_by
     return f"stopping on {signal.name}: saving" if signal else "saving"
-
-
-def _weighted(engine: Engine, batch: StepBatch) -> float:
-    return engine.eval_step(batch).item() * batch.terms
 
 
 def _reward_metrics(run: Run, sums: list[float]) -> dict[str, float] | None:
