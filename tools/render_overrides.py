@@ -27,14 +27,19 @@ def render() -> str:
         lines += [
             f"## {package} {version}\n",
             f"In [`llmtrain/overrides/{package}.py`](../../llmtrain/overrides/{package}.py).\n",
-            "| Part | Without it | Test |",
-            "|---|---|---|",
+            "| Part | Without it | Test | Upstream |",
+            "|---|---|---|---|",
         ]
         for one in (one for one in OVERRIDES if one.package == package):
             parts = "<br>".join(f"`{place.replace(':.', ':')}`" for place in one.places)
-            lines.append(f"| {parts} | {one.why} | `{one.test}` |")
+            lines.append(f"| {parts} | {one.why} | `{one.test}` | {_link(one.upstream)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _link(upstream: str) -> str:
+    repository, _, number = upstream.partition("#")
+    return f"[#{number}](https://github.com/{repository}/issues/{number})" if upstream else ""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import MethodType
@@ -22,7 +21,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import MODEL_ERRORS, reference
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.overrides.transformers import defining_module, replaced
+from llmtrain.overrides.transformers import call_instead
 
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"
@@ -131,7 +130,8 @@ def use_blocks(model: PreTrainedModel) -> None:
         elif kernels.activation and kind.endswith("MLP"):
             module.act_fn = _liger(kernels.activation)()
         elif kernels.rotation and kind.endswith("Attention"):
-            _use_rotation(module, *kernels.rotation)
+            name, kernel = kernels.rotation
+            call_instead(module, name, _liger(kernel))
 
 
 def _liger(name: str) -> Any:
@@ -144,18 +144,6 @@ def _use_norm(module: nn.Module, read: Mapping[str, Any]) -> None:
     epsilon = getattr(module, "variance_epsilon", None) or module.eps
     forward = MethodType(_liger("rms_norm:LigerRMSNorm").forward, module)
     vars(module).update(read, variance_epsilon=epsilon, forward=forward)
-
-
-def _use_rotation(module: nn.Module, name: str, kernel: str) -> None:
-    """Replaces the rotation, which an attention layer looks up in its Python module, while the layer computes."""
-    family, theirs, plain = defining_module(module), _liger(kernel), type(module).forward
-
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced(family, name, theirs):
-            return plain(*args, **kwargs)
-
-    vars(module)["forward"] = MethodType(forward, module)
 
 
 def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:

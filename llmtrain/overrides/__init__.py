@@ -34,6 +34,8 @@ class Override:
     """What goes wrong without it."""
     test: str
     """The test that fails if the reason no longer exists, or if a place has another meaning."""
+    upstream: str = ""
+    """The issue or change request of the library about it: `OWNER/NAME#NUMBER`. Empty if none is known."""
 
     @property
     def package(self) -> str:
@@ -73,6 +75,7 @@ OVERRIDES = (
         (f"{_ENGINE}.clip_fp32_gradients",),
         "At ZeRO-0 the norm is taken twice, and averaged over ranks that have different experts.",
         "tests/engines/deepspeed/test_expert.py",
+        "deepspeedai/DeepSpeed#8475",
     ),
     Override(
         (
@@ -135,11 +138,13 @@ OVERRIDES = (
         ),
         "The groups of a process's first engine are taken for those of every later one.",
         "tests/engines/deepspeed/test_tensor.py",
+        "deepspeedai/DeepSpeed#7680",
     ),
     Override(
         (f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",),
         "After other weights have been loaded, hpZ gathers copies of the old ones, which it has made in an evaluation.",
         "tests/engines/deepspeed/test_hierarchical.py",
+        "deepspeedai/DeepSpeed#7130",
     ),
     Override(
         (f"{_GROUPS}_ZERO_PARAM_INTRA_PARALLEL_GROUP",),
@@ -326,6 +331,7 @@ OVERRIDES = (
         ("torch._dynamo.config:optimize_ddp",),
         "DistributedDataParallel splits a layer's graph wherever a bucket of gradients ends.",
         "tests/engines/test_compiled.py",
+        "pytorch/pytorch#108966",
     ),
     Override(
         ("torch._dynamo:.mark_dynamic",),
