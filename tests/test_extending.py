@@ -97,7 +97,39 @@ def test_an_axis_is_searched_and_its_rule_refuses(extended):
     assert "'parallel.rows': 8" in run(extended, "-c", found)
 
 
-def test_a_lint_rule_a_format_and_a_metric(extended, tmp_path):
+METRICS = """
+import sys
+from pathlib import Path
+from llmtrain.cluster import Cluster
+from llmtrain.metrics import MetricsLogger, StepMetrics, Window
+from llmtrain.plan.load import load_recipe
+from llmtrain.rules import resolve
+from llmtrain.run_dir import RunDir
+
+recipe, _ = load_recipe(sys.argv[1], ['logging.trackers=["csv"]'])
+folder = Path(sys.argv[2])
+with MetricsLogger(RunDir(folder), resolve(recipe, Cluster())) as logger:
+    window = Window(steps=10, seconds=5.0, tokens=10240, data_wait_s=0.5)
+    logger.log_step(StepMetrics(10, 2.0, 1.0, 1e-3, 10240, 80, window, None))
+print((folder / "metrics.csv").read_text())
+"""
+LAUNCHED = """
+from llmtrain.launch import discover
+worker = {"LAUNCH_RANK": "1", "LAUNCH_LOCAL_RANK": "1", "LAUNCH_SIZE": "2", "LAUNCH_LOCAL_SIZE": "2"}
+print(discover({**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}))
+"""
+
+
+def test_a_tracker_gets_a_metric(extended, tmp_path):
+    logged = run(extended, "-c", METRICS, str(ROOT / "recipes/tiny.py"), str(tmp_path))
+    assert "data_wait_share,0.1\n" in logged
+
+
+def test_a_launcher_gives_workers_their_places(extended):
+    assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", LAUNCHED)
+
+
+def test_a_lint_rule_and_a_format(extended, tmp_path):
     config = tmp_path / "odd.json"
     config.write_text('{"train_micro_batch_size_per_gpu": 3}')
     assert "lint.batch_odd" in run(extended, "-m", "llmtrain", "lint", str(config))
@@ -105,5 +137,3 @@ def test_a_lint_rule_a_format_and_a_metric(extended, tmp_path):
     reader = "import sys; from pathlib import Path; from llmtrain.data.sources.formats import READERS\n"
     reader += "print([one.text for one in READERS['.md'](Path(sys.argv[1]), 'text')])"
     assert "['one', 'two\\n']" in run(extended, "-c", reader, str(tmp_path / "a.md"))
-    logger = (extended / "llmtrain/metrics/logger.py").read_text(encoding="utf-8")
-    compile(logger, "logger.py", "exec")
