@@ -153,8 +153,7 @@ def _write(folder: Path, planned: Planned) -> list[str]:
     """
     from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
     from llmtrain.plan.schedules import PipelineSchedule
-    from llmtrain.predict.drawn import memory_svg
-    from llmtrain.predict.schedule import schedule_svg
+    from llmtrain.predict.picture import memory_svg, schedule_svg
 
     plan = planned.plan
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}

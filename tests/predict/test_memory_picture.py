@@ -11,8 +11,7 @@ from llmtrain.cli import app
 from llmtrain.cluster import Cluster
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict import Parts, memory_of
-from llmtrain.predict.drawn import COLOURS, LIGHT, PLOT, memory_svg
-from llmtrain.predict.picture import GREY
+from llmtrain.predict.picture import COLOURS, GREY, LIGHT, PLOT, memory_svg
 from llmtrain.rules import resolve
 
 PIPELINE = load_recipe("recipes/llama3_70b.py:pipeline", [])

@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.plan.plan import Batch
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.predict.schedule import schedule_svg
+from llmtrain.predict.picture import schedule_svg
 
 ONE = PipelineSchedule("1f1b", 4, 1)
 
