@@ -376,7 +376,7 @@ def _may_change(field: str, recipe: Recipe) -> bool:
 
 
 def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:
-    """Raises RecipeError with all problems of `changes`."""
+    """Raises RecipeError with all problems of `forbidden_changes`."""
     if problems := forbidden_changes(old, new, what):
         raise RecipeError(problems)
 

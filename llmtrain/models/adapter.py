@@ -140,8 +140,8 @@ def apply_adapter(
 ) -> None:
     """Freezes what is not trained, and adds the adapters with their initial or pretrained weights.
 
-    model: whole, or a part of it with the same names of modules. gather: as for `initialise`. names: of the part's
-    parameters in the whole model, if any differ.
+    model: whole, or a part of it with the same names of modules. gather: as for `draw_all_weights`. names: of the
+    part's parameters in the whole model, if any differ.
     """
     if trained is None:
         return
@@ -175,7 +175,10 @@ def file_name(name: str) -> str:
 
 
 def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
-    """Does what `apply` does for a pipeline stage. slices: those of its weights, which tensor parallel ranks share."""
+    """Does what `apply_adapter` does for a pipeline stage.
+
+    slices: those of its weights, which tensor parallel ranks share.
+    """
     names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
     apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
     if slices is not None:

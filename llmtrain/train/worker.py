@@ -1,7 +1,7 @@
 """A worker: one rank of a run, whichever launcher started it.
 
 Our own launcher starts `python -m llmtrain.train.worker --run-dir=DIR`; a recipe file started by torchrun, deepspeed or
-accelerate reaches `work` through the command line.
+accelerate reaches `train_rank` through the command line.
 """
 
 from __future__ import annotations

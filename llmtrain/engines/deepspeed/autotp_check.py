@@ -67,7 +67,7 @@ def check_autotp(config: PreTrainedConfig, block: dict[str, Any], attention: str
 
 
 def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> float:
-    """Does what `check_split` does, on the model of `config` itself; returns the fraction of split weights."""
+    """Does what `check_autotp` does, on the model of `config` itself; returns the fraction of split weights."""
     try:
         whole = reference(config, attention).eval().to(device)
         inputs = tuple(value.to(device) for value in packed_input(config))

@@ -44,9 +44,9 @@ def build_stage(
 ) -> Stage:
     """Builds stage `index` of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
-    `initialise(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the result of
-    an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks; `initialise`
-    then needs `tensor.whole`. Raises Refused.
+    `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the
+    result of an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks;
+    `draw_all_weights` then needs `tensor.whole`. Raises Refused.
     """
     cut = cut or check_cut(config, bounds, attention)
     return build_with_cut(config, index, cut, attention, dtype, device, tensor)
