@@ -288,7 +288,7 @@ def _differentiable(output: Tensor) -> Tensor:
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Returns the name of the list of decoder layers, and the list.
 
-    Raises Refused if there is no such list, or more than one candidate.
+    Raises FamilyError if there is no such list, or more than one candidate.
     """
     lists = decoder_lists(model)
     if len(lists) != 1:

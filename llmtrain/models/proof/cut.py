@@ -46,7 +46,7 @@ def build_stage(
 
     `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the
     result of an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks;
-    `draw_all_weights` then needs `tensor.whole`. Raises Refused.
+    `draw_all_weights` then needs `tensor.whole`. Raises FamilyError.
     """
     cut = cut or check_cut(config, bounds, attention)
     return build_with_cut(config, index, cut, attention, dtype, device, tensor)
@@ -55,8 +55,8 @@ def build_stage(
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
     """Returns the way to cut the model of `config`, after comparing a tiny chain of stages with a tiny whole model.
 
-    Runs on the CPU, in fp32, without dropout and with packed documents. The random state is preserved. Raises Refused
-    with the reason if the logits differ or the family does not run in stages.
+    Runs on the CPU, in fp32, without dropout and with packed documents. The random state is preserved. Raises
+    FamilyError with the reason if the logits differ or the family does not run in stages.
     """
     if getattr(config, "layerdrop", 0):
         raise cannot_cut(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
