@@ -115,7 +115,7 @@ class TrainingProgress:
         if self._last is not None:
             line += f" ({compact(self._trained_tokens / self._trained_s)} tokens/s while training)"
             at = f" (step {self._last['step']:,})" if self._last["step"] != self._step else ""
-            line += f"  loss {_number(self._last['loss'])}{at}"
+            line += f"  loss {four_digits(self._last['loss'])}{at}"
         self._print(line)
 
     def _print(self, line: str) -> None:
@@ -168,10 +168,10 @@ class _Numbers(ProgressColumn):
         if not record:
             return Text()
         diverged = record["loss"] is None
-        parts = [(f"loss {_number(record['loss'])}", "bold red" if diverged else "bold")]
+        parts = [(f"loss {four_digits(record['loss'])}", "bold red" if diverged else "bold")]
         columns = self._console.width
         if columns >= ALL_COLUMNS and record["grad_norm"] is not None:
-            parts.append((f"grad {_number(record['grad_norm'])}", ""))
+            parts.append((f"grad {four_digits(record['grad_norm'])}", ""))
         if columns >= SPEED_COLUMNS:
             parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
         if columns >= ALL_COLUMNS and record["mfu"] is not None:
@@ -202,8 +202,8 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
     """Formats a logged step as one line of a log."""
     parts = [
         f"step {record['step']:,}/{max_steps:,}",
-        f"loss {_number(record['loss'])}",
-        f"grad {_number(record['grad_norm'])}" if record["grad_norm"] is not None else "",
+        f"loss {four_digits(record['loss'])}",
+        f"grad {four_digits(record['grad_norm'])}" if record["grad_norm"] is not None else "",
         f"lr {record['lr']:.2e}",
         f"{compact(record['tokens_per_second'])} tok/s",
         f"{record['mfu']:.1%} mfu" if record["mfu"] is not None else "",
@@ -228,19 +228,19 @@ QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")
 
 def _evaluations(record: dict[str, Any]) -> Iterator[str]:
     """Yields a line for the evaluation, and one for each further set."""
-    by_source = "".join(f"  {name} {_number(loss)}" for name, loss in record.get("eval_loss_by_source", {}).items())
-    yield f"eval loss {_number(record['eval_loss'])}{_quality(record)}{by_source}"
+    by_source = "".join(f"  {name} {four_digits(loss)}" for name, loss in record.get("eval_loss_by_source", {}).items())
+    yield f"eval loss {four_digits(record['eval_loss'])}{_quality(record)}{by_source}"
     for name, loss in record.get("eval_loss_by_set", {}).items():
         of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in QUALITY}
         own = {metric: values[name] for metric, values in of_set.items() if name in values}
-        yield f"eval loss of {name} {_number(loss)}{_quality(own)}"
+        yield f"eval loss of {name} {four_digits(loss)}{_quality(own)}"
 
 
 def _quality(record: dict[str, Any]) -> str:
-    return "".join(f"  {one.replace('_', ' ')} {_number(record[one])}" for one in QUALITY if one in record)
+    return "".join(f"  {one.replace('_', ' ')} {four_digits(record[one])}" for one in QUALITY if one in record)
 
 
-def _number(value: float | None) -> str:
+def four_digits(value: float | None) -> str:
     """Formats a number with four significant digits; in a record, None is a number that was not finite."""
     if value is None:
         return "not finite"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.metrics.progress import compact, duration
+from llmtrain.metrics.progress import compact, duration, four_digits
 from llmtrain.plan.described import model_line, split_lines
 from llmtrain.predict.memory import memory_of
 from llmtrain.predict.parts import readable
@@ -247,7 +247,7 @@ def _recent(run: RunData, name: str) -> float | None:
 
 
 def _number(label: str, value: float | None) -> Figure:
-    return Figure(label, value, "" if value is None else f"{value:.4f}" if 0.1 <= abs(value) < 10 else f"{value:.4g}")
+    return Figure(label, value, "" if value is None else four_digits(value))
 
 
 def _counted(label: str, value: float | None) -> Figure:
