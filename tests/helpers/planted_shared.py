@@ -129,8 +129,13 @@ def labels_shifted_twice(patch):
 
 def miscounted_targets(patch):
     """Each sequence counts a target more than it has."""
-    original = sampler._targets
-    patch.setattr(sampler, "_targets", lambda *arguments: original(*arguments) + 1)
+    original = sampler._counts
+
+    def counts(*arguments):
+        targets, examples = original(*arguments)
+        return targets + 1, examples
+
+    patch.setattr(sampler, "_counts", counts)
 
 
 def lost_model_field(patch):
