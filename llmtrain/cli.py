@@ -184,9 +184,9 @@ def data(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     show: Annotated[
-        int, typer.Option(metavar="N", help="Show the first N sequences: which tokens are trained on.", min=0)
+        int, typer.Option(metavar="N", help="Show the first N sequences, with the tokens that are trained on.", min=0)
     ] = 0,
-    html: Annotated[Path | None, typer.Option(help="Write these sequences to a page instead; 8 by default.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write these sequences (8 by default) to an HTML page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tokenize and pack a recipe's data before training, and print statistics."""
@@ -220,7 +220,7 @@ def verify(
         typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
     ] = None,
     plans: Annotated[
-        str, typer.Option(help="all, or names and patterns separated by commas: dp2-*,dp1-zero3-*.")
+        str, typer.Option(help="Plans: all, or names and patterns separated by commas, such as dp2-*,dp1-zero3-*.")
     ] = "all",
     steps: Annotated[int, typer.Option(help="Number of optimizer steps of each run.", min=1)] = 10,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-verify.")] = None,
@@ -228,7 +228,7 @@ def verify(
 ) -> None:
     """Check on this machine that every plan trains the same as plain PyTorch; exit with 1 if one does not.
 
-    If no variant is given, the recipe's variant `verify` is used if there is one.
+    Without a variant, the recipe's variant `verify` is used if it exists.
     """
     from rich.console import Console
 
@@ -260,7 +260,7 @@ def profile(
     ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
 ) -> None:
-    """Ask a running job to record its next steps with torch's profiler, from its next logged step on."""
+    """Record steps of a running job with torch's profiler, starting after its next logged step."""
     from llmtrain.commands.report import request_profile
 
     request_profile(run, steps, ranks, memory)
@@ -268,9 +268,9 @@ def profile(
 
 @command
 def report(request: ReportRequest) -> None:
-    """Write one page of a run, or of several compared, with curves and tables; it needs no network.
+    """Write an HTML page with the curves and tables of a run, or a comparison of several runs.
 
-    A run writes its page when it ends. Several runs: report.html in the working directory.
+    A run writes its own page when it ends. The page of several runs is report.html in the working directory.
     """
     report_runs(request)
 
@@ -313,7 +313,7 @@ def export(request: ExportRequest) -> None:
 
 @command
 def generate(request: GenerateRequest) -> None:
-    """Continue a text with an exported model, or with the export in a run directory; or talk to it (--chat)."""
+    """Continue a text with an exported model or the export of a run, or chat with it (--chat)."""
     generate_text(request)
 
 
@@ -327,7 +327,7 @@ def eval(request: EvalRequest) -> None:
 def print_completion(
     shell: Annotated[completion.Shell, typer.Argument(help="Shell that you use.")],
 ) -> None:
-    """Print the script that makes a shell complete commands, recipes, fields and values.
+    """Print a shell script that enables completion of commands, recipes, fields and values.
 
     source <(llmtrain completion bash) loads it in bash and zsh, llmtrain completion fish | source in fish.
     """

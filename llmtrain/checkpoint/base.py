@@ -56,7 +56,7 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
     """Raises CheckpointError if a checkpoint was trained on other frozen weights than those that are loaded now."""
     if before != now:
         message = f"was trained on frozen weights with the hash {before or 'none'}, and model.pretrained has {now}"
-        fix = "restore the files of model.pretrained, or set model.revision to the one of that time"
+        fix = "restore the files of model.pretrained, or set model.revision to the revision of these files"
         raise CheckpointError(Problem("checkpoint.base", str(checkpoint), message, fix))
 
 

@@ -120,7 +120,7 @@ def _parts_missing(folder: Path, manifests: list[Manifest]) -> list[Problem]:
     hosts = missing_parts(manifests)
     if not hosts:
         return []
-    message = f"lacks the part that was written on {some(hosts)}, which has a disk of its own"
+    message = f"lacks the part that was written on {some(hosts)}, which has its own disk"
     fix = "copy that part into the same folder, or run on the same nodes"
     return [Problem("checkpoint.part", str(folder), message, fix)]
 

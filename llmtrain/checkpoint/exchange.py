@@ -83,5 +83,5 @@ def _send(folder: Path, view: Path, name: str, file: File, storage: Storage) -> 
         except OSError as error:
             raise CheckpointError(write_problem(error, f"copy {name} from another node")) from None
     if target and target.fingerprint != file.fingerprint:
-        problem = Problem("checkpoint.hash", str(view / name), "is not what was written, after it was sent")
+        problem = Problem("checkpoint.hash", str(view / name), "differs from the original after the transfer")
         raise CheckpointError(problem)

@@ -62,7 +62,7 @@ def merge_checkpoint(
     check_new(out)
     model = read_plan(checkpoint).recipe.model
     if model.adapter is None:
-        message = "has no adapter that could be merged"
+        message = "contains no adapter to merge"
         raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
@@ -213,8 +213,8 @@ class Merged:
             if part == LORA[0] and f"{module}.{LORA[1]}" not in self._shapes:
                 unknown.append(f"{name} without {LORA[1]}")
         for names, message in (
-            (unknown, "holds weights that its base has no place for"),
-            (wrong, "holds weights of another shape than its base"),
+            (unknown, "contains weights that its base does not have"),
+            (wrong, "contains weights with other shapes than in its base"),
             (tied, "changes one of two weights that its base ties to each other, and would change both"),
         ):
             if names:

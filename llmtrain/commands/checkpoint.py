@@ -90,7 +90,7 @@ def convert_checkpoint(
 ) -> None:
     """Rewrite a checkpoint for another plan, so that its ranks only read their own files; needs no GPU.
 
-    Any plan can continue from any checkpoint without this. It helps if each rank has a disk of its own, or a slow one.
+    Any plan can continue from any checkpoint without this. It helps if each rank has its own disk, or if disks are slow.
     """
     if nproc and (nodes or gpus_per_node):
         message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"
@@ -140,7 +140,7 @@ def one_checkpoint(path: Path) -> Path:
     checkpoints = checkpoints_of(path)
     found, problems = newest(checkpoints), faults(checkpoints)
     if found is None:
-        raise CheckpointError([*problems, Problem("checkpoint.none", str(path), "has no whole checkpoint")])
+        raise CheckpointError([*problems, Problem("checkpoint.none", str(path), "has no complete checkpoint")])
     _warn(problems)
     if problems:
         print(f"using {found}", file=sys.stderr)

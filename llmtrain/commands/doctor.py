@@ -38,7 +38,7 @@ class DoctorRequest:
             max=MOST_WORKERS,
         ),
     ] = None
-    time_limit: Annotated[float, typer.Option(help="Give up the all-reduce after this many seconds.", min=1)] = 120
+    time_limit: Annotated[float, typer.Option(help="Abort the all-reduce after this many seconds.", min=1)] = 120
     prebuild: Annotated[
         bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
     ] = False
@@ -46,7 +46,7 @@ class DoctorRequest:
         bool,
         typer.Option(
             "--self-test",
-            help="Try this machine's devices for a minute: compare each strategy with plain PyTorch, and measured "
+            help="Test this machine's devices for a minute: compare each strategy with plain PyTorch, and measured "
             "rates with the predicted ones.",
         ),
     ] = False
@@ -88,7 +88,7 @@ def _self_test(request: DoctorRequest) -> int:
 
     given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
     if others := [name for name, value in given.items() if value]:
-        message = "does not go together with --self-test, which tries this machine"
+        message = "cannot be combined with --self-test, which tests this machine"
         raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in others])
     result = self_test(local_cluster(request.nproc), self_test_folder(), lambda line: print(line, file=sys.stderr))
     if request.as_json:

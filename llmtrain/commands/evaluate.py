@@ -27,13 +27,15 @@ class EvalRequest:
     """All options of the command line."""
 
     run: Annotated[Path, typer.Argument(help="Run directory.")]
-    tasks: Annotated[str | None, typer.Option(help="Names of tasks, with commas; default: those of the recipe.")] = None
+    tasks: Annotated[str | None, typer.Option(help="Names of tasks, separated by commas; default: the recipe's.")] = (
+        None
+    )
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0)] = None
     include_path: Annotated[
-        Path | None, typer.Option(help="Folder of further tasks, as YAML files; default: the recipe's.")
+        Path | None, typer.Option(help="Folder with your own tasks as YAML files; default: the recipe's.")
     ] = None
-    limit: Annotated[int | None, typer.Option(help="Most documents of a task; default: the recipe's.", min=1)] = None
-    batch_size: Annotated[int, typer.Option(help="Texts in a forward pass.", min=1)] = 8
+    limit: Annotated[int | None, typer.Option(help="Most documents per task; default: the recipe's.", min=1)] = None
+    batch_size: Annotated[int, typer.Option(help="Number of texts in a forward pass.", min=1)] = 8
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
 
 

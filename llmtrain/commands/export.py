@@ -30,29 +30,29 @@ class ExportRequest:
     out: Annotated[Path | None, typer.Argument(help="Folder to create.")] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Data type of the weights; default: the one that the forward pass uses."),
+        typer.Option(help="Data type of the weights; default: that of the forward pass."),
     ] = None
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = SHARD_SIZE
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add an adapter to its base: of a run, or of a folder of PEFT.")
-    ] = False
+    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter, of a run or a PEFT folder, to its base.")] = (
+        False
+    )
     base: Annotated[
-        str | None, typer.Option(help="Folder or hub name of an adapter's base; default: where the run found it.")
+        str | None, typer.Option(help="Folder or hub name of an adapter's base; default: that of the run.")
     ] = None
     into: Annotated[
         Literal["trained", "full"],
         typer.Option(
-            help="With --merge, of a base trained with in 4 bit: the values in training, or those of its files."
+            help="With --merge, for a base in 4 bit: add to the rounded values of training, or to those of its files."
         ),
     ] = "trained"
     push: Annotated[
         str | None,
         typer.Option(
-            metavar="OWNER/NAME", help="Upload the folder to this repository of the hub, private if it is new."
+            metavar="OWNER/NAME", help="Upload the folder to this hub repository; a new repository is private."
         ),
     ] = None
-    public: Annotated[bool, typer.Option("--public", help="With --push: a repository that everybody can see.")] = False
+    public: Annotated[bool, typer.Option("--public", help="With --push: use a public repository.")] = False
 
 
 def export_model(request: ExportRequest) -> None:

@@ -24,13 +24,12 @@ class GenerateRequest:
     prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only question.")] = None
     chat: Annotated[
         bool,
-        typer.Option(
-            "--chat", help="Hold a conversation by the model's chat template: one question per line of the input."
-        ),
+        typer.Option("--chat", help="Chat with the model's chat template: one question per input line."),
     ] = False
     system: Annotated[str | None, typer.Option(help="With --chat: the system text.")] = None
     tokens: Annotated[
-        int | None, typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or up to 256 an answer.", min=1)
+        int | None,
+        typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or 256 per answer with --chat.", min=1),
     ] = None
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
@@ -45,8 +44,8 @@ def generate_text(request: GenerateRequest) -> None:
         return
     if request.prompt is None or request.system is not None:
         field = "--prompt" if request.prompt is None else "--system"
-        message = "is required" if request.prompt is None else "is part of a conversation"
-        raise RecipeError(Problem("generate.prompt", field, message, "or hold a conversation with --chat"))
+        message = "is required" if request.prompt is None else "is only supported with --chat"
+        raise RecipeError(Problem("generate.prompt", field, message, "or use --chat"))
     with quiet_libraries():
         from llmtrain.models.generate import generate as continue_text
 

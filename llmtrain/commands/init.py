@@ -40,7 +40,7 @@ class InitRequest:
     ] = None
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of the weights.")] = False
     kind: Annotated[
-        Kind | None, typer.Option(help="What the data hold; default: what the columns of a local file show, else text.")
+        Kind | None, typer.Option(help="Kind of data; default: by the columns of a local file, otherwise text.")
     ] = None
 
 

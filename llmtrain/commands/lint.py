@@ -54,16 +54,16 @@ class LintRequest:
         list[str],
         typer.Option(metavar="RULE[:KEY]", help="Do not report this rule, or this rule for this key. Repeatable."),
     ] = field(default_factory=list)
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings, too.")] = False
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False
     max_warnings: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 1 if there are more warnings.", min=0)
+        int | None, typer.Option(metavar="N", help="Exit with 1 if there are more than N warnings.", min=0)
     ] = None
-    form: Annotated[
-        Literal["text", "json", "sarif", "github"], typer.Option("--format", help="How findings are written.")
-    ] = "text"
-    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Describe a rule, and read no files.")] = None
+    form: Annotated[Literal["text", "json", "sarif", "github"], typer.Option("--format", help="Output format.")] = (
+        "text"
+    )
+    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Describe a rule and exit.")] = None
     diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and change nothing.")] = False
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what is mechanical in the files, then check them.")] = False
+    fix: Annotated[bool, typer.Option("--fix", help="Fix the files where possible, then check them.")] = False
 
 
 def lint_files(request: LintRequest) -> None:
@@ -112,7 +112,7 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
 
     for name, path in files:
         if not isinstance(path, Path):
-            raise RecipeError(Problem("lint.fix", name, "standard input cannot be mended", "name a file"))
+            raise RecipeError(Problem("lint.fix", name, "standard input cannot be fixed", "name a file"))
         try:
             old = read_file(path)
         except Unreadable:

@@ -96,7 +96,7 @@ class PlanRequest:
     trace: Annotated[
         bool,
         typer.Option(
-            "--trace", help="Measure what each layer saves for the backward pass by tracing the model (loads torch)."
+            "--trace", help="Compute activations by tracing the model, instead of estimating them (loads torch)."
         ),
     ] = False
     as_json: JsonOption = False

@@ -19,7 +19,7 @@ def show_recipe(
     with_defaults: Annotated[bool, typer.Option("--all", help="Also show fields that have their default.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a recipe as YAML, with all that it extends and its cluster. A file with this text is a recipe, too."""
+    """Print a recipe as YAML, including what it inherits and its cluster. The output is itself a recipe."""
     from llmtrain.plan.load import load_recipe
     from llmtrain.plan.load.yaml_file import as_yaml
 
@@ -32,7 +32,7 @@ def show_recipe(
 
 @app.command("schema")
 def print_schema() -> None:
-    """Print the JSON schema of YAML recipes, with which editors complete and check fields."""
+    """Print the JSON schema of YAML recipes, for completion and checks in editors."""
     from llmtrain.plan.load.yaml_file import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

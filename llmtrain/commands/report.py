@@ -27,9 +27,9 @@ class ReportRequest:
         Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html in the run directory.")
     ] = None
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page on this machine, and keep it up to date, until Ctrl-C.")
+        bool, typer.Option("--serve", help="Serve the page on this machine, and keep it up to date until Ctrl-C.")
     ] = False
-    port: Annotated[int, typer.Option(help="With --serve: the port; 0: a free one.", min=0, max=65535)] = 0
+    port: Annotated[int, typer.Option(help="With --serve: port; 0 chooses a free one.", min=0, max=65535)] = 0
 
 
 def report_runs(request: ReportRequest) -> None:
@@ -39,7 +39,7 @@ def report_runs(request: ReportRequest) -> None:
 
     if request.serve:
         if request.out:
-            raise RecipeError(Problem("report.out", "--out", "is not for --serve", "leave one of them out"))
+            raise RecipeError(Problem("report.out", "--out", "is not supported with --serve", "leave one of them out"))
         _serve(request)
         return
     if request.port:
@@ -79,7 +79,7 @@ def _distinct(runs: list[Path]) -> None:
 
 
 def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a run at a glance, also one that is going on: its progress, curves, events and checkpoints."""
+    """Show a summary of a run, active or finished: progress, curves, events and checkpoints."""
     from rich.console import Console
 
     from llmtrain.report import read_run
@@ -166,4 +166,4 @@ def request_profile(run: Path, steps: int, ranks: str, memory: bool) -> None:
     folder.profile.mkdir(exist_ok=True)
     write_json(folder.profile_request, ProfileConfig(steps=steps, ranks=numbers, memory=memory).model_dump(mode="json"))
     every = plan.recipe.logging.every_steps
-    print(f"recording begins after the next step that is logged (every {every}), and is written to {folder.profile}")
+    print(f"recording begins after the next logged step (every {every}) and is written to {folder.profile}")

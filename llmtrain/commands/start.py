@@ -90,7 +90,7 @@ class TrainRequest:
     exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = ""
     runner: Annotated[
         Literal["pdsh", "openmpi"] | None,
-        typer.Option(help="deepspeed: how the hosts are reached, as --launcher of `deepspeed` itself; default: pdsh."),
+        typer.Option(help="deepspeed: how to reach the hosts, like --launcher of `deepspeed` itself; default: pdsh."),
     ] = None
     slurm: Annotated[
         list[str],

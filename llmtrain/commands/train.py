@@ -219,7 +219,7 @@ def _unsupported(request: TrainRequest) -> Iterator[Problem]:
     launcher = request.launcher
     instead = {
         ("nproc", "slurm"): "--gpus-per-node",
-        ("max_restarts", "slurm"): f"a job starts itself again: --slurm max_requeues={request.max_restarts}",
+        ("max_restarts", "slurm"): f"a job restarts itself: --slurm max_requeues={request.max_restarts}",
     }
     for field, launchers in SUPPORTED.items():
         when, option = launchers.get(launcher), option_name(field)

@@ -79,7 +79,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
             found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
     unused = sum(source.train.unused() for source in prepared.sources)
     if prepared.chat_template and prepared.chat_template.writes_date:
-        found.append(f"the chat template writes the date: {DATE:%Y-%m-%d} in all conversations, on whatever day")
+        found.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")
     if unused:
         found.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
     return found

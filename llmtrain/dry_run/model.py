@@ -40,7 +40,7 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
 def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     config = model_configuration(recipe)
     if config.model_type not in CONFIG_MAPPING:
-        raise _refused(recipe, f"'{config.model_type}' is custom code, of which no tiny copy can be made by name")
+        raise _refused(recipe, f"'{config.model_type}' is custom code, so no tiny copy can be made by name")
     values = config.to_dict()
     dropout = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
     try:

@@ -146,7 +146,7 @@ def _types_and_places(recipe: Recipe) -> dict[str, Any]:
 
 UNTESTED = {
     "data": "sums over more replicas",
-    "pipeline": "stages in the middle, which receive and send on both sides",
+    "pipeline": "middle stages, which communicate in both directions",
     "tensor": "narrower slices",
     "sequence": "shorter slices",
     "expert": "exchanges among more ranks",
@@ -183,21 +183,21 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     def named(each: Plan) -> str:
         return f"{each.model.parameters:,} parameters"
 
-    yield "model", named(plan), named(small), "that its full size fits, and how its numbers behave"
+    yield "model", named(plan), named(small), "memory and numerics at full size"
     yield "layers", f"{plan.model.layers}", f"{small.model.layers}", "depth"
     if plan.model.experts:
         one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
-        yield "experts", one, other, "how the load spreads among many"
+        yield "experts", one, other, "load balance among many experts"
     model = plan.recipe.model
     yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
     one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
     yield "kernels", one, other, "these kernels"
     yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
-    yield "trained", _trained(model), _trained(small.recipe.model), "that patterns name what is meant"
+    yield "trained", _trained(model), _trained(small.recipe.model), "whether the patterns select the right modules"
     if model.quantize != "none":
-        yield "base weights", model.quantize, "as they are", "that they are made whole in time, and fit"
+        yield "base weights", model.quantize, "not quantized", "speed and memory of dequantization"
     if model.pretrained:
-        yield "weights", model.pretrained, "random", "that these are found and fit the model"
+        yield "weights", model.pretrained, "random", "whether the weights exist and fit the model"
 
 
 def _trained(model: ModelConfig) -> str:
@@ -222,8 +222,8 @@ def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
     yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
     yield "batch", triangle(plan), triangle(small), "larger sums"
-    yield "steps", _length(one), f"{other.train.steps}", "that it learns; the learning rate's course"
-    yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale, and what overflows"
+    yield "steps", _length(one), f"{other.train.steps}", "learning, and the learning rate schedule"
+    yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale and overflows"
     for field, name in PLACES.items():
         places = (getattr(one.parallel, field), getattr(other.parallel, field))
-        yield f"{name} in", *places, "reading from disks and writing to them"
+        yield f"{name} in", *places, "disk reads and writes"

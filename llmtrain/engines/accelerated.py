@@ -190,7 +190,7 @@ def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
     """Raises RecipeError if units share a weight; FSDP2 would fail with a TypeError in its first pass."""
     holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     if any(number > 1 for number in holders.values()):
-        message = f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, and each is sharded alone"
+        message = f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, but FSDP2 shards each alone"
         fix = "--set parallel.accelerate=ddp --set parallel.zero_stage=0"
         raise RecipeError(Problem("accelerate.shared_layers", "parallel.accelerate", message, fix))
 
@@ -210,9 +210,7 @@ def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
     """Returns the accelerator. Raises RecipeError if it sees another group: its workers would train separate models."""
     seen, group = (accelerator.process_index, accelerator.num_processes), (dist.get_rank(), dist.get_world_size())
     if seen != group:
-        message = (
-            f"accelerate sees itself as process {seen[0]} of {seen[1]}, the group has it as {group[0]} of {group[1]}"
-        )
+        message = f"accelerate has this process as {seen[0]} of {seen[1]}, but its group as {group[0]} of {group[1]}"
         raise RecipeError(Problem("launch.alone", "parallel.backend", message, "--set parallel.backend=deepspeed"))
     return accelerator
 

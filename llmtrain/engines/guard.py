@@ -98,7 +98,7 @@ class Guard:
         """Makes a fused torch optimizer skip rejected updates. Raises TypeError for an optimizer that is not fused."""
         if not all(group.get("fused") for group in optimizer.param_groups):
             raise TypeError(
-                f"{type(optimizer).__name__} is not fused: it would take every update, whatever the verdict"
+                f"{type(optimizer).__name__} is not fused: it would apply every update, even if the guard skips it"
             )
         optimizer.register_step_pre_hook(self._before_update)
 

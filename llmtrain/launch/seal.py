@@ -107,7 +107,7 @@ def read_sealed(store: Store, key: str, seal: Seal, about: str) -> str:
             if time.monotonic() > deadline:
                 message = f"contains a text for '{key}' that no rank of this run wrote"
                 fix = (
-                    "another program can reach the port at which the ranks meet: see docs/guides/launching.md, The "
+                    "another program can reach the rendezvous port of the ranks: see docs/guides/launching.md, The "
                     "network"
                 )
                 raise WorkerError(Problem("worker.stranger", "MASTER_PORT", message, fix)) from None

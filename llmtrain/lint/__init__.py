@@ -121,11 +121,11 @@ def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozense
         rule, _, key = given.partition(":")
         name = rule if rule.startswith("lint.") else f"lint.{rule}"
         if name not in known:
-            message = f"{rule[:80]!r} is no rule{nearest(name[:80], known)}"
+            message = f"{rule[:80]!r} is not a rule{nearest(name[:80], known)}"
             problems.append(Problem("lint.allow", source, message))
         elif name == "lint.unknown_key" and key in ("", "*"):
             problems.append(
-                Problem("lint.allow", source, "it needs a key, or every typing error passes", f"{rule}:KEY")
+                Problem("lint.allow", source, "needs a key, or every typo would be accepted", f"{rule}:KEY")
             )
         full.add(f"{name}:{key}" if key else name)
     if problems:

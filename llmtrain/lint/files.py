@@ -140,7 +140,7 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
     known = ("for", "deepspeed", "allow", "per-file-allow")
     given = table if isinstance(table, dict) else {"": table}
     problems = [
-        Problem("lint.settings", wrong, f"{key[:80]!r} is no setting{nearest(key[:80], known)}")
+        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{nearest(key[:80], known)}")
         for key in given
         if key not in known
     ]

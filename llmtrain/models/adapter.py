@@ -260,7 +260,7 @@ def _adapted_modules(
         fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
         problems.append(Problem("adapter.linear", field, message, fix))
     if heads := [name for name in found if name in ends]:
-        message = f"{_some(heads)} is the head, whose weight is read directly where its loss is computed in chunks"
+        message = f"{_some(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
     return tuple(found), problems
@@ -334,7 +334,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         peft.inject_adapter_in_model(own, model, ADAPTER)
     # In some mixtures of experts PEFT takes the names of other layers for those of experts.
     if others := {name for name, _ in adapters(model)} ^ set(names):
-        raise ValueError(f"PEFT does not adapt what was asked for, but differs in {_some(sorted(others))}")
+        raise ValueError(f"PEFT adapts other modules than requested; they differ in {_some(sorted(others))}")
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):
@@ -371,7 +371,7 @@ def _fill(
     if values is not None and names == {}:
         known = {weight_name(name) for name, one in model.named_parameters() if one.requires_grad}
         if extra := sorted(values.keys() - known):
-            message = f"holds weights that the model has no place for: {_some(extra)}"
+            message = f"contains weights that the model does not have: {_some(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
 
 
@@ -427,7 +427,7 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
 
 
 def _unreadable(adapter: LoraConfig, error: Exception) -> RecipeError:
-    message = f"{adapter.pretrained} is no adapter that can be read: {str(error).strip().splitlines()[0]}"
+    message = f"{adapter.pretrained} is not a readable adapter: {str(error).strip().splitlines()[0]}"
     return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, "name a folder of PEFT's"))
 
 

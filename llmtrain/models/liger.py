@@ -43,7 +43,7 @@ def liger_unavailable(device: torch.device) -> str:
     if missing:
         return f"not installed: {' and '.join(missing)} ({INSTALL})"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"Triton, which they are written in, compiles for GPUs, and this is a {device.type}"
+        return f"they are written in Triton, which compiles for GPUs, and this is a {device.type}"
     return ""
 
 
@@ -188,7 +188,7 @@ def _check(
         with torch.random.fork_rng(devices=[]):  # initialized on the CPU
             deviation = deviation_of(reference(shrink_configuration(config, LAYERS), "eager").to(device))
     except (*MODEL_ERRORS, NoKernelsError, NoChunksError, StrictDataclassError) as error:
-        raise refused(f"{family} does not run so ({type(error).__name__}: {error})") from error
+        raise refused(f"{family} does not run with them ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise refused(f"the loss or gradients of {family} would deviate by {deviation:.0e}")
 

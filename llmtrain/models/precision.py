@@ -48,12 +48,12 @@ def fp8_unavailable(device: torch.device) -> str:
     if find_spec("torchao") is None:
         return f"not installed: torchao ({INSTALL})"
     if device.type != "cuda":
-        return f"they take a GPU, and this is a {device.type}"
+        return f"they need a GPU, and this is a {device.type}"
     if torch.version.hip is not None:
         return "torchao's conversion was read for NVIDIA's fp8 only"
     found = torch.cuda.get_device_capability(device)
     if found < LEAST_CAPABILITY:
-        return f"they take compute capability {_version(LEAST_CAPABILITY)}, and this GPU has {_version(found)}"
+        return f"they need compute capability {_version(LEAST_CAPABILITY)}, and this GPU has {_version(found)}"
     return ""
 
 

@@ -91,7 +91,7 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     problems = []
     if missing := [name for name in own if not incoming.has(name)]:
         message = f"{source.pretrained} lacks {len(missing)} of {len(own)} weights of the model: {_some(missing)}"
-        fix = "name a folder that was saved with them; model.config may not ask for more than it has"
+        fix = "use a folder that contains them; model.config must not add weights"
         problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tables = _tables(model) if source.kept_rows else frozenset()

@@ -63,7 +63,7 @@ def check_device(attention: str, device: torch.device) -> None:
     least, own = (".".join(map(str, one)) for one in (OLDEST_GPU, found))
     most = f", and lower than {newest[0]}.{newest[1]}" if newest else ""
     message = (
-        f"'{attention}' was given, whose kernel takes compute capability {least} or more{most}: this GPU has {own}"
+        f"'{attention}' was given, but its kernel needs compute capability {least} or more{most}: this GPU has {own}"
     )
     raise RecipeError(Problem("model.attention_device", "model.attention", message, "--set model.attention=sdpa"))
 
@@ -115,11 +115,11 @@ def _refuse(
 ) -> None:
     reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
     if dropout:
-        reasons.append(f"drops {dropout:g} of its attention, which the kernel cannot")
+        reasons.append(f"has attention dropout ({dropout:g}), which the kernel does not support")
     if mask is not None:
         reasons.append("has a mask of its own")
     if not causal or query.shape[2] != key.shape[2]:
-        reasons.append("attends to more than the tokens before one")
+        reasons.append("does not attend causally")
     if reasons:
         raise ValueError("it " + " and ".join(reasons))
 
@@ -158,7 +158,7 @@ def _by_kernel(
     Padding with zeros changes neither scores nor sums.
     """
     if query.dtype not in KERNEL_TYPES:
-        raise ValueError(f"the kernel computes in bf16 or fp16, and was given {query.dtype}")
+        raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
     query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))

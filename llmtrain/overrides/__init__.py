@@ -209,7 +209,7 @@ OVERRIDES = (
                 )
             ),
         ),
-        "Nothing tells which range of which parameter a rank trains; checkpoints could not be read under another plan.",
+        "The parts of parameters that a rank trains are unknown; checkpoints cannot be read under another plan.",
         "tests/checkpoint/test_elastic.py",
     ),
     Override(
@@ -219,12 +219,12 @@ OVERRIDES = (
     ),
     Override(
         ("transformers.masking_utils:find_packed_sequence_indices",),
-        "Each forward pass waits for the device to learn whether there are several documents.",
+        "In each forward pass, the host waits for the device to find out whether there are several documents.",
         "tests/engines/test_documents.py",
     ),
     Override(
         ("transformers:PreTrainedConfig._attn_implementation",),
-        "Nothing tells whether a model's attention takes masks or the bounds of documents.",
+        "It is unknown whether a model's attention takes masks or document boundaries.",
         "tests/models/test_varlen.py",
     ),
     Override(
@@ -274,7 +274,7 @@ OVERRIDES = (
     ),
     Override(
         ("torch._C._distributed_c10d:Work.wait",),
-        "Nothing tells how long a rank waits for others.",
+        "It is unknown how long a rank waits for others.",
         "tests/engines/test_own_time.py",
     ),
     Override(
@@ -299,7 +299,7 @@ OVERRIDES = (
     ),
     Override(
         ("torch.nn.modules.module:._non_persistent_buffers_set",),
-        "Nothing tells which buffers belong to a checkpoint.",
+        "It is unknown which buffers belong to a checkpoint.",
         "tests/engines/test_from_hub.py",
     ),
     Override(

@@ -205,7 +205,7 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
     for key, value in given.items():
         own = family.aliases.get(key, key)
         if own != key and given.get(own, value) != value:
-            message = f"{value!r} was given, but {given[own]!r} as {own}: both names mean the same setting"
+            message = f"{value!r} was given, but {own} is {given[own]!r}: both names mean the same setting"
             problems.append(Problem("model.config_twice", f"model.config.{key}", message, f"keep {own} only"))
         config[own] = value
     return config, problems
@@ -234,7 +234,7 @@ def _too_large(config: dict[str, Any]) -> list[Problem]:
     for key, value in config.items():
         most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
         if isinstance(value, int) and value > most:
-            message = f"{value:,} was given: {most:,} is the most{' layers' if key in _LAYERS else ''}"
+            message = f"{value:,} was given: must be at most {most:,}"
             problems.append(Problem("model.size", f"model.config.{key}", message, "give the size that the model has"))
     return problems
 

@@ -27,22 +27,23 @@ class ParallelConfig(Part):
     shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once for
     both passes (2)."""
     hierarchical_partition: PositiveInt = 1
-    """Number of neighbouring ranks, usually those of a node, that keep all parameters of ZeRO-3 among themselves once
-    they have been gathered in a step, and gather them from each other from then on (hpZ, arXiv 2306.10209)."""
+    """Size of the groups of neighbouring ranks, usually those of a node, that keep a second copy of all ZeRO-3
+    parameters. After the first gather of a step, parameters are only gathered within a group (hpZ, arXiv
+    2306.10209)."""
     pipeline: PositiveInt = 1
     """Number of devices over which the layers of the model are distributed."""
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Order of the passes in a pipeline. `1f1b` alternates forward and backward passes; `interleaved` does so with
-    several stages on each device, which wait less and send more (arXiv 2104.04473); `zero_bubble` also delays the
-    gradients of weights until a device would wait (arXiv 2405.15362)."""
+    several stages on each device, with less waiting but more communication (arXiv 2104.04473); `zero_bubble` also
+    delays the gradients of weights until a device would be idle (arXiv 2405.15362)."""
     pipeline_chunks: PositiveInt = 1
     """Number of stages on each device of a pipeline: 1 for `1f1b`, 2 or more for `interleaved`, an even number for
     `zero_bubble`."""
     tensor: PositiveInt = 1
-    """Number of devices that share each matrix and, if the model allows it, the tokens between attention and
-    feed-forward."""
+    """Number of devices over which each matrix is divided and, if the model allows it, also the tokens between
+    attention and feed-forward."""
     sequence: PositiveInt = 1
-    """Number of devices that share each sequence (Ulysses, arXiv 2309.14509)."""
+    """Number of devices over which each sequence is divided (Ulysses, arXiv 2309.14509)."""
     expert: PositiveInt = 1
     """Number of devices over which the experts of a layer are distributed."""
     precision: Precision = "fp32"
@@ -50,16 +51,17 @@ class ParallelConfig(Part):
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type in which gradients are accumulated over micro-batches."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward pass instead of being kept. `selective` keeps the input of each layer and
-    the results of its matrix products and of attention, and computes norms, rotations and activation functions again.
-    `full` keeps the input only, and computes the whole layer again."""
+    """What the backward pass recomputes, so that it is not kept. `selective` keeps the input of each layer and the
+    results of its matrix products and of attention, and recomputes norms, rotations and activation functions. `full`
+    keeps only the input, and recomputes the whole layer."""
     checkpoint_every: PositiveInt = 1
-    """Applies `activation_checkpointing` to every k-th layer, beginning with the first; the others keep everything."""
+    """Applies `activation_checkpointing` only to every k-th layer, beginning with the first; the other layers keep
+    everything."""
     offload_activations: bool = False
     """Keeps the inputs of fully recomputed layers in pinned host memory, and copies them while other layers compute."""
     tiled_mlp: bool = False
-    """Computes feed-forward layers as many tokens at a time as the model is wide, and again in the backward pass (ALST,
-    arXiv 2506.13996), for sequences that are much longer than that."""
+    """Computes feed-forward layers in tiles of as many tokens as the model is wide, and recomputes them in the backward
+    pass (ALST, arXiv 2506.13996). Useful for sequences that are much longer than a tile."""
     offload_optimizer: OffloadDevice = "none"
     """Where optimizer states are stored."""
     offload_param: OffloadDevice = "none"
@@ -82,19 +84,19 @@ class EvalConfig(Part):
     """Evaluation: the loss on documents that are not trained on."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between evaluations; the run also ends with one. 0: never."""
+    """Steps between evaluations; the run also evaluates at its end. 0: never."""
     at_start: bool | None = None
     """Also evaluate before the first step. Default: only if training starts from pretrained weights."""
     sources: Many[Source] = ()
-    """What to evaluate on, instead of held-out documents of `data.sources`; without `weight`, since all of it counts
-    equally."""
+    """Evaluation data, instead of held-out documents of `data.sources`. A source must not have a `weight`, because an
+    evaluation reads all data."""
     sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Many[Source], Field(min_length=1)]] = (
         Field(default_factory=dict)
     )
-    """Further sets to evaluate on, by name, each with its own sources, loss, perplexity and bits per byte."""
+    """Additional evaluation sets by name, each with its own sources, loss, perplexity and bits per byte."""
     max_sequences: PositiveInt | None = None
-    """Largest number of sequences to evaluate on, taken evenly from all sources; the same for each of `sets`. Default:
-    all."""
+    """Largest number of evaluation sequences, taken evenly from all sources; it also applies to each of `sets`.
+    Default: all."""
 
     @property
     def all_sources(self) -> dict[str, Source]:
@@ -107,29 +109,32 @@ class EvalConfig(Part):
 
 
 class SamplesConfig(Part):
-    """Texts that the model writes while it trains, also to the trackers and `samples.jsonl` of the run directory."""
+    """Texts that the model generates during training. They are also sent to the trackers and written to `samples.jsonl`
+    in the run directory."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between samples; the run also ends with them. 0: never."""
+    """Steps between samples; the run also generates samples at its end. 0: never."""
     prompts: Many[Annotated[str, Field(min_length=1)]] = ()
-    """Texts to continue. If the training data are conversations, a prompt is the question of a user."""
+    """Texts to continue. If the training data are conversations, each prompt is a user's question."""
     tokens: PositiveInt = 48
-    """Largest number of tokens of a continuation, which ends with the sequence of `data.sequence_length` tokens at the
-    latest. Each token takes a forward pass of a micro-batch."""
+    """Largest number of tokens of a continuation. Prompt and continuation together have at most `data.sequence_length`
+    tokens. Each token takes a forward pass of a micro-batch."""
     temperature: NonNegativeFloat = 0.0
-    """0: always the most likely token. Else one of the 50 most likely tokens is drawn, in the same way at each step."""
+    """0: always the most likely token. Otherwise one of the 50 most likely tokens is drawn, with the same random
+    numbers at each step."""
 
 
 class TasksConfig(Part):
-    """Downstream tasks of lm-evaluation-harness, scored in a process of its own, to `eval/` of the run directory."""
+    """Downstream tasks of lm-evaluation-harness. A separate process scores them and writes the scores to `eval/` in the
+    run directory."""
 
     names: Many[Annotated[str, Field(min_length=1)]] = ()
-    """Names of tasks, which are scored at the end of the run."""
+    """Names of the tasks. They are scored at the end of the run."""
     every_steps: NonNegativeInt = 0
-    """Also score the checkpoints of steps that are multiples of this; those that are written in the meantime are left
-    out. 0: only at the end."""
+    """Also score the checkpoints of steps that are multiples of this, except for those that are written while another
+    one is scored. 0: only at the end."""
     include_path: str | None = None
-    """Folder of further tasks, as YAML files."""
+    """Folder with your own tasks, as YAML files."""
     limit: PositiveInt | None = None
     """Largest number of documents of a task. Default: all."""
 
@@ -138,15 +143,16 @@ class CheckpointConfig(Part):
     """When to save checkpoints, and which to keep."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between checkpoints; the run also ends with one. 0: only at the end."""
+    """Steps between checkpoints; the run also saves one at its end. 0: only at the end."""
     keep_last: PositiveInt | None = None
-    """How many of the newest checkpoints to keep; default: all."""
+    """Number of newest checkpoints to keep; default: all."""
     keep_every_steps: PositiveInt | None = None
     """In addition to `keep_last`, keep the checkpoints of steps that are multiples of this."""
     keep_best: PositiveInt | None = None
     """In addition to `keep_last`, keep this many checkpoints with the lowest evaluation loss after the same step."""
     background: bool = True
-    """Copy to host memory, and write while training continues. Needs as much host memory as the rank saves bytes."""
+    """Copy the state to host memory, and write the copy while training continues. Needs as much host memory as the
+    rank's part of a checkpoint."""
 
 
 class GuardConfig(Part):
@@ -156,15 +162,15 @@ class GuardConfig(Part):
     """
 
     spike_sigma: Annotated[float, Field(ge=0)] = 6.0
-    """Skip the update of a step whose loss, or gradient norm before clipping, is a spike: its logarithm is more than
-    this many standard deviations above the mean of the logarithms of the last `window_steps` updates taken, once there
-    are that many. The standard deviation counts as at least 0.001. 0: only skip what is not finite."""
+    """Skip an update if the loss or the gradient norm before clipping is a spike: its logarithm is more than this many
+    standard deviations above the mean of the logarithms of the last `window_steps` applied updates. Before there are
+    that many, nothing is a spike. The standard deviation counts as at least 0.001. 0: only skip what is not finite."""
     spike_norm_ratio: Annotated[float, Field(ge=1)] = 8.0
-    """A gradient norm is only a spike if it is also more than this many times the geometric mean of these updates: in
-    healthy runs with small batches, norms are occasionally far above their usual size. 1: only `spike_sigma`
+    """A gradient norm is only a spike if it is also more than this many times the geometric mean of these updates,
+    because norms of healthy runs with small batches occasionally exceed their usual size by far. 1: only `spike_sigma`
     decides."""
     window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
-    """Number of updates over which mean and deviation are computed, and of steps in which skipped updates are
+    """Number of updates over which mean and deviation are computed, and number of steps in which skipped updates are
     counted."""
     max_skipped: NonNegativeInt = 8
     """Largest acceptable number of skipped updates within the last `window_steps` steps."""
@@ -175,7 +181,7 @@ class GuardConfig(Part):
     """After too many skipped updates: roll back to the last checkpoint before the first of them and continue with new
     data, or stop."""
     max_rollbacks: NonNegativeInt = 3
-    """Stop instead of rolling back more often than this."""
+    """Largest number of rollbacks; after these, the run stops instead."""
 
     def looks_after(self, step: int) -> bool:
         """Whether the run checks for too many skipped updates after a step."""
@@ -189,8 +195,8 @@ class KernelsConfig(Part):
     """The decoder layers. `eager`: those of `transformers`; `compiled`: each compiled by `torch.compile`; `liger`:
     Liger's kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
     loss: Literal["auto", "whole", "chunked", "compiled", "liger"] = "auto"
-    """`whole`: computes all logits of a micro-batch at once; `chunked`: those of 1,024 tokens at a time, which only
-    needs memory for these; `compiled`: the same with `torch.compile`; `liger`: Liger's fused loss. `auto` without a
+    """`whole`: computes all logits of a micro-batch at once; `chunked`: computes those of 1,024 tokens at a time, so
+    only these need memory; `compiled`: the same with `torch.compile`; `liger`: Liger's fused loss. `auto` without a
     measurement: chunked if the logits are large and nothing prevents it."""
     fp8: Literal["off", "tensorwise", "rowwise"] = "off"
     """Computes the layers' matrix products in fp8 with torchao, with one scale per tensor or row. Results differ from
@@ -215,35 +221,35 @@ class LoggingConfig(Part):
     trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
     """Trackers in addition to `metrics.jsonl`."""
     price_per_device_hour: PositiveFloat | None = None
-    """Price of a device for an hour, in any currency, to write what the run has cost and will have cost at its end."""
+    """Price of a device per hour, in any currency. If set, the run reports its cost so far and the predicted total."""
     project: str = "llmtrain"
     """Project (W&B) or experiment (MLflow) of the run."""
 
 
 class WatchdogConfig(Part):
-    """When a hanging run is ended, with exit code 5, and which rank is reported as slow."""
+    """When a hanging run is ended (exit code 5), and when a rank is reported as slow."""
 
     min_seconds: NonNegativeFloat = 60.0
-    """Seconds without a finished step after which a run is ended, or the time of `factor` steps if that is longer. 0:
-    never."""
+    """A run is ended if no step finishes within this many seconds, or within the time of `factor` steps if that is
+    longer. 0: never."""
     factor: NonNegativeFloat = 10.0
     """Multiple of the 99th percentile of the last 1,000 steps' times."""
     phase_seconds: NonNegativeFloat = 1800.0
-    """The same limit in seconds for a save, a batch of an evaluation, a token of the samples, and each of the first two
+    """The limit in seconds for a save, a batch of an evaluation, a token of the samples, and each of the first two
     steps, which compile. 0: no limit."""
     straggler_ratio: NonNegativeFloat = 1.5
-    """A rank whose own work takes this many times as long as that of the median rank is reported. 0: never."""
+    """Report a rank whose own work takes this many times as long as that of the median rank. 0: never."""
 
 
 class ProfileConfig(Part):
-    """A window of steps that torch's profiler records, to `profile/` of the run directory."""
+    """Steps that torch's profiler records, and writes to `profile/` in the run directory."""
 
     steps: NonNegativeInt = 0
     """Number of steps to record. 0: none."""
     after_step: NonNegativeInt = 10
-    """The window begins with the step after this one; the first steps of a run compile and allocate."""
+    """Recording begins with the step after this one; the first steps of a run compile and allocate."""
     ranks: Many[NonNegativeInt] = (0,)
-    """Ranks that are recorded."""
+    """Ranks to record."""
     memory: bool = False
     """Also write a snapshot of a GPU's memory, for https://pytorch.org/memory_viz."""
 

@@ -25,17 +25,17 @@ class LoraConfig(Part):
     dropout: Fraction = 0.0
     """Dropout of the input of A."""
     targets: Literal["all-linear"] | Many[str] = "all-linear"
-    """Linear layers to adapt: all within the decoder, or those whose names, or ends of names after a dot, match one of
-    these patterns: `q_proj`, `model.layers.1?.mlp.*`."""
+    """Linear layers to adapt: all in the decoder, or those whose name, or its end after a dot, matches one of these
+    patterns: `q_proj`, `model.layers.1?.mlp.*`."""
     dora: bool = False
     """Also train the norm of each row of a matrix (DoRA, arXiv 2402.09353)."""
     rslora: bool = False
     """Scale by alpha / √r (arXiv 2312.03732)."""
     modules_to_save: Many[str] = ()
-    """Modules that are trained as a whole, and saved with the adapter: `lm_head`. Patterns as in `targets`."""
+    """Modules that are trained fully and saved with the adapter, such as `lm_head`. Patterns as in `targets`."""
     pretrained: str | None = None
-    """Folder or hub name of a LoRA adapter to start from. Its own configuration takes the place of the other fields,
-    except for `dropout`."""
+    """Folder or hub name of a LoRA adapter to start from. Its configuration replaces the other fields, except for
+    `dropout`."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
 
@@ -43,14 +43,14 @@ class LoraConfig(Part):
     def _one_configuration(self) -> Self:
         if self.pretrained is None:
             if self.rank is None:
-                raise ValueError("give `rank`, or the `pretrained` adapter to start from")
+                raise ValueError("set `rank`, or `pretrained` to start from an adapter")
             if self.revision is not None:
-                raise ValueError("`revision` is that of a `pretrained` adapter")
+                raise ValueError("`revision` is only used with a `pretrained` adapter")
             return self
         own = {"pretrained", "revision", "dropout"}
         given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if others := [name for name in given if name not in own]:
-            raise ValueError(f"`pretrained` has a configuration of its own; leave out {', '.join(others)}")
+            raise ValueError(f"`pretrained` has its own configuration; leave out {', '.join(others)}")
         return self
 
 
@@ -62,18 +62,18 @@ class ModelConfig(Part):
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of the architecture's configuration. `vocab_size` may be omitted if `data.tokenizer` is trained."""
     pretrained: str | None = None
-    """Folder or hub name of the weights from which training starts. Excludes `architecture`; `config` overrides its
-    fields."""
+    """Folder or hub name of the weights from which training starts. Cannot be combined with `architecture`; `config`
+    overrides fields of its configuration."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
     new_tokens: NewTokens = ()
-    """Tokens to add to the tokenizer and to the vocabulary of `pretrained`, if the tokenizer lacks them: a list of
-    texts, which are tokens wherever they occur; or `template`: the special tokens that the chat template writes, in the
-    form `<|…|>`, `<｜…｜>`, `<start_of_…>` or `<end_of_…>`. The embedding and the head grow to a multiple of 128
+    """Tokens that are added to the tokenizer and to the vocabulary of `pretrained`, if the tokenizer lacks them. A list
+    of texts: each text is a token wherever it occurs. `template`: the special tokens of the form `<|…|>`, `<｜…｜>`,
+    `<start_of_…>` or `<end_of_…>` that the chat template writes. The embedding and the head grow to a multiple of 128
     rows."""
     kept_rows: PositiveInt | None = None
-    """With `new_tokens`, the rows of the pretrained embedding that are kept; all others start as the mean of these.
-    Default: those of the tokens that the tokenizer has."""
+    """With `new_tokens`, the number of rows of the pretrained embedding that are kept; all other rows are initialised
+    with their mean. Default: the number of tokens in the tokenizer."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
@@ -84,12 +84,12 @@ class ModelConfig(Part):
     adapter: LoraConfig | None = None
     """Trains adapters instead of the weights."""
     trainable: Many[str] = ()
-    """Patterns of the names of the parameters to train, `model.layers.3?.*`; all others are frozen. Default: all are
-    trained."""
+    """Patterns for the names of the parameters to train, such as `model.layers.3?.*`; all others are frozen. Default:
+    all are trained."""
 
     quantize: Literal["none", "nf4"] = "none"
-    """`nf4`: with an `adapter` on `pretrained` weights, hold the frozen linear layers of the decoder in 4.127 bits per
-    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all other layers stay as they are."""
+    """`nf4`: with an `adapter` on `pretrained` weights, store the frozen linear layers of the decoder in 4.127 bits per
+    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all other layers are not quantized."""
 
     @property
     def attention_kernel(self) -> str:
@@ -99,11 +99,11 @@ class ModelConfig(Part):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.architecture is None) == (self.pretrained is None):
-            raise ValueError("give exactly one of `architecture` (a new model) and `pretrained` (its weights)")
+            raise ValueError("set exactly one of `architecture` (a new model) and `pretrained` (its weights)")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):
-            raise ValueError("`quantize` is for the frozen weights of `pretrained`, beside an `adapter`")
+            raise ValueError("`quantize` needs `pretrained` weights and an `adapter`")
         return self
 
     @property
@@ -132,15 +132,16 @@ class Source(Part):
     format: Literal[
         "auto", "text", "messages", "prompt_completion", "instruction", "preference", "unpaired_preference"
     ] = "auto"
-    """What a row holds: a text; a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or as
-    an instruction, its input and the output; a pair, one conversation with two completions, of which the first is
-    preferred; or a prompt, a completion, and whether it is desirable. `auto`: what `objective` reads if it is not
-    `language_model`, else a text if local files have `text_column`, else a conversation if they have columns with the
-    usual names; the same for a hub dataset that declares its columns, else a text."""
+    """What a row contains. `text`: a document. `messages` (also ShareGPT's), `prompt_completion`, `instruction` (with
+    input and output): a conversation. `preference`: a conversation with two completions, of which the first is
+    preferred. `unpaired_preference`: a prompt, a completion, and whether it is desirable. `auto`: the format that
+    `objective` reads, unless it is `language_model`; then, for local files and for hub datasets that declare their
+    columns, a text if there is a `text_column`, else a conversation if there are columns with the usual names; for
+    other hub datasets, a text."""
     text_column: str = "text"
     """Column that contains the document."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Columns of the parts of a conversation that have none of the usual names: `{"messages": "dialogue"}`. Parts:
+    """Columns for the parts of a conversation, if they do not have the usual names: `{"messages": "dialogue"}`. Parts:
     `messages`, `prompt`, `completion`, `label`, `chosen`, `rejected`, `instruction`, `input`, `output`, `system`,
     `tools`."""
     system: str | None = None
@@ -169,7 +170,7 @@ class DataConfig(Part):
     """Sources, tokenizer and packing."""
 
     sources: Many[Source] = Field(min_length=1)
-    """What to train on; several sources are mixed by weight."""
+    """Training data; several sources are mixed by weight."""
     tokenizer: str | TrainedTokenizer
     """Folder or hub name of a tokenizer, or one to train."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
@@ -180,20 +181,20 @@ class DataConfig(Part):
     mask_documents: bool = True
     """Restart positions at each document, and prevent attention to other documents."""
     special_tokens: Literal["refuse", "text", "parse"] = "refuse"
-    """What the text of a special token of the tokenizer, such as `<|im_start|>`, means within a document. `text`: its
-    characters; `parse`: the token, as a chat template means it; `refuse`: `text` if there are few (10, or one per
-    million characters), and an error otherwise."""
+    """How the text of a special token of the tokenizer, such as `<|im_start|>`, is read within a document. `text`: as
+    characters; `parse`: as the token, for documents to which a chat template was applied; `refuse`: as `text` if there
+    are few (10, or one per million characters), otherwise it is an error."""
     chat_template: str | None = None
-    """Jinja template that writes conversations: its text, a file, `chatml`, or `plain`, which
-    has no special tokens but the one that ends a text. Default: that of the tokenizer."""
+    """Jinja template that renders conversations: a template text, a file, `chatml`, or `plain`, whose only special
+    token is the end-of-text token. Default: the tokenizer's."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """What is trained on in a conversation: the turns of the assistant, only the last one, or every token. A message
-    with `train: false` or `weight: 0` never is."""
+    """Which tokens of a conversation are trained on: the turns of the assistant, only its last turn, or all tokens. A
+    message with `train: false` or `weight: 0` is never trained on."""
     too_long: Literal["drop", "cut_turns"] = "drop"
-    """What happens to conversations of more than T + 1 tokens, which are never split. `cut_turns`: the last turns are
-    left out, if a turn of the assistant ends before."""
+    """What happens to conversations of more than T + 1 tokens, which are never split. `drop`: they are skipped;
+    `cut_turns`: their last turns are removed, if at least one turn of the assistant remains."""
     faulty_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows that hold no valid conversation, or one whose mask cannot be established."""
+    """What happens to rows without a valid conversation, and to conversations whose loss mask cannot be determined."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""
@@ -211,14 +212,14 @@ class ObjectiveConfig(Part):
 
     name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
     """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
-    completions. `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two of a
-    pair; `kto` (arXiv 2402.01306) reads single ones, each of which is desirable or not. All but `orpo` take
-    log-probabilities relative to those under the weights that training starts from."""
+    completions: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two
+    completions of a pair; `kto` (arXiv 2402.01306) reads single completions, each desirable or undesirable. All but
+    `orpo` compare the log-probabilities with those of the initial weights."""
     beta: PositiveFloat = 0.1
     """`dpo` and `kto`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of
-    the odds ratio beside the cross-entropy of the chosen completion."""
+    the odds ratio, which is added to the cross-entropy of the chosen completion."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """`dpo`: the probability that a pair's preference is the wrong way round (conservative DPO)."""
+    """`dpo`: the probability that the preference of a pair is inverted (conservative DPO)."""
     sft_weight: NonNegativeFloat = 0.0
     """`dpo` and `ipo`: weight of the mean cross-entropy of the chosen completion's tokens, added to the loss of each
     pair (RPO, arXiv 2404.19733)."""
@@ -326,10 +327,11 @@ class TrainConfig(Part):
     """Length and seed of the run."""
 
     max_steps: PositiveInt | None = None
-    """Number of optimizer steps. Give either this or `epochs`, from which it follows once the data are prepared."""
+    """Number of optimizer steps. Set either this or `epochs`; `epochs` determines the number of steps when the data
+    have been prepared."""
     epochs: PositiveInt | None = None
-    """Number of times that every training sequence is read, exactly: several sources are mixed in proportion to their
-    sequences, and the last step reads what is left."""
+    """Number of times that every training sequence is read. Several sources are mixed in proportion to their number of
+    sequences, and the last step reads the remaining sequences."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
 

@@ -107,7 +107,7 @@ def compared_metrics(a: RunData, b: RunData) -> list[tuple[str, tuple[float | No
         last, largest = int(np.flatnonzero(np.isfinite(apart))[-1]), int(np.nanargmax(apart))
         found_at = [("the last common step", last)]
         if apart[largest]:
-            found_at.append(("the step where they are furthest apart", largest))
+            found_at.append(("the step where they differ most", largest))
         for label, at in found_at:
             pair = tuple(float(loss[at]) for loss in losses)
             rows.append((f"loss at {label}, {steps[at]:,.0f}", pair, tuple(f"{value:.6g}" for value in pair)))

@@ -153,7 +153,7 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
             "recorded steps",
             [
                 f"from step {one.step:,}, rank {one.rank}: {one.seconds:.3g} s, computation {one.computation:.3g} s, "
-                f"communication that nothing hides {one.exposed_communication:.3g} s"
+                f"exposed communication {one.exposed_communication:.3g} s"
                 for one in run.profiles
             ],
         )

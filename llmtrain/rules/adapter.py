@@ -11,8 +11,8 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @rule(
     "adapter.dora",
-    "DoRA reads the whole matrix of a layer in each pass. ZeRO-3 has freed it by then, and tensor parallel ranks have "
-    "a part, of whose rows the norm is another one.",
+    "DoRA reads the whole matrix of a layer in each pass. ZeRO-3 has freed it by then, and tensor parallel ranks hold "
+    "only a part, whose rows have other norms.",
     "run",
 )
 def dora(draft: Draft) -> Iterator[Fault]:
@@ -54,9 +54,9 @@ def experts(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "adapter.nf4",
-    "Weights in 4 bit are bytes of a whole matrix with scales of 64 and of 16,384 elements. They are held in buffers: "
-    "ZeRO-3 and FSDP2 shard parameters only: every rank would hold all of them, as at ZeRO-2. The part of a tensor "
-    "parallel rank would have other blocks, with other values.",
+    "4-bit weights are blocks of a whole matrix, with scales for 64 and for 16,384 elements, in buffers. ZeRO-3 and "
+    "FSDP2 shard parameters only, so every rank would hold all buffers, as at ZeRO-2. The slice of a tensor parallel "
+    "rank would have other blocks, with other values.",
     "run",
 )
 def nf4(draft: Draft) -> Iterator[Fault]:
@@ -66,22 +66,22 @@ def nf4(draft: Draft) -> Iterator[Fault]:
         return
     field = "model.quantize"
     if parallel.tensor > 1:
-        message = "the blocks of a matrix in 4 bit are not those of the parts of tensor parallel ranks"
+        message = "slices of tensor parallel ranks would have other quantization blocks than the whole matrix"
         yield Fault(field, message, f"{assignment(parallel__tensor=1)}, or {WHOLE}")
     if parallel.expert > 1:
-        message = "distributed experts have not been tried beside weights in 4 bit"
+        message = "distributed experts have not been tested with 4-bit weights"
         yield Fault(field, message, f"{assignment(parallel__expert=1)}, or {WHOLE}")
     if parallel.strategy == "fsdp2":
-        message = "FSDP2 shards parameters, and would leave what is in 4 bit whole on every rank"
+        message = "FSDP2 shards parameters only, so every rank would hold all 4-bit weights"
         yield Fault(field, message, f"{assignment(parallel__accelerate='ddp')}, or {WHOLE}")
     elif parallel.strategy == "deepspeed" and parallel.zero_stage == 3:
-        message = "ZeRO-3 shards parameters, and would leave what is in 4 bit whole on every rank"
+        message = "ZeRO-3 shards parameters only, so every rank would hold all 4-bit weights"
         yield Fault(field, message, f"{assignment(parallel__zero_stage=2)}, or {WHOLE}")
     if draft.recipe.kernels.fp8 != "off":
-        message = "weights in 4 bit are multiplied with in the type of the computation, never in fp8"
+        message = "products with 4-bit weights are computed in the model's data type, not in fp8"
         yield Fault(field, message, f"{assignment(kernels__fp8='off')}, or {WHOLE}")
     if facts is not None and facts.model_type == "gpt2":
-        yield Fault(field, "GPT-2 has no nn.Linear in its layers, and 'nf4' is for these", WHOLE)
+        yield Fault(field, "GPT-2's layers have no nn.Linear, and 'nf4' quantizes only these", WHOLE)
 
 
 WHOLE = assignment(model__quantize="none")

@@ -95,7 +95,7 @@ def fraction(draft: Draft) -> Iterator[Fault]:
     """Refuses a held-out fraction together with separate evaluation sources."""
     given = draft.recipe.data.eval_fraction
     if draft.recipe.evaluation.sources and given not in (0, DEFAULT_FRACTION):
-        message = f"{given} was given together with evaluation.sources, with which no training data are held out"
+        message = f"{given} was given, but with evaluation.sources no training data are held out"
         yield Fault("data.eval_fraction", message, assignment(data__eval_fraction=0))
 
 

@@ -69,7 +69,7 @@ def modules(draft: Draft) -> Iterator[Fault]:
         return
     if parallel.backend != "data_parallel" and parallel.strategy != "ddp":
         message = (
-            f"each expert of '{facts.model_type}' is a module of its own: an expert that receives no "
+            f"each expert of '{facts.model_type}' is a separate module: an expert that receives no "
             "token in a step has no gradient, but weight decay would be applied to it, unlike in plain "
             "PyTorch"
         )

@@ -79,28 +79,24 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
 
 
-@rule(
-    "model.new_tokens", "Only pretrained weights have rows to keep; other models are made as large as needed.", "read"
-)
+@rule("model.new_tokens", "Only pretrained weights have rows to keep; a new model has the rows that it needs.", "read")
 def new_tokens(draft: Draft) -> Iterator[Fault]:
     """Refuses new tokens for a new model, and kept rows without new tokens."""
     model = draft.recipe.model
     if model.new_tokens and model.pretrained is None:
-        message = "were given for a new model, which gets as many rows as model.config.vocab_size says"
+        message = "were given for a new model, whose number of rows is model.config.vocab_size"
         fix = (
             "add them to a tokenizer (add_tokens and save_pretrained of transformers), name its folder as "
             "data.tokenizer, and set model.config.vocab_size; model.new_tokens=[]"
         )
         yield Fault("model.new_tokens", message, fix)
     if model.kept_rows and not model.new_tokens:
-        yield Fault(
-            "model.kept_rows", "only means something with model.new_tokens", assignment(model__kept_rows="null")
-        )
+        yield Fault("model.kept_rows", "has an effect only with model.new_tokens", assignment(model__kept_rows="null"))
 
 
 @rule(
     "model.new_tokens_trained",
-    "New rows of embedding and head are alike until they are trained: no model could tell their tokens apart.",
+    "New rows of embedding and head are equal until they are trained: the model could not tell their tokens apart.",
     "arithmetic",
 )
 def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
@@ -171,7 +167,7 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "model.without_gradient",
-    "Plain PyTorch leaves a parameter without a gradient as it is. ZeRO and pipelines reduce "
+    "Plain PyTorch does not change a parameter without a gradient. ZeRO and pipelines reduce "
     "zeros for it and apply weight decay; DistributedDataParallel waits for its gradient.",
     "run",
 )
@@ -240,11 +236,11 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
     """Refuses GPU kernels on a CPU, and on GPUs that they are not compiled for."""
     attention = draft.recipe.model.attention_kernel
     if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
-        message = f"'{attention}' was given, which is compiled for Ampere and Hopper, and this is a Blackwell"
+        message = f"'{attention}' was given, but it is compiled for Ampere and Hopper only, not for this Blackwell"
         yield Fault("model.attention", message, assignment(model__attention="flash_attention_2"))
     if draft.cluster.spec.on_cpu and attention.startswith("fl"):
         fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
-        yield Fault("model.attention", f"'{attention}' was given, which does not train on CPUs", fix)
+        yield Fault("model.attention", f"'{attention}' was given, but it does not train on CPUs", fix)
 
 
 @rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
@@ -268,7 +264,7 @@ def attention_heads(draft: Draft) -> Iterator[Fault]:
         return
     if facts.head_dim > FLASH_HEAD:
         message = (
-            f"'{attention}' was given, but the model's heads have {facts.head_dim} numbers, and its kernel at most "
+            f"'{attention}' was given, but the model's head size is {facts.head_dim}, and the kernel supports at most "
         )
         yield Fault("model.attention", f"{message}{FLASH_HEAD}", assignment(model__attention="sdpa"))
 

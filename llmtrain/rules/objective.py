@@ -9,7 +9,7 @@ from llmtrain.rules.model import MIXES_DOCUMENTS
 from llmtrain.rules.rule import Fault, assignment, rule
 
 
-@rule("objective.whole_pairs", "The log-probability of a part of a completion is not that of the completion.", "read")
+@rule("objective.whole_pairs", "A part of a completion has another log-probability than the whole completion.", "read")
 def whole_pairs(draft: Draft) -> Iterator[Fault]:
     """Refuses what splits, cuts or separates conversations (`llmtrain/data/packing.py`)."""
     data = draft.recipe.data
@@ -36,7 +36,7 @@ def completions(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "objective.documents",
-    "Several completions lie in one sequence: each would follow from the one before.",
+    "One sequence contains several completions: each would depend on the previous one.",
     "read",
 )
 def documents(draft: Draft) -> Iterator[Fault]:

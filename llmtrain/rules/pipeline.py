@@ -60,7 +60,7 @@ def chunks(draft: Draft) -> Iterator[Fault]:
     name, given = parallel.pipeline_schedule, parallel.pipeline_chunks
     if parallel.pipeline == 1:
         if (name, given) != ("1f1b", 1):
-            message = f"'{name}' with pipeline_chunks = {given} was given, but there is no pipeline"
+            message = f"'{name}' with pipeline_chunks = {given} was given, but parallel.pipeline is 1"
             fix = assignment(parallel__pipeline_schedule="1f1b", parallel__pipeline_chunks=1)
             yield Fault("parallel.pipeline_schedule", message, fix)
     elif name == "1f1b" and given != 1:
@@ -98,7 +98,7 @@ def interleaved(draft: Draft) -> Iterator[Fault]:
 def compiled(draft: Draft) -> Iterator[Fault]:
     """Refuses compiled layers under the zero bubble schedule."""
     if draft.parallel.pipeline_schedule == "zero_bubble" and draft.recipe.kernels.blocks == "compiled":
-        message = "'compiled' was given, whose backward pass zero_bubble cannot divide"
+        message = "'compiled' was given, but zero_bubble cannot split the backward pass of compiled layers"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -121,7 +121,7 @@ def chain(draft: Draft) -> Iterator[Fault]:
 def autocast_fp16(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast under pipelines."""
     if draft.parallel.pipeline > 1 and draft.parallel.precision == "autocast_fp16":
-        message = "'autocast_fp16' was given, whose loss scale the pipeline engine does not apply"
+        message = "'autocast_fp16' was given, but the pipeline engine does not apply its loss scale"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 
@@ -150,7 +150,7 @@ MOST_IDLE = 0.2
 """Fraction of the time that a pipeline may idle without a note."""
 
 
-@rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
+@rule("pipeline.bubble", "Under 1F1B, devices idle (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
 def bubble(draft: Draft) -> Iterator[Fault]:
     """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
     parallel, micro_batches = draft.parallel, draft.accumulation

@@ -11,19 +11,20 @@ from llmtrain.rules.rule import Fault, assignment, rule
 FULL = assignment(parallel__activation_checkpointing="full")
 
 
-@rule("recompute.every", "Without activation checkpointing there is no layer to choose.", "arithmetic")
+@rule("recompute.every", "Without activation checkpointing, there are no layers to choose from.", "arithmetic")
 def every(draft: Draft) -> Iterator[Fault]:
     """Refuses `checkpoint_every` if nothing is computed again."""
     parallel = draft.parallel
     if parallel.checkpoint_every > 1 and parallel.activation_checkpointing == "none":
-        message = f"{parallel.checkpoint_every} was given, but no layer is computed again"
+        message = f"{parallel.checkpoint_every} was given, but activation_checkpointing is 'none'"
         yield Fault("parallel.checkpoint_every", message, f"{FULL}, or {assignment(parallel__checkpoint_every=1)}")
 
 
 @rule(
     "recompute.selective",
     "Selective checkpoints keep what torch's own operations return. Liger's rotation overwrites it, a break in a "
-    "compiled layer's graph hides it, and nn.DataParallel copies the layer's method, but not what it is bound to.",
+    "compiled layer's graph hides it, and nn.DataParallel copies the layer's method, which stays bound to the original "
+    "layer.",
     "run",
 )
 def selective(draft: Draft) -> Iterator[Fault]:

@@ -86,8 +86,8 @@ def hierarchical_stage(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "zero.hierarchical_groups",
-    "hpZ puts neighbouring ranks into equal groups, each of which keeps all parameters once more. DeepSpeed has no "
-    "such groups for experts, and none for slices, of which neighbours have different ones.",
+    "hpZ forms equal groups of neighbouring ranks; each group keeps a second copy of all parameters. DeepSpeed has no "
+    "such groups for experts, or for tensor parallel ranks, whose neighbours hold different slices.",
     "run",
 )
 def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
@@ -97,10 +97,10 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
         return
     for name in ("tensor", "expert"):
         if (degree := getattr(parallel, name)) > 1:
-            message = f"{size} was given, with {name} parallelism over {degree} ranks"
+            message = f"{size} was given, but hpZ does not support {name} parallelism ({degree} ranks)"
             yield Fault("parallel.hierarchical_partition", message, WITHOUT_HPZ)
     if ranks % size or size >= ranks:
-        message = f"{size} was given: it has to be a proper divisor of the {ranks} ranks"
+        message = f"{size} was given: must be a proper divisor of the {ranks} ranks"
         per_node = draft.cluster.devices_per_node
         fix = assignment(parallel__hierarchical_partition=per_node) if 1 < per_node < ranks else WITHOUT_HPZ
         yield Fault("parallel.hierarchical_partition", message, fix)
@@ -115,7 +115,7 @@ def hierarchical_nvme(draft: Draft) -> Iterator[Fault]:
     """Refuses hpZ with parameters on a disk (`partition_parameters.py:_partition_param_sec`)."""
     parallel = draft.parallel
     if parallel.hierarchical_partition > 1 and parallel.offload_param == "nvme":
-        message = f"{parallel.hierarchical_partition} was given, with parameters on a disk"
+        message = f"{parallel.hierarchical_partition} was given, but parameters are offloaded to nvme"
         fix = f"{WITHOUT_HPZ}, or {assignment(parallel__offload_param='cpu')}"
         yield Fault("parallel.hierarchical_partition", message, fix)
 

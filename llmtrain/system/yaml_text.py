@@ -62,7 +62,7 @@ def _value(
         pairs = []
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                raise YamlError("has a key that is no text", *_at(key.start_mark))
+                raise YamlError("has a key that is not a string", *_at(key.start_mark))
             inner = (*where, str(key.value))
             places.setdefault(inner, []).append(_at(key.start_mark))
             pairs.append((inner[-1], _value(value, inner, places, loader, mapping)))

@@ -85,7 +85,7 @@ def train_with_restarts(
 def enough(deaths: Sequence[Death], max_restarts: int) -> str | None:
     """Returns why a job is not restarted after these deaths, or None if it is."""
     if len(deaths) > 1 and deaths[-1] == deaths[-2]:
-        return f"died twice {deaths[-1]}: another attempt would die too"
+        return f"died twice {deaths[-1]}: another attempt would fail, too"
     if len(deaths) > max_restarts:
         return f"died {deaths[-1]}, after {max_restarts} restarts"
     return None

@@ -51,7 +51,7 @@ class Trouble:
         return (
             "an update is skipped if its loss or gradient norm is not finite, or more than "
             f"{guard.spike_sigma:g} standard deviations above the mean of the {guard.window_steps:,} updates before, "
-            f"by logarithms; a norm, if it is also more than {guard.spike_norm_ratio:g} times their geometric mean"
+            f"in logarithms; a norm must also be more than {guard.spike_norm_ratio:g} times their geometric mean"
         )
 
 
@@ -90,9 +90,9 @@ def _problem(trouble: Trouble, choice: ResumeChoice | None) -> Problem:
     elif choice is None:
         fix = f"no checkpoint was saved to roll back to (checkpoint.every_steps); {WAYS_ON}"
     else:
-        message += f"; the run may not roll back again, after {state.rollbacks} of {guard.max_rollbacks} times"
+        message += f"; no rollback is left ({state.rollbacks} of {guard.max_rollbacks})"
         fix = (
-            f"{choice.folder.name} is the last checkpoint before; {WAYS_ON}, guard.max_rollbacks how "
-            "often the run rolls back"
+            f"{choice.folder.name} is the last checkpoint before these steps; {WAYS_ON}, and "
+            "guard.max_rollbacks how often the run rolls back"
         )
     return Problem("guard.skipped", "guard.max_skipped", message, fix)

@@ -261,8 +261,8 @@ class _Worker:
                 self._note_history(state)
                 self._note_event("rolled_back", state.step, why)
                 self._say(
-                    f"too many updates skipped: back to step {state.step:,}, "
-                    f"on with sample {state.samples:,} of the data"
+                    f"too many updates skipped: rolled back to step {state.step:,}, "
+                    f"the data continue with sample {state.samples:,}"
                 )
 
     def _attempt(
@@ -391,7 +391,7 @@ class _Worker:
         steps = "train.max_steps"
         now, before = rate_of(recipe, step), rate_of(recipe.with_(**{steps: first[steps]}), step)
         if now != before:
-            self._say(f"learning rate of step {step:,}: {now:.2e}, which {steps}={first[steps]} made {before:.2e}")
+            self._say(f"learning rate of step {step:,}: {now:.2e} instead of {before:.2e} with {steps}={first[steps]}")
 
     def _run_id(self) -> str:
         """Returns the run's id; its file may only be on rank 0's node."""

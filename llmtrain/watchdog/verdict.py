@@ -102,7 +102,7 @@ def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
 
 def cut_off(rank: int, host: str) -> Problem:
     """What a rank tells that hears nothing of rank 0's watcher any more."""
-    message = "hears nothing of rank 0 any more: it has ended or stands still, or the connection to its machine is lost"
+    message = "lost contact with rank 0: it has ended or hangs, or the connection to its machine is lost"
     return Problem(CUT_OFF, f"rank {rank} on {host}", message, LATER)
 
 
@@ -130,16 +130,16 @@ def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
         message = f"did not arrive: {message}"
         lines += [f"the others wait: {_ranks(others)}"] if others else []
     elif not silent:
-        message += "; from outside it is unknown for which of them the others wait"
+        message += "; it is unknown which of them the others wait for"
         lines += [_described(rank, statuses[rank]) for rank in others[:MOST_NAMED]]
-    lines += [f"nothing was heard from {_ranks(silent)}"] if silent else []
+    lines += [f"no contact with {_ranks(silent)}"] if silent else []
     lines.append("the stacks of all ranks are in logs/rank_*.log; the same command continues from the last checkpoint")
     return Problem(RULE, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
 
 
 def _described(rank: int, one: Status) -> str:
     doing = "loading" if one.phase == Phase.LOADING else f"step {one.step:,}, {one.phase}"
-    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "not heard of any more")
+    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "no contact")
     where = f"in {one.frame}" if one.frame else ""
     parts = (f"{doing} for {one.idle_s:.0f} s", state, where)
     return f"rank {rank} on {one.host} (process {one.pid}): {', '.join(part for part in parts if part)}"

@@ -283,7 +283,7 @@ def test_a_weight_of_another_type_or_size_is_refused(tmp_path):
     assert _with_weight(run, [2, 3], [box]).read_as("a", torch.ones(2, 3)).shape == (6,)
     with pytest.raises(CheckpointError, match=r"'a' is torch\.int32 there, where torch\.bfloat16 is needed"):
         _with_weight(run, [2, 3], [box], "I32").read_as("a", torch.ones(2, 3, dtype=torch.bfloat16))
-    with pytest.raises(CheckpointError, match="'a' has 6 elements there, where 8 are needed"):
+    with pytest.raises(CheckpointError, match="'a' has 6 elements there, but 8 are needed"):
         _with_weight(run, [2, 3], [box]).read_as("a", torch.ones(2, 4))
     with pytest.raises(CheckpointError, match="does not hold the weight for 'a'"):
         _with_weight(run, [2**40, 2**20], [box]).read_as("a", torch.ones(2, 3))  # and asks for no memory

@@ -144,7 +144,7 @@ def test_only_models_that_others_can_use_are_pushed(folder):
         ("hub.folder", "secret"),
         ("hub.base", "out"),
     ]
-    with pytest.raises(RecipeError, match="is no exported folder"):
+    with pytest.raises(RecipeError, match="is not an exported folder"):
         _here(folder / "base", "--push", "me/tiny")
 
 

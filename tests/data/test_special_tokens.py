@@ -100,9 +100,7 @@ def test_stories_in_one_file_are_told_what_to_do(make_recipe: MakeRecipe, tmp_pa
     (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(make_texts(50)))
     said = refusal(make_recipe(tmp_path / "stories.txt"))
     assert "in 1 of 1 documents" in said
-    assert (
-        "where <|endoftext|> stands between documents, neither is right: split the text there, and write each" in said
-    )
+    assert "if <|endoftext|> separates documents, neither is right: split the text there, and write each" in said
 
 
 def test_a_tokenizer_that_parses_is_not_trained_on_the_characters(make_recipe: MakeRecipe, tmp_path: Path) -> None:

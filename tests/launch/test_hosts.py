@@ -98,7 +98,7 @@ def test_programs_that_are_missing_are_named(monkeypatch):
         hosts._check_here("openmpi")
 
 
-GONE, CUT_OFF = "rank 1: ended, or its machine does not answer", "rank 1 on b: hears nothing of rank 0 any more"
+GONE, CUT_OFF = "rank 1: ended, or its machine does not answer", "rank 1 on b: lost contact with rank 0"
 LOST = """lost communication with a remote daemon.
   HNP daemon   : [[1,0],0] on node a
   Remote daemon: [[1,0],1] on node b

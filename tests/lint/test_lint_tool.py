@@ -390,7 +390,7 @@ def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
 
 def test_what_cannot_be_mended_is_an_error(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(RecipeError, match="standard input cannot be mended"):
+    with pytest.raises(RecipeError, match="standard input cannot be fixed"):
         run(capsys, "-", fix=True)
     (folder / "ds.json").write_text(TEXT)
     with monkeypatch.context() as patch:

@@ -132,5 +132,5 @@ def test_each_line_of_a_pipe_is_a_question(tokenizer, given, tmp_path, monkeypat
     assert tokenizer.decode(given[0]).count("Thanks<|im_end|>") == 1
     with pytest.raises(RecipeError, match="--prompt: is required"):
         generate_text(GenerateRequest(model=folder))
-    with pytest.raises(RecipeError, match="--system: is part of a conversation"):
+    with pytest.raises(RecipeError, match="--system: is only supported with --chat"):
         generate_text(GenerateRequest(model=folder, prompt="a", system="b"))

@@ -272,7 +272,7 @@ def test_a_gradient_that_is_no_number_deviates():
     [
         ((), "1", "cuda", "not installed: liger_kernel and triton (pip install llmtrain[liger])"),
         (("triton",), "1", "cuda", "not installed: liger_kernel (pip install llmtrain[liger])"),
-        (("triton", "liger_kernel"), "0", "cpu", "Triton, which they are written in, compiles for GPUs"),
+        (("triton", "liger_kernel"), "0", "cpu", "they are written in Triton, which compiles for GPUs"),
         (("triton", "liger_kernel"), "0", "cuda", ""),
         (("triton", "liger_kernel"), "1", "cpu", ""),
     ],

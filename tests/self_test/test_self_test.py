@@ -44,7 +44,7 @@ def test_options_of_another_task_are_refused(option):
         [sys.executable, "-m", "llmtrain", "doctor", "--self-test", option], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "does not go together with --self-test" in done.stderr
+    assert "cannot be combined with --self-test" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, t
     ranks[victim].communicate(timeout=10)
     assert ranks[other].returncode == 5
     gone = "rank 1: ended, or its machine does not answer"
-    cut_off = f"rank 1 on {socket.gethostname()}: hears nothing of rank 0 any more"
+    cut_off = f"rank 1 on {socket.gethostname()}: lost contact with rank 0"
     assert f"error: {gone if victim else cut_off}" in error
 
 

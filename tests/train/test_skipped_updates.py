@@ -89,7 +89,7 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
 def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 0, "guard.max_rollbacks": 1})
     assert result.returncode != 0
-    assert "may not roll back again, after 1 of 1 times" in result.stderr
+    assert "no rollback is left (1 of 1)" in result.stderr
     assert "guard.max_rollbacks" in result.stderr
 
 

@@ -24,7 +24,7 @@ def check_exported(folder: Path) -> None:
     """Raises RecipeError for a folder that is no exported model, or one that others could not use."""
     adapter = folder / "adapter_config.json"
     if not adapter.is_file() and not (folder / "config.json").is_file():
-        message = "is no exported folder: it has no config.json and no adapter_config.json"
+        message = "is not an exported folder: it has no config.json and no adapter_config.json"
         raise RecipeError(Problem("hub.folder", str(folder), message, "name a folder for the export: RUN OUT --push …"))
     problems = [
         Problem("hub.folder", str(path), "is not a plain file", "export to a new folder")
@@ -36,8 +36,8 @@ def check_exported(folder: Path) -> None:
     except UNREADABLE as error:
         raise RecipeError(Problem("hub.folder", str(adapter), f"cannot be read: {reason(error)}")) from None
     if isinstance(base, str) and portable(base) != base:
-        message = f"belongs to weights in {base}, a folder of this machine"
-        problems.append(Problem("hub.base", str(folder), message, "export with --merge, and push that"))
+        message = f"is an adapter for weights in {base}, a folder on this machine"
+        problems.append(Problem("hub.base", str(folder), message, "export with --merge, and push the result"))
     if problems:
         raise RecipeError(problems)
 

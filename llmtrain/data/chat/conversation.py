@@ -316,7 +316,7 @@ def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} are no JSON ({error}): {shown(text)}") from None
+        raise RowError(f"{what} are not JSON ({error}): {shown(text)}") from None
 
 
 def _from_messages(parts: dict[str, Any]) -> list[Any]:

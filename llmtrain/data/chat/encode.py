@@ -228,7 +228,7 @@ class ChatEncoder:
         if controls.alias(plain) != whole.text:
             return  # a message spells a control token; its text and the token look the same in `plain`
         if ids.tolist() != self._plain.encode(plain, add_special_tokens=False).ids:
-            raise RowError("the tokenizer reads the template's special tokens in another way than one by one")
+            raise RowError("the tokenizer does not read each special token of the template as one token")
 
     def _ids(self, text: str, encoding: Any) -> Array:
         """Returns the tokens of a text with characters for control tokens. Raises RowError if one became another."""
@@ -236,7 +236,7 @@ class ChatEncoder:
         known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
         places = np.flatnonzero(self._known[ids] >= 0)
         if not np.array_equal(ids[places], known[:, 0]):
-            raise RowError("the tokenizer does not keep the template's special tokens apart from the text beside them")
+            raise RowError("the tokenizer merges special tokens of the template with the text next to them")
         ids[places] = known[:, 1]
         return ids
 
@@ -257,7 +257,7 @@ class ChatEncoder:
         except RowError as fault:
             return fault
         if not trained[1:].any():
-            return RowError("nothing of it is trained on")
+            return RowError("none of its tokens are trained on")
         cuts = {turn.message: end for turn, (_, end) in zip(turns, spans, strict=True)}
         ends = {int(ids[end - 1]) for turn, (_, end) in zip(turns, spans, strict=True) if turn.ended or end > size}
         return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))

@@ -99,7 +99,7 @@ class Rendered:
             if mark != BREAK:
                 message, is_end = divmod(ord(mark) - FIRST_MARK, 2)
                 if (opened is not None) != bool(is_end) or (opened and opened[0] != message):
-                    raise RowError(f"the template takes the text of message {message + 1} apart")
+                    raise RowError(f"the template splits the text of message {message + 1}")
                 if opened:
                     stretches.append(Stretch(*opened, length))
                 opened = None if is_end else (message, length)

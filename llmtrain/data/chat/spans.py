@@ -131,7 +131,7 @@ class Renderer:
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
         if prompted is None or prompted[0] != owner:
-            raise RowError(f"the template does not render what precedes {what} without it")
+            raise RowError(f"the template cannot render the messages before {what} alone")
         bare = self._tail(conversation, number)
         head = prompted[1]
         opening = head[len(_common(bare[1], head)) :] if bare and bare[0] == owner else ""
@@ -207,7 +207,7 @@ class Renderer:
             if not owners and not text[first:end].strip():
                 continue
             if len(owners) != 1 or messages[min(owners)]["role"] != "assistant":
-                raise RowError(f"the template's generation block {text[first:end]!r} is no turn of the assistant")
+                raise RowError(f"the template's generation block {text[first:end]!r} is not a turn of the assistant")
             turns.append(Turn(min(owners), start, stop, ended=False))
         last = {turn.message: place for place, turn in enumerate(turns)}
         for place in last.values():

@@ -266,7 +266,7 @@ def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]
     places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))
     other = next((rows[place] for place in places if rows[place].prompt != own.prompt), None)
     if other is None:
-        return [RowError("no other row near it has another prompt, whose completion KTO needs beside its own")] * len(
+        return [RowError("no row near it has another prompt, but KTO also needs a completion of another prompt")] * len(
             own.completions
         )
     return [other.completions[place % len(other.completions)] for place in range(len(own.completions))]

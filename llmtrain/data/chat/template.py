@@ -154,6 +154,6 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
         _ = template.literal_text  # parses it
     except Exception as error:
         raise DataError(
-            Problem("data.chat_template", TEMPLATE_FIELD, f"is no Jinja template: {reason(error)}")
+            Problem("data.chat_template", TEMPLATE_FIELD, f"is not a Jinja template: {reason(error)}")
         ) from error
     return template

@@ -99,7 +99,7 @@ def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> No
     )
     if end_of_text in found.tokens:
         fix += (
-            f"\n    where {end_of_text} stands between documents, neither is right: "
+            f"\n    if {end_of_text} separates documents, neither is right: "
             'split the text there, and write each document as a line {"text": ...} of a .jsonl file'
         )
     raise DataError(Problem("data.special_tokens", field, message, fix))

@@ -75,7 +75,7 @@ def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: st
         expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
         reason = _agree(_first_difference(whole, parts, expected, logits))
     except _MODEL_ERRORS as error:
-        raise cannot_split(config, f"AutoTP, or what it makes of the model, fails ({_short(error)})") from error
+        raise cannot_split(config, f"AutoTP, or the model that it produces, fails ({_short(error)})") from error
     if reason:
         raise cannot_split(config, reason)
     return _share_cut(parts)
@@ -116,7 +116,7 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
         gradient = _gradient(part)
         # Every rank has to gather every weight, even after it has found a difference.
         if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
-            found.append(f"{name} does not become whole again")
+            found.append(f"{name} cannot be gathered")
         if not _close(_gradient(parameter), gather_whole(gradient, split, tensor_group()), floor):
             found.append(f"the gradient of {name} differs from the whole model's")
     return found[0] if found else ""

@@ -103,7 +103,8 @@ def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
     saved, scalers, own = progress.get("loss_scale", {}), loss_scalers(engine), _loss_scale(engine)
     for name in saved.keys() & scalers.keys():
         if saved[name].keys() != own[name].keys():
-            message = f"of '{name}' it has {', '.join(sorted(saved[name]))}, and not {', '.join(sorted(own[name]))}"
+            found, needed = ", ".join(sorted(saved[name])), ", ".join(sorted(own[name]))
+            message = f"for '{name}', it contains {found} instead of {needed}"
             raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
         if name == "loss_scaler":
             vars(scalers[name]).update(saved[name])

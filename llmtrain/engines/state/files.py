@@ -36,7 +36,7 @@ def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callabl
     for name, expected in ordered.items():
         value = tensor(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-            raise ValueError(f"'{name}' is {value.dtype} {list(value.shape)}, and was to be {expected}")
+            raise ValueError(f"'{name}' is {value.dtype} {list(value.shape)}, but must be {expected}")
         stream.write(on_host(value.contiguous().view(-1)))
 
 

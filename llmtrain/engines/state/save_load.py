@@ -242,7 +242,7 @@ class StateSource:
 
     def _check_size(self, found: Tensor, expected: int, name: str) -> None:
         if found.numel() != expected:
-            message = f"'{name}' has {found.numel():,} elements there, where {expected:,} are needed"
+            message = f"'{name}' has {found.numel():,} elements there, but {expected:,} are needed"
             raise CheckpointError(Problem("checkpoint.shape", str(self.folder), message))
 
     def _lacks(self, name: str, kind: str) -> CheckpointError:

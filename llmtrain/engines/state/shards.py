@@ -60,7 +60,7 @@ def split_of(parameter: Tensor) -> AutoTPSplit | None:
     sizes = meta["partition_sizes"]
     widths = meta["sub_param_shard_widths"] or (sizes and (sizes,))
     if meta["conversion"]["unsupported_reason"] or meta["partition_dim"] is None or not widths:
-        raise ValueError(f"a weight of shape {meta['original_shape']} is cut in a way that nothing describes")
+        raise ValueError(f"a weight of shape {meta['original_shape']} is partitioned in an unknown way")
     return AutoTPSplit(
         dim=meta["partition_dim"],
         logical=meta["logical_shape"],

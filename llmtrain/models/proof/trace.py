@@ -69,7 +69,7 @@ def _trace(plan: Plan) -> tuple[int, ...]:
     if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.keeps_apart:
         # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
         # positions to decide whether it needs a mask, and fake tensors have no values.
-        raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")
+        raise _untraceable("only 'sdpa' and 'eager' attention with masked documents")
     try:
         with fake_tensors():
             model = AutoModelForCausalLM.from_config(

@@ -108,7 +108,7 @@ class YamlRecipe:
         name, _, variant = spec.partition(":")
         path = self.path.parent / name
         if path.resolve() in extending:
-            raise RecipeError(Problem("recipe.extends", place, f"'{spec}' extends this file in turn"))
+            raise RecipeError(Problem("recipe.extends", place, f"'{spec}' itself extends this file"))
         try:
             check_file(path)
         except RecipeError as error:
@@ -151,7 +151,7 @@ def read_with_places(path: Path) -> tuple[dict[str, Any], Places]:
         raise RecipeError(Problem("recipe.yaml", str(path), "is not a mapping of the fields of a recipe"))
     if repeated := [(where, lines) for where, lines in places.items() if len(lines) > 1]:
         raise RecipeError(
-            Problem("recipe.yaml", f"{path}:{lines[1][0]}: {'.'.join(where)}", f"was given in line {lines[0][0]}, too")
+            Problem("recipe.yaml", f"{path}:{lines[1][0]}: {'.'.join(where)}", f"is already in line {lines[0][0]}")
             for where, lines in repeated
         )
     if fault := json_fault(values):

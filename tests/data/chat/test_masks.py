@@ -178,7 +178,7 @@ def test_a_message_that_is_not_trained_on_is_context(chatml: Case) -> None:
     messages[3]["weight"] = 0
     (found,) = chatml.encoder().encode([conversation(messages)])
     assert isinstance(found, RowError)
-    assert "nothing of it is trained on" in str(found)
+    assert "none of its tokens are trained on" in str(found)
 
 
 def test_it_may_be_cut_after_each_turn(chatml: Case) -> None:

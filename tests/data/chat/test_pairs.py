@@ -286,7 +286,7 @@ def test_faults_of_judged_completions(change: dict[str, Any], fault: str, chatml
 
 def test_one_prompt_alone_has_no_mismatched_completion(chatml: Case) -> None:
     rows = [{**judged(number), "prompt": "a"} for number in range(6)]
-    with pytest.raises(DataError, match="no other row near it has another prompt"):
+    with pytest.raises(DataError, match="no row near it has another prompt"):
         prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
 
 
