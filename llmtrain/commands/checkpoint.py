@@ -90,7 +90,7 @@ def convert_checkpoint(
 ) -> None:
     """Rewrite a checkpoint for another plan, so that its ranks only read their own files; needs no GPU.
 
-    Any plan can continue from any checkpoint without this. It helps if each rank has its own disk, or if disks are slow.
+    Any plan can continue from any checkpoint without this. It helps if each rank has its own disk, or disks are slow.
     """
     if nproc and (nodes or gpus_per_node):
         message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"
