@@ -32,7 +32,7 @@ def pipeline_unread(document: Configuration) -> Iterator[Fault]:
 @warning(
     "pipeline_conflict",
     "refuses",
-    "Settings that a PipelineModule excludes; DeepSpeed asserts, or fails, after the launch.",
+    "Settings that cannot be combined with a PipelineModule; DeepSpeed fails after the launch.",
 )
 def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that a pipeline excludes."""
@@ -51,7 +51,7 @@ def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
         if there:
             yield (
                 where,
-                "a PipelineModule excludes it; the file has a pipeline block",
+                "it cannot be combined with a PipelineModule, and the file has a pipeline block",
                 "remove it, or the pipeline block if the model is no PipelineModule",
             )
 
@@ -178,7 +178,7 @@ def deepcompile(document: Configuration) -> Iterator[Fault]:
     exclusive = ("offload_activation", "offload_parameters", "offload_opt_states")
     on = [key for key in exclusive if document.on("compile", key)] if document.since("0.19.4") else []
     for key in on[1:]:
-        yield ("compile", key), f"it excludes {on[0]}", "keep one"
+        yield ("compile", key), f"it cannot be combined with {on[0]}", "keep one"
 
 
 @warning(
@@ -203,12 +203,12 @@ def managed_accumulation(document: Configuration) -> Iterator[Fault]:
     where = ("managed_gradient_accumulation",)
     if document.off(*where):
         if document.stage < 2 and document.on("zero_optimization", "overlap_comm"):
-            yield where, "false excludes overlap_comm below stage 2", "overlap_comm false"
+            yield where, "false cannot be combined with overlap_comm below stage 2", "overlap_comm false"
         if document.on("compile", "deepcompile"):
-            yield where, "false excludes DeepCompile", "true"
+            yield where, "false cannot be combined with DeepCompile", "true"
         for what in ("offload_optimizer", "offload_param"):
             if document.offload(what) != "none" and not document.since("0.19.5"):
-                yield where, f"false excludes {what} before DeepSpeed 0.19.5", "true"
+                yield where, f"false cannot be combined with {what} before DeepSpeed 0.19.5", "true"
 
 
 @warning(

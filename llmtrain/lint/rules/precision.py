@@ -47,7 +47,7 @@ def autocast_casts(document: Configuration) -> Iterator[Fault]:
     """Warns about torch_autocast to another type than that of the weights."""
     made, asked = model_dtype(document), _canonical(document.word("torch_autocast", "dtype"))
     if document.on("torch_autocast", "enabled") and made in ("fp16", "bf16") and asked and asked != made:
-        yield ("torch_autocast", "dtype"), f"{made} weights are computed with in {asked}", made
+        yield ("torch_autocast", "dtype"), f"the weights are {made}, but torch_autocast computes in {asked}", made
 
 
 @error("bfloat16_twice", "ignores", "`bfloat16` is the old name of `bf16`, and is ignored if both are present.")
@@ -78,7 +78,7 @@ def param_dtype(document: Configuration) -> Iterator[Fault]:
     """Checks param_dtype against the precision blocks."""
     asked, made = _dtype(document, "param_dtype"), model_dtype(document)
     if asked in ("fp16", "bf16", "fp32") and made not in ("", asked):
-        yield ("data_types", "param_dtype"), f"{asked} is asked for, but the precision blocks set {made}", made
+        yield ("data_types", "param_dtype"), f"it is {asked}, but the precision blocks set {made}", made
 
 
 @error(

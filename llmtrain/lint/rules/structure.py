@@ -157,7 +157,7 @@ def wrong_type(document: Configuration) -> Iterator[Fault]:
         if node is None or value == "auto" or _other_form(where, value, document):
             continue
         if where in _TEXTS and not (_are_texts(value) or (value is None and node.null)):
-            yield where, f"{reprlib.repr(value)} is not a list of texts", "a list of texts", "refuses"
+            yield where, f"{reprlib.repr(value)} is not a list of strings", "a list of strings", "refuses"
         elif not fits(value, node) and not _meant(where, value, node):
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
             spelled = meaning(value, node)
@@ -254,7 +254,7 @@ def out_of_range(document: Configuration) -> Iterator[Fault]:
             choices = [one.lower() for one in node.choices] if node.any_case else node.choices
             if chosen not in choices:
                 words = ", ".join(str(one) for one in node.choices)
-                yield where, f"{reprlib.repr(value)} is none of its values", f"one of {words}"
+                yield where, f"{reprlib.repr(value)} is not one of its values", f"one of {words}"
         elif type(value) in (int, float):
             wrong = _beyond(value, node)
             effect: Effect = "refuses" if node.validated else "misreads"

@@ -188,9 +188,9 @@ def predivide(document: Configuration) -> Iterator[Fault]:
     summed = document.stage == 2 and document.word("gradient_allreduce_op").lower() == "sum"
     factor = document.number("gradient_predivide_factor") or 1.0
     if scattered and not summed and document.on("prescale_gradients"):
-        yield ("prescale_gradients",), f"stage {document.stage} with reduce_scatter excludes it", "false"
+        yield ("prescale_gradients",), f"it cannot be combined with reduce_scatter at stage {document.stage}", "false"
     if scattered and not summed and factor != 1.0:
-        message = f"stage {document.stage} with reduce_scatter excludes {factor:g}"
+        message = f"stage {document.stage} with reduce_scatter does not support {factor:g}"
         yield ("gradient_predivide_factor",), message, "1.0"
     if document.on("prescale_gradients") and factor != 1.0:
         message = "prescale_gradients is on, and divides by the number of ranks"
@@ -237,10 +237,10 @@ def compute_grad_norm(document: Configuration) -> Iterator[Fault]:
     if document.number("gradient_clipping") != 0:
         yield ("gradient_clipping",), "compute_grad_norm is false, which needs an explicit 0", "0"
     if document.offload("offload_optimizer") != "none" or document.at(ZERO, "zenflow") is not None:
-        yield where, "false excludes an offloaded optimizer", "true"
+        yield where, "false cannot be combined with an offloaded optimizer", "true"
     summed = document.word("data_types", "grad_accum_dtype").removeprefix("torch.") in ("fp32", "float", "float32")
     if document.stage == 1 and model_dtype(document) == "bf16" and summed:
-        yield where, "at stage 1, false excludes bf16 with gradients accumulated in fp32", "true"
+        yield where, "at stage 1, false cannot be combined with bf16 and gradients accumulated in fp32", "true"
 
 
 @error("legacy_checkpoint", "refuses", "Old ways to run ZeRO-1 and to save ZeRO-3, which were removed.")
@@ -268,7 +268,7 @@ def quantized(document: Configuration) -> Iterator[Fault]:
 def quantized_autocast(document: Configuration) -> Iterator[Fault]:
     """Reports quantized weights (qwZ) with autocast."""
     if document.on(ZERO, "zero_quantized_weights") and document.on("torch_autocast", "enabled"):
-        yield (ZERO, "zero_quantized_weights"), "torch_autocast excludes it", "bf16 or fp16"
+        yield (ZERO, "zero_quantized_weights"), "it cannot be combined with torch_autocast", "bf16 or fp16"
 
 
 @warning(
@@ -281,7 +281,7 @@ def save_16bit(document: Configuration) -> Iterator[Fault]:
         key = next((name for name in _GATHER if document.has(ZERO, name)), _GATHER[0])
         if document.filled:
             off = "'auto' becomes false, and" if document.at(ZERO, key) == "auto" else "without it,"
-            yield (ZERO, key), f"{off} no weights are saved that from_pretrained reads", "true"
+            yield (ZERO, key), f"{off} no weights are saved that from_pretrained can read", "true"
         elif document.at(ZERO, key) != "auto":
             yield (ZERO, key), "without it, save_16bit_model writes nothing", "true, or save checkpoints"
 
