@@ -121,7 +121,7 @@ class Passes(Protocol):
 
 
 def take_step(engine: Passes, batch: StepBatch) -> StepResult:
-    """Takes one update from the mean over all terms of the global batch: its target tokens, or its examples."""
+    """Makes one update from the mean loss over all terms of the global batch: its target tokens, or its examples."""
     lr = engine.learning_rate
     engine.start()
     total = torch.zeros((), device=engine.device)

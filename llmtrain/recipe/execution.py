@@ -16,7 +16,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class ParallelConfig(Part):
-    """How the work is split. Data parallelism uses the devices that the other degrees leave."""
+    """How the work is split over devices. Data parallelism uses the remaining devices."""
 
     backend: Literal["deepspeed", "accelerate", "horovod", "data_parallel"] = "deepspeed"
     """What runs the step. `data_parallel` is `torch.nn.DataParallel`: one process for all devices of one machine."""
@@ -81,7 +81,7 @@ class ParallelConfig(Part):
 
 
 class EvalConfig(Part):
-    """Evaluation: the loss on documents that are not trained on."""
+    """When and on which data the loss is evaluated."""
 
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; the run also evaluates at its end. 0: never."""
@@ -214,7 +214,7 @@ class KernelsConfig(Part):
 
 
 class LoggingConfig(Part):
-    """What is written while training."""
+    """What is logged during training."""
 
     every_steps: PositiveInt = 10
     """Steps between lines in `metrics.jsonl`."""

@@ -113,7 +113,7 @@ class ModelConfig(Part):
 
     @property
     def leaves_base(self) -> bool:
-        """Whether checkpoints leave out the frozen weights, which are those of `pretrained`."""
+        """Whether checkpoints omit the frozen weights, because these are the weights of `pretrained`."""
         return self.is_frozen_in_part and self.pretrained is not None
 
 
@@ -154,7 +154,7 @@ class Source(Part):
 
     @property
     def declares_conversations(self) -> bool:
-        """Whether it holds conversations whatever its columns are."""
+        """Whether it contains conversations, regardless of its columns."""
         return self.name == "stdlib_chat" or self.format not in ("auto", "text")
 
 
@@ -203,12 +203,12 @@ class DataConfig(Part):
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether sequences hold several documents that are kept apart."""
+        """Whether sequences contain several documents that must not attend to each other."""
         return self.mask_documents and self.packing != "none"
 
 
 class ObjectiveConfig(Part):
-    """What is minimised: the mean over the target tokens, the pairs or the completions of the global batch."""
+    """The loss: a mean over the target tokens, the pairs or the completions of the global batch."""
 
     name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
     """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
@@ -245,7 +245,7 @@ class ObjectiveConfig(Part):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats of sources that it reads."""
+        """The source formats that the objective reads."""
         if not self.of_completions:
             return ("auto", "text", "messages", "prompt_completion", "instruction")
         return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")

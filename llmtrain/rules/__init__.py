@@ -58,7 +58,7 @@ __all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken", "resolve"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
-    """Returns what a draft breaks: refusals, and notes on what is legal but worth knowing."""
+    """Returns the rules that a draft breaks: refusals, and notes on legal but notable choices."""
     asked = _asked(draft, rules)
     refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
     notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]

@@ -28,7 +28,7 @@ from llmtrain.train.tasks import ScoringError, TasksBeside, scores
 
 @dataclass(frozen=True)
 class Beside:
-    """What shows how the model gets on, beside its loss."""
+    """Outputs that show the model's progress, in addition to the loss."""
 
     sampler: Sampler | None = None
     """Set if the recipe asks for samples."""

@@ -100,7 +100,7 @@ def train_rank(
 
 
 def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
-    """Makes gloo and NCCL use a network that other hosts can reach; logs which, and rank 0 records it."""
+    """Makes gloo and NCCL use a network that other hosts can reach. Logs the choice; rank 0 also records it."""
     choice = set_interfaces(rank, plan.cluster.spec.on_cpu)
     for line in choice.lines:
         print(f"network interface of {line}", flush=True)
@@ -110,7 +110,7 @@ def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What exists before torch is loaded."""
+    """A rank's worker before torch is loaded."""
 
     rank: Rank
     run_dir: RunDir
@@ -146,7 +146,7 @@ class _Worker:
         resume: str,
         max_steps: int | None,
     ) -> Exit:
-        """Runs the rest of it, once the ranks have met and the plan's kernels are known."""
+        """Runs the rest of the worker's life, after the rendezvous and once the plan's kernels are known."""
         from torch import distributed as dist
 
         from llmtrain.checkpoint.manifest import already_taken
@@ -215,7 +215,7 @@ class _Worker:
         return Exit.DONE
 
     def _beside(self, prepared: Prepared, state: TrainerState) -> Beside:
-        """Returns what shows how the model gets on. Raises DataError for prompts that are too long."""
+        """Returns the outputs that show the model's progress. Raises DataError for prompts that are too long."""
         from llmtrain.train.loop import Beside
         from llmtrain.train.sampling import Sampler
         from llmtrain.train.tasks import TasksBeside

@@ -101,7 +101,7 @@ def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
 
 
 def cut_off(rank: int, host: str) -> Problem:
-    """What a rank tells that hears nothing of rank 0's watcher any more."""
+    """The message of a rank that has lost contact with rank 0's watcher."""
     message = "lost contact with rank 0: it has ended or hangs, or the connection to its machine is lost"
     return Problem(CUT_OFF, f"rank {rank} on {host}", message, LATER)
 

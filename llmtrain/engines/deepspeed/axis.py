@@ -91,7 +91,7 @@ class EngineAxis:
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
-        """The ranks of a replica that hold equal copies of what this axis does not divide; None for this rank alone."""
+        """The ranks of a replica that hold equal copies of undivided weights; None if only this rank holds them."""
         return None
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:

@@ -134,7 +134,7 @@ def initialise(
     device: torch.device,
     mpu: Any = None,
 ) -> _Engine:
-    """Passes model, parameter groups, schedule, and an optimizer that has no JSON to `deepspeed.initialize`.
+    """Calls `deepspeed.initialize` with the model, the parameter groups, the schedule and, if it has no JSON, the optimizer.
 
     mpu: DeepSpeed's name for the grid of an axis.
     """
@@ -359,7 +359,7 @@ class DeepSpeedEngine:
             yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
 
     def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
-        """Returns what the optimizer holds on this rank, and where that belongs."""
+        """Returns the tensors that the optimizer holds on this rank, and the regions of weights to which they belong."""
         own = {one for model, _ in self.models() for one in model.parameters()}  # without `Stage.idle`
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter in own}
         trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
@@ -386,7 +386,7 @@ class DeepSpeedEngine:
                 yield weight_name(name), weight.cpu()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Returns the context of an evaluation."""
+        """Returns the context in which evaluations run."""
         outer = self.engine.optimizer
         return averaged_weights(self.engine.basic_optimizer, outer, lambda: weights_changed(outer))
 
@@ -429,7 +429,7 @@ class DeepSpeedEngine:
         return over_ranks(loss, norm, copies=self.plan.parallel.tensor)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """Sums what all ranks have computed for a batch; tensor parallel ranks have computed the same."""
+        """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
         if self.pipeline:  # the last stages have the value; the others have zero
             dist.all_reduce(value)
             return value / self.plan.parallel.tensor
@@ -438,7 +438,7 @@ class DeepSpeedEngine:
         return value
 
     def _replicated_grad_norm(self) -> Tensor | None:
-        """Returns the norm in the case in which DeepSpeed keeps none: fp32 weights at ZeRO-0. Otherwise returns None.
+        """Returns the norm if DeepSpeed does not keep it, with fp32 weights at ZeRO-0; otherwise returns None.
 
         In that case every rank holds the whole gradients, and they are already averaged between `backward` and `step`
         of the last micro-batch.
