@@ -66,9 +66,9 @@ TOKENS = Question(
     name="chat_tokens",
     title="Tokenizing conversations",
     asks=(
-        "From a file of conversations to tokens on disk with the proven mask of what is trained on, beside rendering "
-        "rows in memory with `apply_chat_template` and tokenizing them with `encode_batch`, which reads and writes no "
-        "file and gives no mask. Both render in one thread and tokenize on all cores."
+        "Tokenizing a file of conversations to disk, including the checked loss mask, is compared with rendering rows "
+        "in memory with `apply_chat_template` and tokenizing them with `encode_batch`, without files and without a "
+        "mask. Both render in one thread and tokenize on all cores."
     ),
     cases=token_cases,
     columns={"tokens_per_second": ("tokens/s", ",.0f"), "peak_gib": ("peak, GiB", ".2f")},

@@ -127,7 +127,7 @@ HOST = Question(
     name="host",
     title="How a rank on a CPU gets its memory",
     asks=(
-        "The same passes, with glibc as a rank configures it if its host has room, compared with glibc's default. By "
+        "The same passes, with glibc configured as in a rank whose host has room, and with glibc's default. By "
         "default glibc returns the pages of a large tensor to the system, which clears new ones for the next tensor. "
         "tcmalloc is included where it is installed. In the second case the vocabulary has 32,000 tokens and a "
         "micro-batch has 8 sequences."

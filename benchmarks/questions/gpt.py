@@ -50,8 +50,8 @@ QUESTION = Question(
     asks=(
         "GPT-2 as `transformers` has it, with the kernels that `llmtrain tune` chose before, is compared with a GPT "
         "and a loop that are written out as in nanoGPT (`benchmarks/programs/gpt_loop.py`): 4 layers, a width of 128, "
-        "12 sequences of 64 tokens a step, the same sequences and optimizer, in fp32. A step takes some tens of "
-        "milliseconds, so that each operation and what a loop adds count."
+        "12 sequences of 64 tokens a step, the same sequences and optimizer, in fp32. A step takes a few tens of "
+        "milliseconds, so each operation and the overhead of the loop matter."
     ),
     cases=cases,
     columns=SPEED,

@@ -38,10 +38,10 @@ QUESTION = Question(
     name="recompute",
     title="What recomputation costs, on a CPU",
     asks=(
-        "Forward and backward passes of two layers and the head, in fp32, with activations computed again "
-        "(`parallel.activation_checkpointing`) and without, take turns in one process. The layers have the "
-        "proportions of Llama 3 8B at a quarter of its width. The share of activations is what the plan counts for a "
-        "layer; tests compare it with tensors. There is no update, which would make the share of the time smaller."
+        "Forward and backward passes of two layers and the head, in fp32, with and without recomputation "
+        "(`parallel.activation_checkpointing`), alternate in one process. The layers have the proportions of Llama 3 "
+        "8B at a quarter of its width. The share of activations is that of the plan; tests compare it with tensors. "
+        "Updates are left out, because they would reduce the share of recomputation in the time."
     ),
     cases=cases,
     columns={

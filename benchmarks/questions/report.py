@@ -41,7 +41,7 @@ QUESTION = Question(
     asks=(
         "`llmtrain report` of runs with 100,000 logged steps each. A Chromium without a window or a GPU, just "
         "started, opens the page: the time from the navigation until the first curves are on the screen. Curves "
-        "further down are drawn when they are scrolled to; the time to draw all of them is shown beside it."
+        "further down are drawn on scrolling; the time to draw all curves is shown, too."
     ),
     cases=cases,
     columns={

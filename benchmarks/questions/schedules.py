@@ -34,10 +34,10 @@ QUESTION = Question(
     name="schedules",
     title="The pipeline's schedules beside each other, on CPUs that compute",
     asks=(
-        "A pipeline of two ranks, each with a core of its own and eight layers between them, takes steps under every "
-        "schedule in turn. By arithmetic, 1F1B idles for one ninth of a step with eight micro-batches. Unlike in the "
-        "benchmark with passes that sleep, what the other schedules add to the computation costs time here, and two "
-        "cores that are busy throughout share the memory's bandwidth."
+        "A pipeline of two ranks with eight layers takes steps under every schedule in turn. Each rank has its own "
+        "core. In theory, 1F1B idles for one ninth of a step with eight micro-batches. In the benchmark of the bubble, "
+        "ranks sleep instead of computing. Here they compute, so the overhead of the other schedules costs time, and "
+        "the two cores share the memory bandwidth."
     ),
     cases=cases,
     columns={

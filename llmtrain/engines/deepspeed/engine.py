@@ -134,7 +134,7 @@ def initialise(
     device: torch.device,
     mpu: Any = None,
 ) -> _Engine:
-    """Calls `deepspeed.initialize` with the model, the parameter groups, the schedule and, if it has no JSON, the optimizer.
+    """Calls `deepspeed.initialize` with model, parameter groups, schedule and, if it has no JSON, the optimizer.
 
     mpu: DeepSpeed's name for the grid of an axis.
     """
