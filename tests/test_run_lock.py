@@ -80,7 +80,7 @@ def _move_elsewhere(folder):
     file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "other", "host": "node7"}))
 
 
-def test_a_second_run_is_refused_and_told_whose_the_folder_is(holder, tmp_path):
+def test_a_second_run_is_refused_and_the_owner_is_named(holder, tmp_path):
     with pytest.raises(
         RecipeError, match=rf"in use: process {holder.pid} on .* since 20.*\[run_dir.locked\]"
     ) as refused:
@@ -97,7 +97,7 @@ def test_the_lock_is_free_after_its_release(holder, tmp_path):
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["file"]
 
 
-def test_a_killed_owner_is_replaced_at_once_and_that_is_said(holder, tmp_path):
+def test_a_killed_owner_is_replaced_at_once_and_reported(holder, tmp_path):
     holder.kill()  # and not reaped
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
     said = []
@@ -166,7 +166,7 @@ def test_an_owner_that_cannot_be_read_is_gone_when_it_does_nothing(hasty, tmp_pa
         (".lock", lambda path: path.symlink_to("nowhere")),
     ],
 )
-def test_what_is_no_lock_is_named(hasty, tmp_path, name, make):
+def test_a_folder_that_is_not_a_lock_is_named(hasty, tmp_path, name, make):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     make(tmp_path / name)
     with pytest.raises(RecipeError, match=rf"{tmp_path / name}\b(?!-)"):

@@ -83,7 +83,7 @@ def test_a_store_made_as_text_is_refused_and_used_as_asked(recipe: Recipe, monke
     assert (again.made, again.key) == (False, text.key)
 
 
-def test_a_handful_is_text_and_said(
+def test_a_few_special_tokens_are_read_as_text_with_a_note(
     make_recipe: MakeRecipe, corpus_file: Path, texts: list[str], tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "few.jsonl", [*texts, *["about <|endoftext|>"] * 10])
@@ -96,7 +96,7 @@ def test_a_handful_is_text_and_said(
     assert "11 texts" in refusal(make_recipe(write_jsonl(tmp_path / "more.jsonl", ["a <|endoftext|>"] * 11)))
 
 
-def test_stories_in_one_file_are_told_what_to_do(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_stories_in_one_file_get_a_hint(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(make_texts(50)))
     said = refusal(make_recipe(tmp_path / "stories.txt"))
     assert "in 1 of 1 documents" in said

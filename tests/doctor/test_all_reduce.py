@@ -85,7 +85,7 @@ def test_a_failed_rank_is_reported_and_not_waited_for():
     assert "rank 2 (h2): OSError: no; rank 3 (h2): was killed by signal 9" in finding.text
 
 
-def test_a_host_that_is_lost_is_told():
+def test_a_lost_host_is_reported():
     (finding, _), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: (None,), 3: ()}, seconds=30)
     assert "rank 2 (h2): the connection to its host was lost" in finding.text
 

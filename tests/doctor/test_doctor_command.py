@@ -52,7 +52,7 @@ def test_a_wrong_command_line_is_refused_at_once(arguments, said):
     assert json.loads(as_json.stdout)["problems"][0]["rule"]
 
 
-def test_a_fault_is_told_and_exits_5(tmp_path):
+def test_a_fault_is_reported_and_exits_5(tmp_path):
     (tmp_path / "file").write_text("")
     result = _doctor("--nproc", 1, LLMTRAIN_CACHE=str(tmp_path / "file" / "cache"))
     assert result.returncode == 5

@@ -47,7 +47,7 @@ def test_a_driver_that_fails_is_a_fault(programs, scene, seen):
     assert finding.text == "nvidia-smi ended with code 15: Unable to determine the device handle for GPU3"
 
 
-def test_a_torch_without_cuda_beside_gpus_is_a_fault(programs, scene, monkeypatch):
+def test_a_torch_without_cuda_on_a_machine_with_gpus_is_a_fault(programs, scene, monkeypatch):
     programs("nvidia-smi", FOUR)
     monkeypatch.setattr(devices, "seen_by_torch", lambda: ([], "a build of torch for CPUs"))
     assert _levels(devices.gpus(scene))["devices.torch"] == "fault"

@@ -86,7 +86,7 @@ def test_folders_are_tried_and_left_as_they_were(scene, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_below_a_file_and_a_full_disk_are_told(scene, tmp_path, monkeypatch):
+def test_a_folder_below_a_file_and_a_full_disk_are_reported(scene, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     findings = {one.check: one for one in limits.folders(replace(scene, cache=tmp_path / "file" / "cache"))}
     assert findings["storage.cache"].level == "fault"
@@ -95,20 +95,20 @@ def test_a_folder_below_a_file_and_a_full_disk_are_told(scene, tmp_path, monkeyp
     assert {one.level for one in limits.folders(scene)} == {"warning"}
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(scene):
+def test_a_folder_that_cannot_be_written_to_is_reported(scene):
     finding = {one.check: one for one in limits.folders(replace(scene, run_root=Path("/proc/runs")))}["storage.runs"]
     assert finding.level == "fault"
     assert "/proc cannot be written to" in finding.text
 
 
-def test_little_shared_memory_is_told(scene, monkeypatch):
+def test_little_shared_memory_is_reported(scene, monkeypatch):
     monkeypatch.setattr(limits, "LEAST_SHARED", 2**60)
     finding = _only(limits.shared_memory(scene))
     assert finding.level == "warning"
     assert "--shm-size" in finding.fix
 
 
-def test_low_limits_are_told(scene, monkeypatch):
+def test_low_limits_are_reported(scene, monkeypatch):
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (1024, 1024) if which == resource.RLIMIT_NOFILE else (65536, -1)
     )
@@ -146,7 +146,7 @@ def test_requirements_are_those_of_the_project():
     assert "wandb" not in needed
 
 
-def test_a_lock_that_a_killed_build_left_is_told(scene, tmp_path):
+def test_a_lock_that_a_killed_build_left_is_reported(scene, tmp_path):
     scene = replace(scene, env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()
@@ -165,7 +165,7 @@ def test_the_folder_of_operators_is_torchs_own(scene, monkeypatch, tmp_path):
     assert str(versions.extensions_root(replace(scene, env=dict(os.environ)))) == told
 
 
-def test_missing_compilers_are_told(scene, monkeypatch, tmp_path):
+def test_missing_compilers_are_reported(scene, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     levels = {one.check: one.level for one in versions.compilers(scene)}
     assert levels["tools.compiler"] == levels["tools.ninja"] == "warning"

@@ -46,7 +46,7 @@ def test_a_silent_host_times_out(programs, monkeypatch):
         over_ssh("h2", {})
 
 
-def test_a_host_that_refuses_is_told_in_its_own_words(programs):
+def test_a_host_that_refuses_is_reported_in_its_own_words(programs):
     programs("ssh", "").write_text("#!/bin/sh\necho 'h2: Permission denied (publickey).' >&2\nexit 255\n")
     with pytest.raises(UnreachableError, match="none of your keys is accepted"):
         over_ssh("h2", {})

@@ -60,7 +60,7 @@ def test_a_healthy_machine_needs_no_names():
     ]
 
 
-def test_brackets_in_findings_are_no_markup():
+def test_brackets_in_findings_are_not_markup():
     assert "[/not] [red]" in _shown(DoctorReport([HostReport("h", [ok("a.b", "[/not] [red]")], FACTS)]))
 
 

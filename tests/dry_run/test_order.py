@@ -57,7 +57,7 @@ def test_the_order_is_what_ranks_read(recipe):
     assert {sequence for one in unknown.reads for sequence in one.sequences} == set()
 
 
-def test_little_is_told_of_large_plans(recipe):
+def test_the_report_of_large_plans_is_short(recipe):
     batch = {"batch.global_batch_size": 10**11, "batch.micro_batch_size": 10**6}
     plan = resolve(recipe.with_(**batch), Cluster(nodes=125, devices_per_node=8))
     order = first_batches(plan, None)

@@ -178,7 +178,7 @@ def test_the_rule_on_the_recipe_of_256_devices():
     assert all(change.untested for change in shrunk.changes)
 
 
-def test_what_becomes_something_else_is_told():
+def test_changes_of_the_small_plan_are_reported():
     recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_8b.py:8gpu"), [])
     nvme = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
     plan = resolve(

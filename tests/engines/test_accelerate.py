@@ -310,7 +310,7 @@ def _alone(rank: int):
     return None
 
 
-def test_a_worker_whom_accelerate_takes_for_alone_refuses():
+def test_a_worker_that_accelerate_takes_for_a_single_process_refuses():
     for rank, message in enumerate(run_ranks(2, _alone)):
         assert f"process {rank} of 1" in message
 
@@ -360,7 +360,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("strategy", "fields", "rule"), REFUSED)
-def test_what_does_not_go_together_is_refused_by_its_rule(strategy, fields, rule):
+def test_impossible_combinations_are_refused_by_their_rule(strategy, fields, rule):
     usual = {"ddp": 0, "fsdp2": 3, "deepspeed": 1}[strategy]
     with pytest.raises(RecipeError) as caught:
         resolve(_recipe(strategy, usual, 2, **fields), Cluster(devices_per_node=2))

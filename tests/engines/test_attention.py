@@ -123,7 +123,7 @@ def _train_on_flash(rank: int, recipes: dict, ranks: int) -> dict[str, tuple[Tra
 
 
 @pytest.mark.slow
-def test_a_flash_kernel_is_told_the_bounds_of_all_rows():
+def test_a_flash_kernel_gets_the_boundaries_of_all_rows():
     expected = _reference()
     recipes = {name: tiny_recipe(**FLASH, **case) for name, case in SHARED.items()}
     for runs in run_ranks(2, _train_on_flash, recipes, 2):

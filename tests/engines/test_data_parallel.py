@@ -74,7 +74,7 @@ def test_the_arithmetic_is_that_of_the_plain_loop(fields):
         _same(trace(engine, range(STEPS), *engine.shape), expected)
 
 
-def test_it_goes_on_from_what_it_saved(tmp_path):
+def test_it_continues_from_its_checkpoint(tmp_path):
     first, second = (_engine(1, CPU, micro_batch=2) for _ in range(2))
     for step in range(3):
         first.train_step(step_batch(step, *first.shape))

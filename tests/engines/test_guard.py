@@ -184,7 +184,7 @@ def _check(names, ranks: int, spoiled_rank: int) -> None:
             assert [one[2] for one in kept] == [one[2] for one in expected], name
 
 
-def test_nan_on_one_rank_changes_no_weight_and_the_run_goes_on():
+def test_nan_on_one_rank_changes_no_weight_and_the_run_continues():
     _check(QUICK, 2, 1)
 
 
@@ -224,7 +224,7 @@ def _fp16(rank: int, stage: int) -> tuple[list[int], int, list[bool]]:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(3, marks=pytest.mark.slow)])
-def test_what_the_loss_scale_spoils_is_no_fault_of_the_run(stage):
+def test_overflows_of_the_loss_scale_are_not_counted(stage):
     for found in run_ranks(2, _fp16, stage):
         assert found == ([0, 0, 0, 1], 2, [False, True, False, True])
 
@@ -295,7 +295,7 @@ def _check_resumed(names, folder) -> None:
 
 
 @pytest.mark.breadth
-def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path):
+def test_the_guards_state_is_saved_and_the_run_continues_bit_for_bit(tmp_path):
     _check_resumed(RESUMED, tmp_path)
 
 
@@ -309,5 +309,5 @@ def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path)
         ),
     ],
 )
-def test_goes_on_bit_for_bit_under_every_strategy(name, tmp_path):
+def test_continues_bit_for_bit_under_every_strategy(name, tmp_path):
     _check_resumed([name], tmp_path)

@@ -62,7 +62,7 @@ class Steps:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf), (math.inf, math.nan)])
-def test_what_is_not_finite_changes_nothing(name, loss, grad_norm):
+def test_non_finite_numbers_change_nothing(name, loss, grad_norm):
     steps = Steps(name)
     steps.take()
     assert not steps.take(loss, grad_norm, gradient=math.nan)
@@ -85,7 +85,7 @@ def test_a_skipped_update_is_as_if_it_had_never_been(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_spike_is_what_lies_so_many_deviations_above_the_mean_by_logarithms(name):
+def test_a_spike_is_so_many_deviations_above_the_mean_in_logarithms(name):
     steps = Steps(name, spike_norm_ratio=1.0)
     steps.settle()
     loss = math.sqrt(1.9 * 2.1) * (2.1 / 1.9) ** (6 / 2)  # two values: half of their distance is a deviation
@@ -99,7 +99,7 @@ def test_a_spike_is_what_lies_so_many_deviations_above_the_mean_by_logarithms(na
     assert [one.why() for one in skipped] == ["loss 2.7 above 2.697", "gradient norm 1.818 above 1.817"]
 
 
-def test_a_norm_is_no_spike_below_a_multiple_of_the_usual():
+def test_a_norm_below_a_multiple_of_the_usual_is_not_a_spike():
     """Its limit: eight times the geometric mean, unless the deviations are so large that six of them are more."""
     steps = Steps()
     steps.settle()
@@ -113,7 +113,7 @@ def test_a_norm_is_no_spike_below_a_multiple_of_the_usual():
     assert heavy.take(grad_norm=11.3)
 
 
-def test_what_has_no_logarithm_is_taken_and_not_remembered():
+def test_a_zero_is_applied_but_excluded_from_the_statistics():
     """A gradient of zeros is no reason to skip an update, or to judge none for a window."""
     steps = Steps()
     steps.settle()
@@ -159,7 +159,7 @@ def test_only_skipped_updates_of_the_window_count_as_recent():
     assert steps.total == 1
 
 
-def test_a_step_that_a_loss_scaler_dropped_is_no_fault_of_the_run():
+def test_a_step_that_a_loss_scaler_dropped_is_not_counted():
     """DeepSpeed's fp16 then never calls the optimizer; unless the loss itself is wrong, which nothing scales."""
     guard = Steps().guard
     for loss, expected in ((2.0, 0), (math.nan, 1)):
@@ -187,7 +187,7 @@ def test_the_scaler_of_torch_keeps_its_own_verdict():
 
 
 @pytest.mark.parametrize("window", [WINDOW, 3, 12])
-def test_what_a_checkpoint_keeps_is_gone_on_from(window):
+def test_a_run_continues_from_the_statistics_of_a_checkpoint(window):
     first = Steps()
     first.settle()
     first.take(math.nan)

@@ -109,7 +109,7 @@ def _interrupted(rank: int, ranks: int, folder: Path, precision: str) -> tuple[T
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path, precision):
+def test_a_run_that_is_saved_and_loaded_continues_bit_for_bit(tmp_path, precision):
     for whole, continued in run_ranks(2, _interrupted, 2, tmp_path, precision):
         assert continued.losses == whole.losses[STEPS // 2 :]
         assert continued.grad_norms == whole.grad_norms[STEPS // 2 :]

@@ -138,14 +138,14 @@ LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
     ],
     ids=lambda value: "-".join(str(one) for one in value.values()) if isinstance(value, dict) else str(value),
 )
-def test_nobody_asks_but_where_a_step_is_logged(world, fields):
+def test_the_host_asks_only_where_a_step_is_logged(world, fields):
     found = asked(world, **fields)
     assert found >= LOGGING
     assert found == LOGGING
 
 
 @pytest.mark.slow
-def test_stages_are_told_of_documents():
+def test_stages_receive_document_boundaries():
     """Their positions come from other stages; `transformers` need not look into them."""
     found = asked(2, **{"parallel.pipeline": 2, "parallel.zero_stage": 1})
     assert not {who for _, who in found if "masking_utils" in who}

@@ -131,7 +131,7 @@ def _resumed(rank: int, first, then, folder):
 
 
 @pytest.mark.breadth
-def test_a_run_with_new_tokens_goes_on_under_another_layout(tmp_path):
+def test_a_run_with_new_tokens_continues_under_another_layout(tmp_path):
     folder = _saved(tmp_path / "base")
     first = _from(folder, **LAYOUTS["zero3"])
     then = _from(folder, **LAYOUTS["pipeline"])
@@ -206,7 +206,7 @@ def _logits(model):
         pytest.param({"model.quantize": "nf4"}, marks=pytest.mark.slow, id="nf4"),
     ],
 )
-def test_an_adapter_beside_new_tokens_is_exported_with_its_base(fields, tmp_path):
+def test_an_adapter_with_new_tokens_is_exported_with_its_base(fields, tmp_path):
     """The base with the new rows exists nowhere else; it has the values that the adapter was trained beside."""
     tokenizer = tmp_path / "tokenizer"
     inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))

@@ -96,7 +96,7 @@ def rounded(base, tmp_path_factory) -> Path:
         ),
     ],
 )
-def test_every_strategy_trains_beside_the_same_values(base, rounded, ranks, names):
+def test_every_strategy_trains_on_the_same_quantized_values(base, rounded, ranks, names):
     recipes = [recipe_on(base, **STRATEGIES[name][1]) for name in names]
     plain = recipe_on(rounded, **{"model.quantize": "none"})
     expected = plain_run(plain, STEPS)
@@ -160,7 +160,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_split_packed_weights_is_refused(base, name):
+def test_plans_that_would_split_packed_weights_are_refused(base, name):
     with pytest.raises(RecipeError) as refusal:
         plan_of(recipe_on(base, **REFUSED[name]), 4)
     assert "adapter.nf4" in {problem.rule for problem in refusal.value.problems}

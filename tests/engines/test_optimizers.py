@@ -97,7 +97,7 @@ def test_a_verdict_leaves_a_matrix_and_its_momentum_alone():
 
 
 @pytest.mark.parametrize("fields", [{"name": "lion"}, *FREE], ids=str)
-def test_what_treats_elements_alone_is_that_of_the_reference(fields):
+def test_elementwise_optimizers_equal_the_reference(fields):
     ours, theirs = ([nn.Parameter(one) for one in _gradients(0)] for _ in range(2))
     recipe = tiny_recipe(**{"optim": {"weight_decay": 0.1, "lr": 1e-2, **fields}})
     own = torch_optimizer([{"params": ours, "weight_decay": 0.1}], recipe.optim)

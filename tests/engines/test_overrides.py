@@ -112,7 +112,7 @@ def test_a_version_without_a_place_is_refused_before_an_engine_is_built(monkeypa
     assert f"pip install deepspeed=={TRIED['deepspeed']}" in str(error.value)
 
 
-def test_an_untried_version_is_named_with_what_may_differ(monkeypatch):
+def test_an_untried_version_is_named_with_the_possible_differences(monkeypatch):
     assert list(untried_versions()) == []
     installed = {**TRIED, "deepspeed": "0.20.1", "torch": "2.13.1+cu130"}
     monkeypatch.setattr(metadata, "version", installed.__getitem__)

@@ -47,7 +47,7 @@ def _steps(rank, collective):
 
 
 @pytest.mark.parametrize("collective", ["sync", "async"])
-def test_who_waits_works_less_than_who_is_late(collective):
+def test_a_waiting_rank_works_less_than_a_late_one(collective):
     (quick, waited, total), (slow, _, _) = run_ranks(2, _steps, collective)
     assert slow >= SLOW_S
     assert quick < slow

@@ -142,7 +142,7 @@ def test_rules_are_let_pass():
     assert len({rule.id for rule in RULES}) == len(RULES)
 
 
-def test_misplaced_keys_are_told_their_place():
+def test_the_right_place_of_misplaced_keys_is_named():
     (finding,) = errors('{"train_batch_size": 8, "grad_accum_dtype": "fp32"}')
     assert finding.fix == "move it to data_types.grad_accum_dtype"
     (finding,) = errors(
@@ -252,7 +252,7 @@ def test_a_scale_matters_in_fp16_only(arguments, severity):
     assert [one.severity for one in found if one.field == "fp16.min_loss_scale"] == ([severity] if severity else [])
 
 
-def test_data_parallel_ranks_are_given_beside_the_world():
+def test_data_parallel_ranks_are_given_with_the_world_size():
     text = json.dumps({**GOOD, "pipeline": {"pipe_partitioned": False}})
     found = examine("", text, Use(world_size=8, data_parallel=4)).findings
     assert "lint.batch_triangle" not in {one.rule for one in found}

@@ -163,7 +163,7 @@ MENDED = """{
 """
 
 
-def test_what_is_mechanical_is_mended(folder, capsys):
+def test_mechanical_errors_are_fixed(folder, capsys):
     file = folder / "ds.json"
     file.write_text(TEXT)
     _, text = run(capsys, "ds.json", diff=True)
@@ -183,7 +183,7 @@ def test_links_and_permissions_stay_when_a_file_is_mended(folder, capsys):
     assert (folder / "real.json").stat().st_mode & 0o777 == 0o640
 
 
-def test_arguments_beside_params_are_moved_into_them():
+def test_arguments_next_to_params_are_moved_into_them():
     text = '{"optimizer": {"type": "AdamW", "lr": 0.1, "params": {"eps": 1e-8}}, "train_batch_size": 8}'
     moved = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-8}}, "train_batch_size": 8}'
     assert json.loads(fixed(text, schema())) == json.loads(moved)
@@ -388,7 +388,7 @@ def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
     assert b'"gradient_accumulation_steps": "auto"' in mended
 
 
-def test_what_cannot_be_mended_is_an_error(folder, capsys, monkeypatch):
+def test_what_cannot_be_fixed_is_an_error(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
     with pytest.raises(RecipeError, match="standard input cannot be fixed"):
         run(capsys, "-", fix=True)

@@ -54,7 +54,7 @@ def test_the_newest_that_fits_is_chosen(asked, chosen, why):
 @pytest.mark.parametrize(
     "asked", ["", "latest", "0.18.x", "=>0.18", "1" * 200, "0.18;rm", "0.1.2.3.4.5", "٣", "<0.17,>0.18"]
 )
-def test_what_is_no_version_is_refused(asked):
+def test_an_invalid_version_is_refused(asked):
     with pytest.raises(RecipeError, match="--deepspeed"):
         choose_release(asked)
 

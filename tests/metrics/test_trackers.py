@@ -178,7 +178,7 @@ def test_training_does_not_wait_for_a_tracker_and_outlives_it(plan, run_dir, mon
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its own thread
-def test_tensorboard_goes_on_after_a_full_disk(plan, small_disk, event_accumulator, capfd):
+def test_tensorboard_continues_after_a_full_disk(plan, small_disk, event_accumulator, capfd):
     run_dir = RunDir(small_disk)
     run_dir.tensorboard.mkdir()
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)

@@ -150,7 +150,7 @@ def test_other_documents_need_no_other_graph(again, monkeypatch):
     assert len(computed) == 2 * 2 * len(packings)
 
 
-def test_a_signal_waits_for_the_compiler_and_the_watchdog_is_told(monkeypatch):
+def test_a_signal_waits_for_the_compiler_and_the_watchdog_knows(monkeypatch):
     said = []
 
     @contextmanager
@@ -173,7 +173,7 @@ def test_a_signal_waits_for_the_compiler_and_the_watchdog_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_who_has_no_compiler_is_told_so(on_cpu, monkeypatch):
+def test_a_missing_compiler_is_reported(on_cpu, monkeypatch):
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(RecipeError) as refused:
         check_compiler(list(PARTS.values()), on_cpu)
@@ -183,7 +183,7 @@ def test_who_has_no_compiler_is_told_so(on_cpu, monkeypatch):
     assert "--set kernels.loss=chunked" in told
 
 
-def test_who_has_no_headers_of_python_is_told_so(tmp_path, monkeypatch):
+def test_missing_headers_of_python_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(RecipeError, match=r"Python\.h.*\n.*python3-dev"):
         check_compiler(["kernels.blocks"], on_cpu=True)

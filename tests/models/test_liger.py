@@ -160,7 +160,7 @@ def test_experts_stay_as_they_are():
 
 
 @needs_liger
-def test_who_computes_otherwise_already_is_left_alone():
+def test_modules_with_other_computations_are_not_replaced():
     model = _model()
     norm = model.model.norm
     norm.forward = lambda states: states
@@ -258,7 +258,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
         liger.check_blocks(AutoConfig.for_model("llama"), CPU)
 
 
-def test_a_gradient_that_is_no_number_deviates():
+def test_a_nan_gradient_deviates():
     config = shrink_configuration(AutoConfig.for_model("llama"), 2)
     model = reference(config, "eager")
     comparison = Comparison(model, config)

@@ -85,7 +85,7 @@ def test_other_families_hold_the_whole_residual():
 
 
 @pytest.mark.parametrize("size", [99, 100])
-def test_slices_of_the_residual_beside_an_embedding_and_a_head_that_are_whole(size):
+def test_slices_of_the_residual_with_a_whole_embedding_and_head(size):
     compare_slices(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
 
 

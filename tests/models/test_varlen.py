@@ -248,7 +248,7 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
     assert max(seen) < 100 * 100
 
 
-def test_who_mixes_documents_is_noted_in_a_plan():
+def test_a_family_that_mixes_documents_is_noted_in_a_plan():
     text = (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8")
     assert (
         frozenset(re.findall(r"^\| (\S+) \| .*documents influence each other", text, re.MULTILINE)) == MIXES_DOCUMENTS
@@ -261,7 +261,7 @@ def test_who_mixes_documents_is_noted_in_a_plan():
 
 
 @pytest.mark.parametrize("source", [{"name": "stdlib_chat"}, {"name": "rows.jsonl", "format": "messages"}])
-def test_a_plan_refuses_to_pack_conversations_for_who_mixes_documents(source):
+def test_a_plan_refuses_to_pack_conversations_for_families_that_mix_documents(source):
     fields = {"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.sources": [source]}
     with pytest.raises(RecipeError, match=r"'mamba' carries state from each packed conversation(.|\n)*packing=none"):
         small_plan(**fields)

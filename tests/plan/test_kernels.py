@@ -77,7 +77,7 @@ def test_a_product_made_twice_takes_its_time():
     ],
 )
 @pytest.mark.parametrize("loss", ["chunked", "compiled", "liger"])
-def test_who_needs_the_logits_refuses_chunks(loss, fields):
+def test_engines_that_need_the_logits_refuse_chunks(loss, fields):
     with pytest.raises(RecipeError, match=rf"{loss} was given, but .*\n.*kernels\.loss=whole"):
         small_plan(**fields, **{"kernels.loss": loss})
 
@@ -102,7 +102,7 @@ def _broken(**fields) -> set[str]:
     return set()
 
 
-def test_a_plan_tells_what_is_compiled():
+def test_a_plan_shows_what_is_compiled():
     assert kernel_lines(small_plan(**{"kernels.blocks": "compiled"})) == ["kernels  layers compiled"]
     both = kernel_lines(small_plan(**{"kernels.blocks": "compiled", "kernels.loss": "compiled"}))
     assert both == ["kernels  layers compiled; loss in chunks of 1,024 tokens, compiled"]

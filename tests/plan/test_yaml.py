@@ -159,7 +159,7 @@ def test_a_plan_that_is_refused_names_the_line(written, capsys):
         ("variants: [a]\n", ":1: variants", "is not a mapping"),
     ],
 )
-def test_files_that_are_no_recipe(written, text, where, what):
+def test_files_that_are_not_recipes(written, text, where, what):
     ((field, message),) = faults(written(text), "" if "variants" not in text else "a").items()
     assert where in field
     assert what in message

@@ -75,7 +75,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path):
     assert lines.damaged == 5
 
 
-def test_a_file_that_is_no_file_is_an_error(tmp_path):
+def test_a_path_that_is_not_a_regular_file_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="FIFO"):
         list(GrowingLines(tmp_path / "metrics.jsonl").new())

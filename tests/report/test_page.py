@@ -41,7 +41,7 @@ def test_it_shows_what_was_predicted_beside_what_was_measured(run):
     assert re.search(r"A step takes 500 ms; predicted [\d.]+ (?:m)?s\. computation, predicted", text)
 
 
-def test_texts_of_one_step_stand_together_in_the_order_of_the_prompts(run):
+def test_texts_of_one_step_are_grouped_in_the_order_of_the_prompts(run):
     samples = [(10, "a"), (10, "b"), (20, "c"), (20, "d")]
     write_lines(run / "samples.jsonl", [{"step": step, "prompt": text, "text": ""} for step, text in samples])
     found = re.findall(r"after step (\d+)|<pre><b>(.)</b>", page([read_run(run)]))

@@ -44,7 +44,7 @@ def test_lines_become_columns(folder):
     assert run.metrics.last("loss") == 2.5
 
 
-def test_a_run_that_goes_on_is_read_on(folder):
+def test_new_lines_of_an_active_run_are_read(folder):
     reader = RunReader(folder)
     assert len(reader.read().metrics) == 2
     before = reader.bytes_read
@@ -88,7 +88,7 @@ def test_a_run_without_sign_of_life_was_interrupted(folder):
     assert read_run(folder).status == "interrupted"
 
 
-def test_a_run_that_goes_on_says_when_it_ends_and_what_it_costs(folder):
+def test_an_active_run_shows_when_it_ends_and_its_cost(folder):
     line = {"step": 30, "loss": 1.0, "left_s": 7200.0, "device_hours": 3.0, "cost": 6.0, "cost_at_end": 10.0}
     with (folder / "metrics.jsonl").open("a") as more:
         more.write(json.dumps(line) + "\n")

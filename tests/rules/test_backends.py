@@ -64,7 +64,7 @@ def test_a_launcher_that_started_a_process_per_gpu_is_refused():
         check_runnable(_plan("data_parallel"), workers=4)
 
 
-def test_a_package_that_is_not_there_is_named_with_what_installs_it(monkeypatch):
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setitem(installed.PACKAGES, "horovod", ("nothing_of_this_name", "scripts/install_horovod.sh"))
     with pytest.raises(RecipeError) as error:
         check_runnable(_plan("horovod"))

@@ -169,7 +169,7 @@ def test_legal_layouts(tiny, fields, cluster):
     assert plan.data_parallel_size * model_parallel_size(plan.parallel) == cluster.world_size
 
 
-def test_groups_across_nodes_are_told_with_their_links(tiny):
+def test_groups_across_nodes_are_reported_with_their_links(tiny):
     recipe = tiny.with_(**EVEN_HEADS, **{"batch.global_batch_size": 64})
     for device, told in (
         ("h100", "50 GB/s between nodes, where a node has 450 GB/s (9 times that)"),
@@ -270,7 +270,7 @@ def test_a_draft_whose_model_is_wrong_is_still_checked(tiny):
     assert broken(Draft(tiny, Cluster(), None)) == ([], [])
 
 
-def test_an_attention_that_is_named_is_told(tiny):
+def test_an_attention_that_the_recipe_names_is_shown(tiny):
     assert kernel_lines(resolve(tiny, Cluster())) == []
     assert kernel_lines(resolve(tiny.with_(**{"model.attention": "varlen"}), Cluster())) == [
         "kernels  attention varlen"

@@ -70,7 +70,7 @@ def test_heads_that_tensor_ranks_share_unevenly_may_be_divided_by_sequence_ranks
 
 
 @pytest.mark.breadth
-def test_noise_that_adam_makes_steps_of_is_no_disagreement():
+def test_noise_that_adam_amplifies_is_not_a_disagreement():
     """The keys' biases of GPT-2 have a gradient of nothing but rounding."""
     fields = {"parallel.zero_stage": 3, "parallel.precision": "bf16", "optim.name": "adam", "optim.clip_grad_norm": 0.0}
     fields |= {"parallel.sequence": 2, "batch.global_batch_size": 8, "batch.micro_batch_size": 2}

@@ -38,7 +38,7 @@ def test_the_device_of_a_rank(rank, visible, index):
         (worker(0, 1), 8, "--ntasks-per-node=8"),
     ],
 )
-def test_what_fits_nobody_is_refused(rank, visible, says):
+def test_gpus_that_do_not_match_the_ranks_are_refused(rank, visible, says):
     with pytest.raises(RecipeError, match=says):
         device_index(rank, visible)
 

@@ -160,7 +160,7 @@ def test_a_second_interrupt_is_heard_as_a_quit():
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_signal_after_the_last_save_is_told(capfd, monkeypatch, is_first):
+def test_a_signal_after_the_last_save_is_reported(capfd, monkeypatch, is_first):
     """While the run is exported: nothing is lost, but the exit code is that of a run that was stopped."""
     monkeypatch.setattr(stop_signals, "leave", sys.exit)
     before = {number: signal.getsignal(number) for number in STOPS}

@@ -53,7 +53,7 @@ def stacks(run_dir: Path, rank: int) -> str:
         pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.breadth),
     ],
 )
-def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_path, fault, says, frame):
+def test_a_hanging_rank_is_named_and_ends_the_run(small_recipe, tmp_path, fault, says, frame):
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:5", *HANGS)
     assert result.returncode == 5, result.stderr
@@ -80,7 +80,7 @@ TORCHRUN = ("--launcher", "torchrun")
     ],
     ids=["alone", "two ranks", "torchrun"],
 )
-def test_rank_0_that_stands_still_with_its_watcher_is_named_and_ends_the_run(
+def test_rank_0_that_hangs_with_its_watcher_is_named_and_ends_the_run(
     small_recipe, tmp_path, arguments, allowed
 ):
     """The launcher alone sees it; the other rank no longer hears anything of it, and ends first."""

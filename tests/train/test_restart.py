@@ -93,7 +93,7 @@ def test_without_the_option_nothing_is_started_again(folder):
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_what_ended_by_itself_stays_so(folder, code):
+def test_a_run_that_ended_by_its_own_exit_code_is_not_restarted(folder, code):
     assert train(folder, f"{code},0", max_restarts=3)[0] == code
     assert len(attempts(folder)) == 1
 

@@ -122,7 +122,7 @@ def interrupted(stopped, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
+def test_another_layout_continues(small_recipe, uninterrupted, interrupted):
     other = ("--nproc", "2", "--set", "parallel.zero_stage=3", "--set", "batch.micro_batch_size=1")
     result = llmtrain("train", small_recipe, "--run-dir", interrupted, *other)
     assert result.returncode == 0, result.stderr
@@ -133,7 +133,7 @@ def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
 
 
 @pytest.mark.breadth
-def test_another_global_batch_goes_on_with_the_next_samples(small_recipe, uninterrupted, interrupted):
+def test_another_global_batch_continues_with_the_next_samples(small_recipe, uninterrupted, interrupted):
     """The cursor counts samples, the schedule steps: neither jumps."""
     result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, "--set", "batch.global_batch_size=16")
     assert result.returncode == 0, result.stderr
@@ -146,7 +146,7 @@ def test_another_global_batch_goes_on_with_the_next_samples(small_recipe, uninte
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_costs_one_interval_and_is_told(small_recipe, uninterrupted, interrupted):
+def test_a_damaged_checkpoint_costs_one_interval_and_is_reported(small_recipe, uninterrupted, interrupted):
     shard = _damage(interrupted / "checkpoints" / "step_00000010")
     listed = llmtrain("checkpoint", "verify", interrupted, "--json")
     assert listed.returncode == 4

@@ -155,7 +155,7 @@ def _ask(rank, told, at):
 
 
 @pytest.mark.parametrize("told", [(0,), (1,), (2,), (0, 1, 2)])
-def test_ranks_agree_whoever_was_told(told):
+def test_ranks_agree_whichever_rank_got_the_signal(told):
     results = run_ranks(3, _ask, told, 20)
     assert len(set(results)) == 1
     step, number = results[0]

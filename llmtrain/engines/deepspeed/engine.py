@@ -359,7 +359,7 @@ class DeepSpeedEngine:
             yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
 
     def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
-        """Returns the tensors that the optimizer holds on this rank, and the regions of weights to which they belong."""
+        """Returns the tensors that the optimizer holds on this rank, and the regions of weights that they belong to."""
         own = {one for model, _ in self.models() for one in model.parameters()}  # without `Stage.idle`
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter in own}
         trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))

@@ -133,7 +133,7 @@ def test_each_choice_has_tokens_of_its_own(chatml: Case) -> None:
     assert len({plain.key, *(prepare(recipe(chatml, ROWS, **one)).key for one in options)}) == 4
 
 
-def test_parquet_and_text_beside_conversations(chatml: Case) -> None:
+def test_parquet_and_text_together_with_conversations(chatml: Case) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -216,7 +216,7 @@ def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chat
     assert (stream.tokens == end).sum() == 2 * (stream.trained & (stream.tokens == end)).sum() == 120
 
 
-def test_the_word_none_is_no_template(chatml: Case) -> None:
+def test_the_word_none_is_not_a_template(chatml: Case) -> None:
     with pytest.raises(DataError, match="chat_template=null takes that of the tokenizer"):
         prepare(recipe(chatml, ROWS, chat_template="None"))
 
