@@ -80,9 +80,7 @@ TORCHRUN = ("--launcher", "torchrun")
     ],
     ids=["alone", "two ranks", "torchrun"],
 )
-def test_rank_0_that_hangs_with_its_watcher_is_named_and_ends_the_run(
-    small_recipe, tmp_path, arguments, allowed
-):
+def test_rank_0_that_hangs_with_its_watcher_is_named_and_ends_the_run(small_recipe, tmp_path, arguments, allowed):
     """The launcher alone sees it; the other rank no longer hears anything of it, and ends first."""
     result = train(small_recipe, tmp_path / "run", "stop_both:0:5", *arguments)
     assert result.returncode == 5, result.stderr
