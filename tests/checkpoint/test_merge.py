@@ -116,7 +116,7 @@ def test_what_belongs_to_another_model_is_refused(tokenizer, tmp_path):
         del tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
 
     told = _damaged(tmp_path, tokenizer, change)
-    assert "no place for: model.layers.0.self_attn.o_proj.lora_A.weight without lora_B.weight" in told
+    assert "does not have: model.layers.0.self_attn.o_proj.lora_A.weight without lora_B.weight" in told
     assert "model.layers.9.mlp.up_proj.lora_A.weight" in told
     assert "model.layers.1.self_attn.q_proj.lora_A.weight is [4, 63], not [4, 64]" in told
     assert "ties to each other" in told

@@ -123,7 +123,7 @@ def test_settings_of_a_folder_without_a_project(folder, capsys):
     code, text = run(capsys, "configs", strict=True)
     assert (code, text.splitlines()[0]) == (0, "as read by DeepSpeed 0.18.9 (the newest known that fits <0.19)")
     (folder / "llmtrain-lint.toml").write_text("alow = []\n")
-    with pytest.raises(RecipeError, match=r"llmtrain-lint\.toml: 'alow' is no setting; did you mean 'allow'"):
+    with pytest.raises(RecipeError, match=r"llmtrain-lint\.toml: 'alow' is not a setting; did you mean 'allow'"):
         run(capsys, "configs")
 
 
@@ -455,7 +455,7 @@ def test_rules_are_explained(capsys):
     lint_files(LintRequest(explain="muon_zero"))
     text = capsys.readouterr().out
     assert text.startswith("lint.muon_zero: error; the setting is refused\nMuon needs whole gradients")
-    with pytest.raises(RecipeError, match="is no rule"):
+    with pytest.raises(RecipeError, match="is not a rule"):
         lint_files(LintRequest(explain="muno"))
     with pytest.raises(RecipeError, match="no file is given"):
         lint_files(LintRequest())

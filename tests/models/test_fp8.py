@@ -130,7 +130,7 @@ def test_sides_that_do_not_divide_stay():
     ("installed", "device", "capability", "why"),
     [
         (False, "cuda", (9, 0), "not installed: torchao (pip install llmtrain[fp8])"),
-        (True, "cpu", None, "they take a GPU, and this is a cpu"),
+        (True, "cpu", None, "they need a GPU, and this is a cpu"),
         (True, "cuda", (8, 0), "they need compute capability 8.9, and this GPU has 8.0"),
         (True, "cuda", (8, 9), ""),
         (True, "cuda", (10, 0), ""),

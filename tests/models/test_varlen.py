@@ -129,7 +129,7 @@ def test_torch_takes_the_call_and_differentiates_it(longest):
 
 def test_the_kernel_is_not_given_fp32():
     state = torch.zeros(4, 1, 8)
-    with pytest.raises(ValueError, match=r"bf16 or fp16, and was given torch\.float32"):
+    with pytest.raises(ValueError, match=r"bf16 or fp16, not in torch\.float32"):
         varlen._by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
 
 

@@ -68,7 +68,7 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 2})
     assert result.returncode == 0, result.stdout + result.stderr
     # Three of the last steps are too many; the last checkpoint from before step 7 is that of step 4.
-    assert f"back to step 4, on with sample {9 * BATCH}" in result.stdout
+    assert f"rolled back to step 4, the data continue with sample {9 * BATCH}" in result.stdout
     assert "update skipped: loss not finite, gradient norm not finite" in result.stdout
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 13))

@@ -110,7 +110,7 @@ def test_ranks_that_ended_before_the_run():
 def test_the_message_names_the_rank_that_ended():
     found = loss({0: status(), 1: status(host="b", state="", idle_s=4.0)}, [1])
     assert (found.rule, found.field) == ("worker.gone", "rank 1")
-    assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, not heard of any more"
+    assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, no contact"
 
 
 def test_a_rank_that_is_cut_off_reports_itself():

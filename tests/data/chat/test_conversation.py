@@ -79,7 +79,7 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, SAID], "parts that are not text"),
         ([ASKED, {"role": "system", "content": "s"}, SAID], "message 2 is a system text that is not the first"),
         ([ASKED, {"role": "tool", "content": "s"}, SAID], "message 2 is the result of a tool that was not called"),
-        ([ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}], "are no JSON"),
+        ([ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}], "are not JSON"),
         (
             [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
             "not an object",
@@ -90,7 +90,7 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
             [ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": NESTED}}]}],
             "the arguments of message 2 for f are nested more than 100 levels deep",
         ),
-        ([ASKED, {"from": "function_call", "value": "{x"}], "the call of message 2 are no JSON"),
+        ([ASKED, {"from": "function_call", "value": "{x"}], "the call of message 2 are not JSON"),
         ([ASKED, {**SAID, "weight": 0.5}], "message 2 has weight 0.5"),
     ],
 )
