@@ -115,7 +115,7 @@ def _refuse(
 ) -> None:
     reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
     if dropout:
-        reasons.append(f"has attention dropout ({dropout:g}), which the kernel does not support")
+        reasons.append(f"has attention dropout of {dropout:g}, which the kernel does not support")
     if mask is not None:
         reasons.append("has a mask of its own")
     if not causal or query.shape[2] != key.shape[2]:

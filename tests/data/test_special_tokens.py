@@ -50,7 +50,7 @@ def test_a_template_in_the_text_is_refused_with_count_and_example(recipe: Recipe
     assert "160 texts of the tokenizer's special tokens (<s> 80, </s> 80) in 40 of 60 documents" in said
     assert r"such as '<s>user\nhello 0</s>" in said
     assert "--set data.special_tokens=parse" in said
-    assert "where </s> stands between documents" in said
+    assert "if </s> separates documents" in said
 
 
 def test_as_text_they_are_characters_and_as_tokens_those_of_transformers(recipe: Recipe) -> None:

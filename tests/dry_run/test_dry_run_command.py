@@ -116,7 +116,10 @@ def test_a_failure_names_the_rank_and_the_cause_and_keeps_the_logs(broken, how, 
         (["--dry-run", "--nproc", "2", "--nodes", "2"], ["--nproc", "leave one of them out"]),
         (["--nodes", "2", "--device", "h100"], ["--nodes", "--device", "add --dry-run"]),
         (["--dry-run", "--set", "parallel.tensor=3"], ["parallel.tensor"]),
-        (["--dry-run", "--set", "model.config.hidden_size=1000000000000"], ["model.config.hidden_size", "must be at most"]),
+        (
+            ["--dry-run", "--set", "model.config.hidden_size=1000000000000"],
+            ["model.config.hidden_size", "must be at most"],
+        ),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -239,7 +239,9 @@ def test_without_gradients_it_is_the_same_sum():
 
 @needs_liger
 def test_families_that_liger_does_not_know_are_refused():
-    with pytest.raises(RecipeError, match=r"kernels\.blocks.*cohere does not run with them.*no kernels.*\n.*blocks=eager"):
+    with pytest.raises(
+        RecipeError, match=r"kernels\.blocks.*cohere does not run with them.*no kernels.*\n.*blocks=eager"
+    ):
         liger.check_blocks(AutoConfig.for_model("cohere"), CPU)
 
 

@@ -77,7 +77,7 @@ def test_autocast_computes_in_its_type():
         ({"softcap": 50.0}, "caps its scores"),
         ({"s_aux": torch.zeros(4)}, "sinks"),
         ({"position_bias": torch.zeros(1)}, "a bias"),
-        ({"dropout": 0.1}, "drops 0.1 of its attention"),
+        ({"dropout": 0.1}, "attention dropout of 0.1"),
         ({"is_causal": False}, "does not attend causally"),
         ({"attention_mask": torch.zeros(2, 1, 12, 12)}, "a mask of its own"),
         ({"cu_seq_lens_q": None}, "do not reach"),
@@ -168,7 +168,7 @@ def test_families_compute_the_same(family, fields):
     [
         ("gemma2", "varlen", "it caps its scores"),
         ("gpt_oss", "varlen", "it has attention sinks"),
-        ("gpt2", "varlen", "it has attention dropout (0.1), which the kernel does not support"),
+        ("gpt2", "varlen", "it has attention dropout of 0.1, which the kernel does not support"),
         ("llama4_text", "varlen", "logits deviate from those of 'eager'"),  # chunks
         ("bloom", "varlen", "is not called through the table"),
         ("nemotron", "varlen", "the bounds of the documents do not reach its attention"),

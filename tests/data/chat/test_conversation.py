@@ -79,7 +79,10 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, SAID], "parts that are not text"),
         ([ASKED, {"role": "system", "content": "s"}, SAID], "message 2 is a system text that is not the first"),
         ([ASKED, {"role": "tool", "content": "s"}, SAID], "message 2 is the result of a tool that was not called"),
-        ([ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}], "are not JSON"),
+        (
+            [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
+            "are not JSON",
+        ),
         (
             [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
             "not an object",

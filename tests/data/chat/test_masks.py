@@ -282,7 +282,11 @@ def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}")
     assert load_template(str(tmp_path / "mine.jinja"), one.folder).source == "{{ bos_token }}"
     bare = write_chat_tokenizer(tmp_path / "bare", one.about, None)
-    for wanted, fault in ((None, "has no chat template"), ("nothing", "is neither a file"), ("{% if %}", "no Jinja")):
+    for wanted, fault in (
+        (None, "has no chat template"),
+        ("nothing", "is neither a file"),
+        ("{% if %}", "is not a Jinja"),
+    ):
         with pytest.raises(DataError, match=fault):
             load_template(wanted, bare)
 

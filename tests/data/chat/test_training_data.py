@@ -228,7 +228,7 @@ def test_tokens_do_not_depend_on_the_day(chatml: Case) -> None:
     stream = prepared.sources[0].store.streams["train"]
     text = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json")).decode(stream.tokens[:12].tolist())
     assert text.startswith("26 Jul 2024")
-    assert "2024-07-26 in all conversations" in "".join(notes(prepared, made))
+    assert "all conversations have 2024-07-26 instead" in "".join(notes(prepared, made))
 
 
 def test_unpacked_micro_batches_are_as_long_as_their_targets_need(chatml: Case) -> None:
