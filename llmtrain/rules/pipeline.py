@@ -12,8 +12,9 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @rule(
     "pipeline.zero_stage",
-    "The pipeline engine asserts ZeRO stage 0 or 1, after launch; at stage 0 it clips by the "
-    "norm of the first pipeline stage alone.",
+    "The pipeline engine asserts ZeRO stage 0 or 1, after launch. It reduces gradients once a step, but ZeRO 2 has to "
+    "reduce them after each pass, and fails at the second one without that. At stage 0 the engine clips by the norm of "
+    "the first pipeline stage alone.",
     "run",
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
@@ -22,7 +23,10 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
     if parallel.pipeline == 1:
         return
     if parallel.zero_stage >= 2:
-        message = f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, so at most ZeRO 1 works"
+        message = (
+            f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, reduced once a step, "
+            "so at most ZeRO 1 works"
+        )
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
     if parallel.zero_stage == 0 and clip:
         message = (

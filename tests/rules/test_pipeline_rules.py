@@ -5,6 +5,8 @@ Truth is the plain loop; a refused draft is run all the same, past the rules.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +149,20 @@ def test_rules_and_engine_agree(outcomes):
 )
 def test_it_goes_wrong_as_the_rules_say(outcomes, fields, words):
     assert words in outcomes[CASES.index(fields)]
+
+
+def _past_the_assertion(rank: int, cases: list[dict[str, object]]) -> list[Outcome]:
+    from deepspeed.runtime.pipe import engine
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    engine.ZeroStageEnum = SimpleNamespace(gradients=ZeroStageEnum.weights)
+    return _run(rank, cases)
+
+
+def test_zero_2_fails_past_the_assertion_too():
+    """At the second micro-batch, because nothing ends the first pass; the other rank waits in vain."""
+    outcomes = run_ranks(2, _past_the_assertion, [_of("fp32", 2, **UNCLIPPED)])
+    assert any("has already been reduced" in str(outcome) for (outcome,) in outcomes)
 
 
 def test_at_zero_0_the_first_stage_alone_decides_what_is_clipped(ranks):
