@@ -124,7 +124,9 @@ LAYERS = {"model.config.num_hidden_layers": 3}
 ZERO = [{**LAYERS, "parallel.zero_stage": stage} for stage in range(4)]
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 PIPELINE = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
-GPT2 = {"model.architecture": "gpt2", "model.config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}}
+SIZES = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2 = {"model.architecture": "gpt2", "model.config": SIZES | NO_DROPOUT}
 EXPERTS = MIXTRAL | {"parallel.expert": 2}
 OTHERS = [
     {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"},
