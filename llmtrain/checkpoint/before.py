@@ -109,18 +109,19 @@ def _files_missing(checkpoint: Path, manifests: list[Manifest]) -> list[Problem]
 def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
     """Checks that the pieces of all ranks cover each weight and its optimizer state."""
     held: dict[tuple[str, str], int] = {}
-    whole: dict[str, int] = {}
+    whole: dict[tuple[str, str], int] = {}
     for piece in _pieces(checkpoint):
-        whole[piece.name] = math.prod(piece.region.shape)
         for kind in piece.kinds:
+            whole[piece.name, kind] = math.prod(piece.region.shape)
             held[piece.name, kind] = held.get((piece.name, kind), 0) + piece.numel
     problems = [
         Problem("checkpoint.pieces", str(checkpoint), f"does not contain all of {_described(kind)} for '{name}'")
         for (name, kind), numel in held.items()
-        if numel < whole[name]
+        if numel < whole[name, kind]
     ]
     kinds = {kind for _, kind in held}
-    lacking = [kind for kind in (WEIGHT, *optimizer_of(optim).states(optim)) if kind not in kinds]
+    row = optimizer_of(optim)
+    lacking = [kind for kind in (WEIGHT, *(row.factors or row.states(optim))) if kind not in kinds]
     if lacking:
         message = f"does not contain {' and '.join(map(_described, lacking))}, which {optim.name} needs to continue"
         problems.append(

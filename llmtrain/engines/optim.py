@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from llmtrain.engines.optimizers.muon import HeldLists, Muon, PlaceOf
+from llmtrain.engines.optimizers.adafactor import Adafactor
+from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.held import trained_tensors
-from llmtrain.engines.state.save_load import shape_of
+from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
 from llmtrain.overrides.torch import ShardedSGD
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
@@ -41,7 +42,10 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
 
     models: the model, or what each stage of this rank has of it.
     """
-    if optimizer_of(optim).layer_states is None:
+    row = optimizer_of(optim)
+    if row.factors:
+        return [{**group, "factored": len(shape_of(group["params"][0])) > 1} for group in groups]
+    if row.layer_states is None:
         return groups
     named = (one for model in models for one in model.named_parameters())
     apart = {id(one) for name, one in named if is_matrix_of_layer(name, len(shape_of(one)))}
@@ -68,13 +72,15 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 def know_matrices(
     optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
 ) -> None:
-    """Lets an optimizer that needs whole matrices know where this rank's parts of them are.
+    """Lets an optimizer that needs whole matrices, or sums over them, know where this rank's parts of them are.
 
     outer: the optimizer of DeepSpeed around it, or itself. lists, place: what this rank holds, and where it belongs.
     """
     if isinstance(optimizer, Muon):
         dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
         optimizer.find_matrices(trained_tensors(outer), lists, place, dtype, device)
+    elif isinstance(optimizer, Adafactor):
+        optimizer.find_parts(trained_tensors(outer), lists, place, device)
 
 
 @contextmanager

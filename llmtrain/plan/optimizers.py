@@ -29,6 +29,15 @@ class MuonOptions(Part):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
+class AdafactorOptions(Part):
+    """The options of `adafactor`, by torch's names; `eps1` and `eps2` are the two numbers of its `eps`."""
+
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    eps1: Annotated[float, Field(gt=0)] | None = None
+    eps2: Annotated[float, Field(ge=0)] = 1e-3
+    d: Annotated[float, Field(ge=1)] = 1.0
+
+
 POINT = "z"
 """State of an optimizer whose weights, as they are trained, are a mixture of this point and of what the run is for."""
 
@@ -51,6 +60,9 @@ class OptimizerRow:
     layer_states: tuple[str, ...] | None = None
     """Names of the tensors that are kept for the matrices of decoder layers, if it updates them in another way, which
     takes the whole matrix."""
+    factors: tuple[str, ...] = ()
+    """Names of the tensors that are kept of a matrix in place of `states`: a value for each row, and for each column.
+    Each rank that holds a part of the matrix has them whole."""
     known_to_zero: bool = False
     """Whether DeepSpeed considers it tested with ZeRO, which in truth treats all optimizers alike."""
 
@@ -98,15 +110,24 @@ OPTIMIZERS = {
         lambda optim: _adam(optim) | {"warmup": optim.warmup_steps},
         lambda optim: (POINT, "exp_avg_sq"),
     ),
+    "adafactor": OptimizerRow(
+        "llmtrain.engines.optimizers.adafactor.Adafactor",
+        lambda optim: AdafactorOptions.model_validate(optim.options).model_dump(),
+        lambda optim: ("variance",),
+        options=AdafactorOptions,
+        factors=("row_var", "col_var"),
+    ),
 }
 
 
-def states_kept(optim: OptimConfig, in_layers: bool) -> int:
-    """Returns the number of fp32 tensors that are kept of a weight; SGD without momentum has none.
+def states_kept(optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
+    """Returns the number of fp32 tensors of its shape that are kept of a weight; SGD without momentum has none.
 
     in_layers: whether it is updated in the way of `layer_states`.
     """
     row = optimizer_of(optim)
+    if row.factors and is_matrix:
+        return 0
     return len((row.layer_states or ()) if in_layers else row.states(optim))
 
 

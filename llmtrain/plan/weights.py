@@ -46,6 +46,11 @@ class Weight(Part):
         return len(self.shape) >= 2
 
     @property
+    def lines(self) -> int:
+        """Number of rows and columns of a matrix, or of all matrices of a stack; 0 for vectors."""
+        return self.elements // self.shape[-1] + self.elements // self.shape[-2] if self.is_matrix else 0
+
+    @property
     def is_expert(self) -> bool:
         """Whether it belongs to the experts of a mixture."""
         return ".experts." in self.name

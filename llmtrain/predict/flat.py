@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -75,6 +75,8 @@ class FlatGroup:
     """Number of fp32 tensors that the optimizer keeps of it."""
     in_layers: bool = False
     """Whether the optimizer updates it in the way of `OptimizerRow.layer_states`."""
+    factors: tuple[int, ...] = ()
+    """fp32 values kept in factors (`OptimizerRow.factors`) of each parameter; empty for other optimizers."""
 
     @property
     def elements(self) -> int:
@@ -101,24 +103,31 @@ class FlatGroup:
 
     def touched(self, rank: int) -> int:
         """Returns the sum of the elements of all parameters of which the partition of a rank contains a part."""
+        return sum(self.sizes[self._inside(rank)])
+
+    def factors_touched(self, rank: int) -> int:
+        """Returns the sum of the factors of all these parameters."""
+        return sum(self.factors[self._inside(rank)])
+
+    def _inside(self, rank: int) -> slice:
+        """Returns the range of these parameters."""
         start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
         if start >= end:
-            return 0
-        first, last = bisect_right(self._ends, start), bisect_left(self._ends, end)
-        return self._ends[last] - (self._ends[first] - self.sizes[first])
+            return slice(0)
+        return slice(bisect_right(self._ends, start), bisect_left(self._ends, end) + 1)
 
     @cached_property
     def _ends(self) -> list[int]:
         return list(accumulate(self.sizes))
 
 
-def most_touched(groups: list[FlatGroup]) -> int:
+def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], int] = FlatGroup.touched) -> int:
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
     Ranks of an expert's group are further apart.
     """
     ranks = max(group.ranks for group in groups)
-    return max(sum(group.touched(rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
+    return max(sum(touched(group, rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
 
 
 MOST_EXPERTS = 178_956_971
@@ -129,7 +138,7 @@ MOST_EXPERTS = 178_956_971
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     trained = _groups(plan, weights, [one for one in rank_weights(plan, weights, stage) if one.trained])
-    idle = FlatGroup((1,), plan.holders, states_kept(plan.recipe.optim, in_layers=False))
+    idle = FlatGroup((1,), plan.holders, states_kept(plan.recipe.optim, in_layers=False, is_matrix=False))
     return trained or [idle]  # the parameter of a stage that trains nothing
 
 
@@ -152,16 +161,21 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
     found: dict[tuple[bool, bool, bool], list[int]] = {}
+    factors: dict[tuple[bool, bool, bool], list[int]] = {}
     for weight in own:
         key, sizes = kinds[id(weight)]
         found.setdefault(key, []).extend(sizes)
+        factors.setdefault(key, []).append(weight.lines)
+    is_factored = bool(optimizer_of(plan.recipe.optim).factors)
     groups = []
-    for (_, outside, spread), all_sizes in sorted(found.items()):
+    for (is_vector, outside, spread), all_sizes in sorted(found.items()):
         parts = _cut(all_sizes) if spread else [all_sizes]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
-        states = states_kept(plan.recipe.optim, in_layers=not outside)
-        groups += [FlatGroup(tuple(part), holders, states, in_layers=not outside) for part in parts]
+        states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
+        # A rule refuses factors of distributed experts.
+        kept = tuple(factors[is_vector, outside, spread]) if is_factored and not spread else ()
+        groups += [FlatGroup(tuple(part), holders, states, not outside, kept) for part in parts]
     return groups
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from llmtrain.plan.draft import BYTES_OF, WEIGHT_DTYPE
-from llmtrain.plan.optimizers import states_kept
+from llmtrain.plan.optimizers import optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
 from llmtrain.predict.flat import (
@@ -71,7 +71,9 @@ def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
 
     Frozen weights of a new model are saved, too, as they are held.
     """
-    trained = 4 * sum((1 + group.states) * _share(group) for group in groups_of(plan, weights, stage))
+    groups = groups_of(plan, weights, stage)
+    in_partitions = plan.parallel.strategy == "deepspeed" and plan.parallel.zero_stage in (1, 2)
+    trained = 4 * sum(map(_share, groups)) + _moments(groups, _share, in_partitions)
     if plan.recipe.model.leaves_base:
         return trained
     held = 4 if plan.parallel.strategy == "fsdp2" else weight_bytes(plan)
@@ -82,13 +84,29 @@ def _share(group: FlatGroup) -> int:
     return -(-group.elements // group.ranks)
 
 
-def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int]) -> int:
+def _moments(groups: list[FlatGroup], own: Callable[[FlatGroup], int], in_partitions: bool = False) -> int:
+    """Returns the bytes of the optimizer's states.
+
+    own: the elements of a group that this rank updates. in_partitions: whether these are a range of the flat group, so
+    that it has factors of the parameters there, instead of a part of every parameter.
+    """
+    factors = (
+        most_touched(groups, FlatGroup.factors_touched) if in_partitions else sum(sum(one.factors) for one in groups)
+    )
+    return 4 * (sum(group.states * own(group) for group in groups) + factors)
+
+
+def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int], evenly: bool = False) -> int:
     """Returns the bytes, at most, of bringing whole matrices together (`engines/optimizers/matrices.py`).
 
     own: the elements of a group that this rank updates. Of these there is the update in fp32, and the answer; what is
     sent, received and joined are shares of the group; and five tensors of the size of a whole matrix, or of all experts
-    of a layer, are computed with.
+    of a layer, are computed with. An optimizer with factors computes with two fp32 tensors of the size of a part of a
+    matrix. evenly: whether every rank has an equal part of each.
     """
+    if any(group.factors for group in groups):
+        largest = [(max(group.sizes), group) for group in groups]
+        return 8 * max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
     each = 4 if plan.recipe.parallel.precision == "fp32" else 2
     parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
@@ -110,7 +128,7 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     kept = Parts(
         parameters=weight_bytes(plan) * elements,
         masters=4 * elements if lower else 0,
-        optimizer=4 * sum(group.states * group.elements for group in groups),
+        optimizer=_moments(groups, lambda group: group.elements),
     )
     # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and exist from its first pass on.
     gradients = 4 * elements
@@ -142,7 +160,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     bucket = bucket_elements(plan) * staged * (2 if reduces_meanwhile(plan) else 1)
     # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
     joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
-    moments = 4 * sum(group.states * group.partition for group in groups)
+    moments = _moments(groups, lambda group: group.partition, in_partitions=True)
     kept = Parts(parameters=weight * sum(group.padded for group in groups))
     host = 0
     if offloads:
@@ -188,7 +206,7 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     kept = Parts(
         parameters=2 * padded,
         masters=4 * partition,
-        optimizer=4 * sum(group.states * group.partition for group in groups),
+        optimizer=_moments(groups, lambda group: group.partition, in_partitions=True),
         gradients=4 * padded,
     )
     # Gradients of one micro-batch are zeroed, not freed, while others follow.
@@ -225,8 +243,8 @@ def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> Stat
     elif parallel.offload_param == "cpu":
         host += held
     sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
-    moments = 4 * sum(group.states * group.by_parameter for group in groups)
-    together = _together(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE))
+    moments = _moments(groups, lambda group: group.by_parameter)
+    together = _together(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE), evenly=True)
     if parallel.offload_optimizer == "none":
         kept = kept.plus(masters=4 * partition, optimizer=moments, gradients=sums)
         return State(forward=kept, backward=kept, update=kept.plus(gradients=flat, communication=together), host=host)
@@ -250,9 +268,10 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.parallel.zero_stage == 2 else outside
-    in_layers = updated_in_layers(plan, weights)
-    moments = sum(
-        4 * states_kept(plan.recipe.optim, id(weight) in in_layers) * _rows_shared([weight], plan.data_parallel_size)
+    in_layers, optim = updated_in_layers(plan, weights), plan.recipe.optim
+    moments = 4 * sum(
+        states_kept(optim, id(weight) in in_layers, weight.is_matrix) * _rows_shared([weight], plan.data_parallel_size)
+        + (weight.lines if optimizer_of(optim).factors else 0)
         for weight in own
     )
     kept = Parts(parameters=4 * shards, optimizer=moments, live_parameters=computed * live)
@@ -264,7 +283,10 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
         forward=kept.plus(gradients=whole),
         late=layers,
         backward=(kept + layers).plus(gradients=4 * of_trained, buckets=4 * layer),
-        update=kept.plus(gradients=4 * of_trained, communication=_together(plan, groups_of(plan, weights, 0), _share)),
+        update=kept.plus(
+            gradients=4 * of_trained,
+            communication=_together(plan, groups_of(plan, weights, 0), _share, evenly=True),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import feeds_in_tiles
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.plan.weights import Weight
@@ -130,7 +131,7 @@ class CommunicationGroups:
             _hide(self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_hidden)
         else:
             _hide(self._gradients("all_reduce", held), self._last(held), found.step, found.step_hidden)
-        found.step.extend(self._matrices(held))
+        found.step.extend([*self._matrices(held), *self._factors(held)])
         return found
 
     def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
@@ -145,6 +146,17 @@ class CommunicationGroups:
             yield Transfer("all_gather", self._among_replicas(held, size))
         else:
             yield Transfer("all_to_all", shards)
+
+    def _factors(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the sums over whole weights, for an optimizer that keeps those along rows and columns."""
+        weights, facts = self.plan.model.weights, self.plan.model
+        if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
+            return
+        inside = sum(run.layers * _sums(run.weights) for run in weights.runs) * held.layers / facts.layers
+        ends = held.embedding * _sums(weights.embedding) + held.head * _sums(weights.outside)
+        ends += held.head * (not (weights.tied and held.embedding)) * _sums(weights.head)
+        holders = RankGroup(self.groups.replicas.size * self.groups.tensor.size, 1)
+        yield Transfer("all_reduce", ((4 * (inside + ends), holders),))
 
     def _within_layers(self, held: StageParameters) -> list[Transfer]:
         """Returns the transfers for which every layer waits, axis by axis."""
@@ -319,6 +331,11 @@ def _hide(transfer: Transfer, share: float, waited: list[Transfer], hidden: list
     """Adds a share of a transfer to `waited`, and the rest to `hidden`."""
     waited.append(replace(transfer, times=transfer.times * share))
     hidden.append(replace(transfer, times=transfer.times * (1 - share)))
+
+
+def _sums(weights: Iterable[Weight]) -> int:
+    """Returns the number of sums: along rows and columns, and of the squares of the weight and of its update."""
+    return sum(weight.lines + 2 for weight in weights if weight.trained)
 
 
 def _is_in_regions(weight: Weight) -> bool:

@@ -255,9 +255,11 @@ class Worker(DeviceShare):
     def update_bytes(self, held: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        optim = self.plan.recipe.optim
-        outside, inside = states_kept(optim, in_layers=False), states_kept(optim, in_layers=True)
-        share = self.apart(held)
+        optim, share = self.plan.recipe.optim, self.apart(held)
+        if optimizer_of(optim).factors:
+            # Weight and gradient are read for sums first, and the update takes the gradient's place in between.
+            return 4 + 4 + 4 + 4 + 4 + 8 + copy
+        outside, inside = (states_kept(optim, in_layers=inside, is_matrix=True) for inside in (False, True))
         states = outside * (1 - share) + inside * share
         return 4 + 8 + 8 * states + copy  # gradient read; master weight and moments read and written
 

@@ -81,4 +81,17 @@ def muon_experts(draft: Draft) -> Iterator[Fault]:
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
-RULES = (options, muon_experts, schedule_free_mean, schedule_free_kto, schedule_free_rate)
+@rule(
+    "optim.adafactor_experts",
+    "Adafactor takes sums over whole weights. Gate and up projections of distributed experts are one weight in two "
+    "tensors, which DeepSpeed may update one after the other.",
+    "run",
+)
+def adafactor_experts(draft: Draft) -> Iterator[Fault]:
+    """Refuses Adafactor for distributed experts."""
+    if draft.recipe.optim.name == "adafactor" and draft.recipe.parallel.expert > 1:
+        message = f"{draft.recipe.parallel.expert} was given, but 'adafactor' needs sums over whole weights of experts"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+RULES = (options, muon_experts, adafactor_experts, schedule_free_mean, schedule_free_kto, schedule_free_rate)

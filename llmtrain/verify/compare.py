@@ -7,8 +7,10 @@ relative to a matrix's typical gradient: an element whose gradient is x times as
 ε/x, at most by its whole step. If elements are as dense around zero as elsewhere, the mean square of that is ∫ min(1,
 (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of their movement (4.5e-3): coarse, which is one more
 reason for the SGD probe. Lion takes only the sign: at most a share ε of the elements has another one, which is twice
-their step, so the mean square is at most 4ε. Muon multiplies the smallest singular values of a matrix, and the error in
-their directions, by at most 3.4445 in each of its five iterations, while the norm of the result is at least 1.
+their step, so the mean square is at most 4ε. Adafactor divides the elements of vectors as Adam does, and those of
+matrices by what is typical of their row and column, so Adam's bound holds for it. Muon multiplies the smallest singular
+values of a matrix, and the error in their directions, by at most 3.4445 in each of its five iterations, while the norm
+of the result is at least 1.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches. No plan may

@@ -35,6 +35,10 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
     if optim.name == "schedule_free_adamw":
         settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "warmup": optim.warmup_steps}
         return PlainScheduleFree(groups, settings)
+    if optim.name == "adafactor":
+        given = {"eps1": None, "eps2": 1e-3} | optim.options
+        own = given.pop("eps1"), given.pop("eps2")
+        return torch.optim.Adafactor(groups, lr=optim.lr, eps=own, **given)
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 

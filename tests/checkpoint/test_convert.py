@@ -27,9 +27,14 @@ from tests.helpers.traces import engine_of
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 MUON = {"dp2-muon-zero3": (2, {"zero_stage": 3}), "pp2-muon-zero1": (2, {"pipeline": 2, "zero_stage": 1})}
-PLANS = LAYOUTS | BACKENDS | EXPERTS | MUON
-KINDS = {"experts": MOE, "muon": {"optim.name": "muon"}, "dense": {}}
-SLOW = ("dp2-fsdp2",)
+ADAFACTOR = {
+    "dp2-adafactor-zero3": (2, {"zero_stage": 3}),
+    "pp2-adafactor-zero1": (2, {"pipeline": 2, "zero_stage": 1}),
+    "tp2-adafactor-zero0": (2, {"tensor": 2}),
+}
+PLANS = LAYOUTS | BACKENDS | EXPERTS | MUON | ADAFACTOR
+KINDS = {"experts": MOE, "muon": {"optim.name": "muon"}, "adafactor": {"optim.name": "adafactor"}, "dense": {}}
+SLOW = ("dp2-fsdp2", "dp2-adafactor-zero3")
 
 
 def _mark(name: str):
@@ -37,7 +42,9 @@ def _mark(name: str):
 
 
 def _kind(name: str) -> str:
-    return "experts" if name in EXPERTS else "muon" if name in MUON else "dense"
+    if name in EXPERTS:
+        return "experts"
+    return "muon" if name in MUON else "adafactor" if name in ADAFACTOR else "dense"
 
 
 def _others(name: str) -> dict:

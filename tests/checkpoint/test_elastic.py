@@ -121,7 +121,7 @@ def test_experts_are_spread_and_gathered(tmp_path):
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor"])
 def test_states_of_other_optimizers_go_anywhere(name, tmp_path):
     """Their directions are less smooth functions of the gradient than Adam's: the bound is that of parity."""
     names = ["dp2-pp1-tp1-zero3", "dp1-pp2-tp1-zero1", "dp1-pp1-tp2-zero0", "dp2-pp1-tp1-zero2", "dp2-pp1-tp2-zero1"]

@@ -50,6 +50,10 @@ CASES = {
     "pipeline_muon": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "muon"},
     "zero2_schedule_free": {"parallel.zero_stage": 2, "optim.name": "schedule_free_adamw"},
     "zero3_schedule_free": {"parallel.zero_stage": 3, "optim.name": "schedule_free_adamw"},
+    "zero0_adafactor": {"optim.name": "adafactor"},
+    "zero3_adafactor": {"parallel.zero_stage": 3, "optim.name": "adafactor"},
+    "pipeline_adafactor": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "adafactor"},
+    "fsdp2_adafactor": {**FSDP2, "optim.name": "adafactor"},
     "fsdp2_lion": {**FSDP2, "optim.name": "lion"},
     "fsdp2_muon": {**FSDP2, "optim.name": "muon"},
     "autocast": {"parallel.zero_stage": 1, "parallel.precision": "autocast_bf16"},
@@ -305,7 +309,16 @@ def test_the_guards_state_is_saved_and_the_run_continues_bit_for_bit(tmp_path):
         pytest.param("pipeline", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("zero3_bf16", "zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2", "fsdp2_sgd")
+            for name in (
+                "zero3_adafactor",
+                "zero3_bf16",
+                "zero2_bf16",
+                "zero1_offload",
+                "tensor",
+                "ddp",
+                "fsdp2",
+                "fsdp2_sgd",
+            )
         ),
     ],
 )

@@ -10,12 +10,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite
-from llmtrain.engines.optim import torch_optimizer
+from llmtrain.engines.optim import know_matrices, torch_optimizer
+from llmtrain.engines.state.held import held
+from llmtrain.engines.state.pieces import Region
 from llmtrain.recipe import GuardConfig, OptimConfig
+from tests.helpers.batches import tiny_recipe
 
 CPU = torch.device("cpu")
 WINDOW = 8
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor")
 
 
 class Steps:
@@ -26,6 +29,8 @@ class Steps:
         self.weight = nn.Parameter(torch.randn(5))
         optim = OptimConfig(name=name, lr=0.1)
         self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
+        place = "weight", Region.whole(self.weight.shape), (0, 1)
+        know_matrices(self.optimizer, self.optimizer, held(self.optimizer), lambda _: place, tiny_recipe(), CPU)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
         self.optimizer.register_step_pre_hook(self._judge_scaled)
         self.guard.watch(self.optimizer)

@@ -131,7 +131,7 @@ def test_one_micro_batch_and_sgd_hold_what_is_predicted():
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor"])
 def test_other_optimizers_hold_what_is_predicted(name):
     check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
 

@@ -66,3 +66,12 @@ def test_muon_is_refused_for_experts():
     with pytest.raises(RecipeError) as caught:
         resolve(tiny_recipe(**MIXTRAL, **{"optim.name": "muon"}), Cluster())
     assert [problem.rule for problem in caught.value.problems] == ["optim.muon_experts"]
+
+
+def test_adafactor_is_refused_for_distributed_experts_only():
+    spread, two = {**MIXTRAL, "parallel.expert": 2}, Cluster(devices_per_node=2)
+    resolve(tiny_recipe(**spread), two)
+    resolve(tiny_recipe(**MIXTRAL, **{"optim.name": "adafactor"}), two)
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**spread, **{"optim.name": "adafactor"}), two)
+    assert [problem.rule for problem in caught.value.problems] == ["optim.adafactor_experts"]

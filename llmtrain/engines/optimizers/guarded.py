@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -38,6 +38,10 @@ class GuardedOptimizer(Optimizer):
     def first_state(self, group: dict[str, Any], trained: Tensor) -> dict[str, Any]:
         """Returns the states with which a weight begins."""
         return {kind: torch.zeros_like(trained, memory_format=torch.preserve_format) for kind in self.kinds(group)}
+
+    def factors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns the states of a whole parameter that do not have its shape, by kind; equal on all its holders."""
+        return {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from llmtrain.engines.state.held import HeldState
 from llmtrain.engines.state.pieces import Region, Shape
+from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
+from llmtrain.system.piece_heads import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]
 """Maps a whole matrix, or a stack of them, to a tensor of the same shape."""
@@ -48,12 +52,28 @@ class MatrixPart:
 
 
 def whole_shape(own: Sequence[int], region: Region) -> Shape:
-    """Returns the shape of a matrix of which a rank holds a region, of shape `own`; a region may view it otherwise."""
+    """Returns the shape of a weight of which a rank holds a region, of shape `own`; a region may view it otherwise."""
     if len(own) == len(region.shape):
         return region.shape
+    if len(own) == 1:
+        return (math.prod(region.shape),)
     (rows, columns), elements = own, math.prod(region.shape)
     is_last = region.dim == len(region.shape) - 1
     return (rows, elements // rows) if is_last else (elements // columns, columns)
+
+
+def parts_of(trained: list[Tensor], lists: HeldLists, place: PlaceOf) -> Iterator[tuple[HeldState, MatrixPart]]:
+    """Yields each part of a weight that an optimizer holds on this rank, with its description; also those of vectors.
+
+    trained: all that the optimizer trains on this rank. lists, place: what it holds of each parameter, and where that
+    belongs.
+    """
+    numbers = {id(one): number for number, one in enumerate(trained)}
+    for held in chain.from_iterable(lists):
+        name, region, copy = place(held.parameter)
+        shape, number = whole_shape(shape_of(held.parameter), region), numbers[id(held.trained)]
+        length = held.tensors[WEIGHT].numel()
+        yield held, MatrixPart(name, shape, region, held.start, number, held.offset, length, copy)
 
 
 class Route:

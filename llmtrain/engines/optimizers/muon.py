@@ -10,23 +10,18 @@ its momentum takes part in steps that are dropped later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
-from llmtrain.engines.optimizers.matrices import MatrixPart, WholeMatrices, whole_shape
-from llmtrain.engines.state.held import HeldState
-from llmtrain.engines.state.save_load import Place, shape_of
+from llmtrain.engines.optimizers.matrices import MatrixPart, WholeMatrices, parts_of
+from llmtrain.engines.state.save_load import HeldLists, PlaceOf
 from llmtrain.plan.optimizers import is_matrix_of_layer
-from llmtrain.system.piece_heads import WEIGHT
 
-HeldLists = Iterable[list[HeldState]]
-PlaceOf = Callable[[nn.Parameter], Place]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial that is applied to the singular values: steep at 0, so that a few steps suffice."""
 SMALLEST_NORM = 1e-7
@@ -45,17 +40,10 @@ class Muon(GuardedOptimizer):
     ) -> None:
         """Learns where this rank's parts of matrices are; called before the first step.
 
-        trained: all that this optimizer trains on this rank. lists, place: what it holds of each parameter, and where
-        that belongs. dtype, device: in which matrices are sent and made orthogonal.
+        trained, lists, place: as of `parts_of`. dtype, device: in which matrices are sent and made orthogonal.
         """
         self._numbers = {id(one): number for number, one in enumerate(trained)}
-        parts = []
-        for held in chain.from_iterable(lists):
-            (name, region, copy), own = place(held.parameter), shape_of(held.parameter)
-            if is_matrix_of_layer(name, len(own)):
-                number, length = self._numbers[id(held.trained)], held.tensors[WEIGHT].numel()
-                shape = whole_shape(own, region)
-                parts.append(MatrixPart(name, shape, region, held.start, number, held.offset, length, copy))
+        parts = [part for _, part in parts_of(trained, lists, place) if is_matrix_of_layer(part.name, len(part.shape))]
         self._found = parts, dtype, device
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ module returns each parameter's part of the range as a view: reads see live valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class HeldState:
     """The tensor that the optimizer trains and that contains this range."""
     offset: int = 0
     """Index of the range's first element within that tensor."""
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    """States of the whole parameter, with shapes of their own, by kind."""
 
     @property
     def steps(self) -> Tensor | None:
@@ -64,7 +66,8 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
             whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
             for part in parts:
                 tensors = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in whole.items()}
-                found.append(HeldState(part.parameter, part.start, tensors, state, flat, part.offset))
+                own = part.parameter, part.start, tensors, state, flat, part.offset
+                found.append(HeldState(*own, _factors(optimizer.optimizer, part.parameter)))
         yield found
 
 
@@ -85,8 +88,14 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
             tensors = {WEIGHT: local_flat(trained)} | {
                 kind: local_flat(tensor) for kind, tensor in _shaped(state, trained)
             }
-            found.append(HeldState(models.get(trained, trained), first_index(trained), tensors, state, trained))
+            parameter = models.get(trained, trained)
+            factors = _factors(optimizer, parameter)
+            found.append(HeldState(parameter, first_index(trained), tensors, state, trained, factors=factors))
     return found
+
+
+def _factors(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    return optimizer.factors(parameter) if isinstance(optimizer, GuardedOptimizer) else {}
 
 
 def _state(optimizer: Optimizer, trained: Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.system.piece_heads import WEIGHT
-
 Shape = tuple[int, ...]
 
 
@@ -60,6 +58,15 @@ class Region:
         """Number of elements."""
         return sum(math.prod(box.size) for box in self.boxes)
 
+    def over(self, dims: Sequence[int]) -> Region:
+        """Returns its projection on some dimensions of the weight: of a matrix on the first one, its rows."""
+
+        def chosen(values: Shape) -> Shape:
+            return tuple(values[dim] for dim in dims)
+
+        boxes = dict.fromkeys(Box(chosen(box.first), chosen(box.size)) for box in self.boxes)
+        return Region(chosen(self.shape), tuple(boxes), list(dims).index(self.dim) if self.dim in dims else 0)
+
     def take(self, whole: Tensor) -> Tensor:
         """Returns this region of a whole weight, flat."""
         parts = [_part(whole.view(self.shape), box) for box in self.boxes]
@@ -90,7 +97,11 @@ class Region:
 
 @dataclass
 class Piece:
-    """A flat range of a region with its optimizer states; tensors are an engine's live ones, or read from a file."""
+    """A flat range of a region with its optimizer states; tensors are an engine's live ones, or read from a file.
+
+    A state with a shape of its own, such as one value for each row of a matrix, is in a piece without the weight, whose
+    region has that shape.
+    """
 
     name: str
     """Hugging Face name of the weight."""
@@ -98,7 +109,8 @@ class Piece:
     start: int
     """Index of the first element within the flat region."""
     tensors: dict[str, Tensor]
-    """One-dimensional tensors of equal length, by kind: `WEIGHT` and the optimizer's states."""
+    """One-dimensional tensors of equal length, by kind: `WEIGHT` and the optimizer's states, or one state with a
+    shape of its own."""
     steps: Tensor | None = None
     """Number of updates that the optimizer has counted for it, a scalar; None if it does not count them."""
     copy: tuple[int, int] = (0, 1)
@@ -107,7 +119,7 @@ class Piece:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.tensors[WEIGHT].numel()
+        return next(iter(self.tensors.values())).numel()
 
     def share(self) -> Piece:
         """Returns the part of the piece that this copy saves; it may be empty."""

@@ -32,6 +32,8 @@ GUARD_FILE = f"{files.FOLDER}/guard.safetensors"
 Place = tuple[str, Region, tuple[int, int]]
 """Location of what this rank would hold of a parameter without ZeRO: the weight's Hugging Face name, the region, and
 (index of this copy, number of copies)."""
+PlaceOf = Callable[[nn.Parameter], Place]
+HeldLists = Iterable[list[HeldState]]
 
 
 class HasState(Protocol):
@@ -102,13 +104,19 @@ def fill_pieces(pieces: list[Piece], source: StateSource) -> None:
         source.fill(piece)
 
 
-def pieces_of(lists: Iterable[list[HeldState]], place: Callable[[nn.Parameter], Place]) -> Iterator[list[Piece]]:
-    """Yields what an optimizer holds, as pieces."""
+def pieces_of(lists: HeldLists, place: PlaceOf) -> Iterator[list[Piece]]:
+    """Yields what an optimizer holds, as pieces.
+
+    Factors are saved by every rank that holds a part of their weight: they are small, and each rank continues from its
+    own files.
+    """
     for some in lists:
         pieces = []
         for one in some:
             name, region, copy = place(one.parameter)
             pieces.append(Piece(name, region, one.start, one.tensors, one.steps, copy))
+            for kind, factor in one.factors.items():
+                pieces.append(Piece(name, Region.whole(factor.shape), 0, {kind: factor.view(-1)}, copy=copy))
         yield pieces
 
 
@@ -196,7 +204,8 @@ class StateSource:
         self._whole = None  # frees the previous one, so that there are never two at a time
         by_region: dict[Region, list[Stored]] = {}
         for one in self.all.get(name, []):
-            by_region.setdefault(one.region, []).append(one)
+            if kind in one.kinds:
+                by_region.setdefault(one.region, []).append(one)
         # Checked before memory is allocated, because a damaged header may contain any shape.
         sizes = {math.prod(region.shape) for region in by_region}
         if sizes != {sum(region.numel for region in by_region)} or _overlap(by_region):
