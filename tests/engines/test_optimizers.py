@@ -249,7 +249,8 @@ def _torched(run: Trace) -> compare.Trace:
         pytest.param("schedule_free_adamw", 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("muon", 4, FOUR[1:-1], marks=pytest.mark.breadth),
         pytest.param("schedule_free_adamw", 4, FOUR[:2], marks=pytest.mark.breadth),
-        pytest.param("lion", 4, FOUR, marks=pytest.mark.breadth),
+        # Not GPT-2: the gradient of its keys' biases is 0 but for rounding, and Lion moves by its sign.
+        pytest.param("lion", 4, [*FOUR[:3], *FOUR[4:]], marks=pytest.mark.breadth),
         pytest.param("adafactor", 4, [FOUR[0]], marks=pytest.mark.slow),
         pytest.param("adafactor", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("adafactor", 2, [*OTHERS[5:-2], *STACKS], marks=pytest.mark.breadth),
