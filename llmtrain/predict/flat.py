@@ -114,20 +114,29 @@ class FlatGroup:
         start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
         if start >= end:
             return slice(0)
-        return slice(bisect_right(self._ends, start), bisect_left(self._ends, end) + 1)
+        return slice(bisect_right(self.ends, start), bisect_left(self.ends, end) + 1)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
+        """Index behind the last element of each parameter."""
         return list(accumulate(self.sizes))
 
 
 def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], int] = FlatGroup.touched) -> int:
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
-    Ranks of an expert's group are further apart.
+    Ranks of an expert's group are further apart. A rank whose partitions lie within one parameter of each group has no
+    more than the next rank in whose partitions a parameter ends, so only such ranks are looked at.
     """
     ranks = max(group.ranks for group in groups)
-    return max(sum(touched(group, rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
+    ends = {
+        (group.ranks, (end - 1) // group.partition) for group in groups for end in group.ends if group.partition and end
+    }
+    first = {-(-own * ranks // of) for of, own in ends}
+    last = {-(-(own + 1) * ranks // of) - 1 for of, own in ends}
+    return max(
+        (sum(touched(group, rank * group.ranks // ranks) for group in groups) for rank in first | last), default=0
+    )
 
 
 MOST_EXPERTS = 178_956_971

@@ -90,9 +90,9 @@ def _moments(groups: list[FlatGroup], own: Callable[[FlatGroup], int], in_partit
     own: the elements of a group that this rank updates. in_partitions: whether these are a range of the flat group, so
     that it has factors of the parameters there, instead of a part of every parameter.
     """
-    factors = (
-        most_touched(groups, FlatGroup.factors_touched) if in_partitions else sum(sum(one.factors) for one in groups)
-    )
+    factors = sum(sum(group.factors) for group in groups)
+    if factors and in_partitions:
+        factors = most_touched(groups, FlatGroup.factors_touched)
     return 4 * (sum(group.states * own(group) for group in groups) + factors)
 
 
