@@ -84,7 +84,7 @@ def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
     ("rollbacks", "fields", "saved", "told"),
     [
         (0, {"guard.then": "stop"}, (4,), "the same command continues from step_00000004"),
-        (3, {}, (4,), "after 3 of 3 times"),
+        (3, {}, (4,), r"no rollback is left \(3 of 3\)"),
         (0, {}, (), "no checkpoint was saved to roll back to"),
     ],
 )

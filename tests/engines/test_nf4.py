@@ -178,5 +178,5 @@ def test_every_rank_would_hold_all_packed_weights(base, name):
     [{"model.adapter": None}, {"model.pretrained": None, "model.architecture": "llama"}],
 )
 def test_only_frozen_pretrained_weights_are_packed(base, fields):
-    with pytest.raises(RecipeError, match="frozen weights of `pretrained`"):
+    with pytest.raises(RecipeError, match="needs `pretrained` weights and an `adapter`"):
         recipe_on(base, **fields)
