@@ -124,7 +124,7 @@ def test_the_metrics_of_a_run_are_columns(tmp_path):
     ("call", "words"),
     [
         (lambda: llmtrain.lint({"a": {1}}), "not JSON"),
-        (lambda: llmtrain.lint({}, allow=["no_such_rule"]), "no rule"),
+        (lambda: llmtrain.lint({}, allow=["no_such_rule"]), "is not a rule"),
         (lambda: llmtrain.plan("recipes/nothing.py"), "does not exist"),
         (lambda: llmtrain.load_run("recipes"), "not a run directory"),
         (lambda: llmtrain.train("recipes/tiny.py", nproc=0), "nproc: 0 was given"),
