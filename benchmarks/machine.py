@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from llmtrain.run_dir import environment
-from llmtrain.system.host import own_cores
+from llmtrain.system.host import own_cores, processor_name
 
 
 def facts() -> dict[str, Any]:
@@ -24,7 +22,7 @@ def facts() -> dict[str, Any]:
         "commit": commit["commit"],
         "modified": commit["modified"],
         "hardware": {
-            "cpu": _cpu_model(),
+            "cpu": processor_name(),
             "cores": own_cores(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpus": _gpus(),
@@ -34,11 +32,6 @@ def facts() -> dict[str, Any]:
         "variables": found["variables"],
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
-
-
-def _cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def _gpus() -> list[str]:

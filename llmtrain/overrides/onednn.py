@@ -1,8 +1,9 @@
 """Matrix products in fp32 on a CPU by oneDNN instead of MKL.
 
-MKL uses AVX-512 on Intel's processors only (pytorch/pytorch#38412). On others, oneDNN, which torch includes, is up to
-twice as fast. Torch has no setting for that in fp32, so the kernels of `aten::mm` and `aten::addmm` are replaced, on
-which linear layers, their gradients and compiled layers depend.
+MKL uses AVX-512 on Intel's processors only (pytorch/pytorch#38412). oneDNN, which torch includes, uses it everywhere.
+AMD's Zen 5 computes 512 bits at once, and oneDNN is twice as fast there; Zen 4 computes them in two halves, and oneDNN
+is up to 1.15 times as fast. Torch has no setting for that in fp32, so the kernels of `aten::mm` and `aten::addmm` are
+replaced, on which linear layers, their gradients and compiled layers depend.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.system.host import of_processor
 
 SMALLEST = 2**23
 """Floating point operations below which MKL is as fast: calling oneDNN from Python takes some 10 µs more."""
 NARROWEST = 128
-"""Columns of a result from which on copying the left matrix, which oneDNN needs row by row, is worth its time."""
+"""Columns of a result from which on copying the left matrix, which oneDNN needs row by row, is worth its time where
+oneDNN is twice as fast."""
+ZEN_5 = 26
+"""Family of the first of AMD's processors that compute 512 bits at once."""
 
 _replaced: Library | None = None
 
@@ -58,7 +63,14 @@ def _is_faster(left: Tensor, right: Tensor) -> bool:
     (rows, inner), columns = left.shape, right.shape[-1]
     if right.shape[0] != inner or 2 * rows * inner * columns < SMALLEST:
         return False
-    return columns >= NARROWEST or left.is_contiguous()
+    return left.is_contiguous() or (columns >= NARROWEST and _is_twice_as_fast())
+
+
+@cache
+def _is_twice_as_fast() -> bool:
+    """Whether MKL's vectors, of 256 bits, are half of what this processor computes at once."""
+    family = of_processor("cpu family")
+    return of_processor("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from llmtrain.overrides.onednn import multiply_by_onednn
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
-from llmtrain.system.host import memory_bytes, memory_limit
+from llmtrain.system.host import memory_bytes, memory_limit, of_processor
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Constants of <malloc.h>."""
 NEVER = 2**31 - 1
 ROOM = 3
 """Factor on what a plan needs: retained blocks do not fit all later requests, and peaks were observed to double."""
-
-
-INTEL = "GenuineIntel"
-"""Value of `vendor_id` in /proc/cpuinfo."""
 
 
 def prepare_cpu(plan: Plan) -> None:
@@ -51,17 +45,8 @@ def matmul_of(plan: Plan) -> str:
 def _lacks_avx512_in_mkl() -> bool:
     """Whether this processor has AVX-512, but MKL does not use it, since the processor is not Intel's."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and of_processor("vendor_id") != INTEL
-
-
-def of_processor(field: str) -> str:
-    """Returns a field of /proc/cpuinfo, of the first core; empty if it is not there."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    found = re.search(rf"^{field}\s*: (.*)$", lines, re.MULTILINE)
-    return found[1] if found else ""
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_both and has_avx512 and of_processor("vendor_id") != "GenuineIntel"
 
 
 def keep_freed_memory(plan: Plan) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
 import time
 from collections.abc import MutableMapping
@@ -43,6 +45,23 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def of_processor(field: str) -> str:
+    """Returns a field of /proc/cpuinfo, of the first core; empty if it is not there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    found = re.search(rf"^{field}\s*: (.*)$", lines, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def processor_name() -> str:
+    """Returns the processor's name, family and model; in a virtual machine several kinds may have one name."""
+    name = of_processor("model name") or platform.machine()
+    kind = [f"{field} {of_processor(of)}" for field, of in (("family", "cpu family"), ("model", "model"))]
+    return f"{name} ({', '.join(kind)})" if of_processor("cpu family") else name
 
 
 def memory_bytes() -> int:

@@ -15,9 +15,9 @@ from llmtrain.plan.kernels import chunks_loss
 from llmtrain.recipe import DataConfig, Recipe
 from llmtrain.rules import resolve
 from llmtrain.run_dir import versions
-from llmtrain.runtime.cpu import matmul_of, of_processor
+from llmtrain.runtime.cpu import matmul_of
 from llmtrain.system.durable import write_atomically
-from llmtrain.system.host import own_cores
+from llmtrain.system.host import own_cores, processor_name
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
@@ -29,8 +29,7 @@ def device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    name = of_processor("model name") or "CPU"
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
 
 
 def threads_of_a_rank(local_world_size: int) -> int:

@@ -105,6 +105,7 @@ def products(monkeypatch):
         return computed(left, right, bias)
 
     monkeypatch.setattr(onednn, "_product", product)
+    monkeypatch.setattr(onednn, "_is_twice_as_fast", lambda: True)
     multiply_by_onednn(True)
     yield found
     multiply_by_onednn(False)
@@ -157,6 +158,22 @@ def test_the_products_of_a_linear_layer_and_of_its_gradients_are_onednns(product
     functional.linear(*whole).square().sum().backward()
     for one, other in zip(own, whole, strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4 * other.grad.abs().max().item())
+
+
+def test_the_gradient_of_a_weight_is_left_to_torch_where_onednn_is_not_twice_as_fast(products, monkeypatch):
+    monkeypatch.setattr(onednn, "_is_twice_as_fast", lambda: False)
+    inputs, weight = torch.randn(300, 200, requires_grad=True), torch.randn(400, 200, requires_grad=True)
+    functional.linear(inputs, weight).square().sum().backward()
+    assert products == [(300, 400), (300, 200)]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [("AuthenticAMD", "25", False), ("AuthenticAMD", "26", True), ("GenuineIntel", "6", False), ("", "", False)],
+)
+def test_onednn_is_twice_as_fast_on_zen_5(vendor, family, expected, monkeypatch):
+    monkeypatch.setattr(onednn, "of_processor", {"vendor_id": vendor, "cpu family": family}.get)
+    assert onednn._is_twice_as_fast.__wrapped__() is expected
 
 
 def test_products_that_onednn_does_not_compute_are_left_to_torch(products):
