@@ -68,5 +68,7 @@ def test_a_whole_self_test_names_a_fault_and_measures_for_plans(libraries, tmp_p
     assert all(plan["certified"] for certificate in report["parity"] for plan in certificate["plans"])
     (found,) = (one for one in report["findings"] if one["check"] == "devices.memory")
     assert "rank 1 has 40.0 GiB" in found["text"]
-    plan = llmtrain("plan", "recipes/tiny.py", "--nproc", 2, "--json", **env)
+    recipe = tmp_path / "recipe.py"  # without a cluster of its own
+    recipe.write_text("from recipes.tiny import recipe\n")
+    plan = llmtrain("plan", recipe, "--gpus-per-node", 2, "--json", **env)
     assert json.loads(plan.stdout)["cluster"]["measured"] == report["measured"], plan.stderr
