@@ -102,7 +102,15 @@ def plain_console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, force_jupyter=False, force_terminal=stream is not None and stream.isatty())
+    return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal(stream))
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether bars and spinners can be drawn on a stream.
+
+    Under mpirun a rank's output looks like a terminal, but its lines are passed on; TTY_COMPATIBLE=0 says so.
+    """
+    return stream is not None and stream.isatty() and os.environ.get("TTY_COMPATIBLE") != "0"
 
 
 def _redirect(descriptors: Mapping[int, int]) -> None:

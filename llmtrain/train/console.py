@@ -20,7 +20,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import lossy, open_closed
+from llmtrain.system.streams import is_terminal, lossy, open_closed
 
 ERASE_LINE = "\r\x1b[2K"
 
@@ -62,7 +62,7 @@ class WorkerOutput:
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
             line = f"{message}\n    see {self.run_dir.log_file(failure.rank)}"
             # Rank 0 may show a spinner on this line.
-            print(f"{ERASE_LINE}{line}" if self.stderr.isatty() else line, file=self.stderr, flush=True)
+            print(f"{ERASE_LINE}{line}" if is_terminal(self.stderr) else line, file=self.stderr, flush=True)
         return failure.exit_code
 
     def _reported_by_another(self, failure: Failure) -> bool:
@@ -86,7 +86,7 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     faulthandler.enable(file=2)
     now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
     print(f"--- {now}: rank {rank.rank} of {rank.world_size}, process {os.getpid()} on {socket.gethostname()}")
-    console = _Terminal(file=stdout, force_terminal=stdout.isatty()) if rank.is_main else Console(quiet=True)
+    console = _Terminal(file=stdout, force_terminal=is_terminal(stdout)) if rank.is_main else Console(quiet=True)
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
 
 

@@ -127,6 +127,14 @@ with TrainingProgress(output.console, 40) as progress:
     assert "\x1b[?25l" not in text, "a hidden cursor would stay hidden when the worker is killed"
 
 
+def test_no_bar_is_drawn_under_mpirun(script, run_dir, monkeypatch):
+    """Its ranks write to a pseudo terminal, whose lines are passed on."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    body = "with TrainingProgress(output.console, 40) as progress:\n    time.sleep(0.5)\noutput.console.print('a line')"
+    seen = on_terminal(script, run_dir, body)
+    assert "".join(part for _, part in seen) == "a line\r\n"
+
+
 def test_the_width_is_that_of_the_terminal(script, run_dir):
     seen = on_terminal(
         script, run_dir, "output.console.print(output.console.width, style=None, highlight=False)", columns=77

@@ -15,8 +15,11 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-@pytest.mark.parametrize(("kind", "draws"), [(io.StringIO, False), (_Terminal, True)])
-def test_a_variable_makes_no_terminal(monkeypatch, stream, kind, draws):
+@pytest.mark.parametrize(
+    ("kind", "compatible", "draws"), [(io.StringIO, "", False), (_Terminal, "", True), (_Terminal, "0", False)]
+)
+def test_variables_make_no_terminal_but_may_deny_one(monkeypatch, stream, kind, compatible, draws):
+    monkeypatch.setenv("TTY_COMPATIBLE", compatible)  # 0 under mpirun
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in notebooks and in some CI
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, stream, kind())
