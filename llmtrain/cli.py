@@ -25,11 +25,11 @@ from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import ReportRequest, compare_runs, inspect_run, report_runs
-from llmtrain.commands.start import TrainRequest
+from llmtrain.commands.train import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
-from llmtrain.system.streams import take_any_text
+from llmtrain.system.streams import outlive_the_terminal, take_any_text
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -159,9 +159,17 @@ def train(request: TrainRequest) -> None:
     own cluster. A dry run with --nproc plans for that many workers on this machine.
     """
     stop_by_exception()
-    from llmtrain.commands.train import train as start
+    from llmtrain.commands.launchers import HERE, check_options, launch
+    from llmtrain.commands.train import train_here
+    from llmtrain.launch import discover
 
-    start(request)
+    outlive_the_terminal()
+    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
+    check_options(request, rank)
+    if request.dry_run or request.launcher not in HERE:
+        launch(request)
+    else:
+        train_here(request, rank)
 
 
 @command

@@ -47,11 +47,12 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     with the nearest legal plans.
     """
     from llmtrain.cluster import local_cluster
-    from llmtrain.commands.precheck import check_stages, suggesting
+    from llmtrain.commands.precheck import check_stages
     from llmtrain.plan.load import declared
     from llmtrain.planned import Planned
     from llmtrain.predict import memory_of
     from llmtrain.rules import resolve
+    from llmtrain.search.cheapest import suggesting
 
     wanted, written_for = declared(recipe)
     cluster = cluster or written_for or local_cluster()
@@ -84,7 +85,7 @@ def train(
     max_restarts: how many times a job that died is restarted. Call it in the main thread: a signal makes the run save
     and stop, and StoppedError is raised. Raises other UserErrors for what cannot be started and for workers that died.
     """
-    from llmtrain.commands.start import train_local
+    from llmtrain.commands.train import train_local
     from llmtrain.launch import discover
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.cluster import Cluster, Device
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
@@ -30,6 +30,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.rules import assemble
 
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
 

@@ -10,15 +10,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.checkpoint.contents import read_plan, read_state
-from llmtrain.checkpoint.folder import find, newest, read_latest
-from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests, size_problem, some
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.checkpoint.folder import find, is_exported, newest, read_latest
+from llmtrain.checkpoint.manifest import (
+    Manifest,
+    already_taken,
+    manifest_files,
+    missing_parts,
+    read_manifests,
+    size_problem,
+    some,
+)
+from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan import Plan
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig
 from llmtrain.run_dir import RunDir, forbidden_changes
 from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
 from llmtrain.system.untrusted import UNREADABLE, why
+
+
+def check_choice(folder: RunDir, resume: str) -> None:
+    """Raises UserError for a choice of `--resume` that cannot be meant.
+
+    That is, a new run over the checkpoints of another one, a folder without a checkpoint, or another run's checkpoint
+    for a run that has its own.
+    """
+    has_own = any(folder.checkpoints.glob("step_*"))
+    if resume == "never" and has_own:
+        message = f"{folder.path} holds checkpoints, which a new run would overwrite"
+        fix = "choose another --run-dir, or continue with --resume auto"
+        raise RecipeError(Problem("resume.never", "--resume", message, fix))
+    if resume in ("auto", "never"):
+        return
+    checkpoint = Path(resume)
+    if not manifest_files(checkpoint):
+        raise CheckpointError(Problem("resume.path", "--resume", f"{checkpoint} is not a checkpoint folder"))
+    if has_own and checkpoint.resolve().parent != folder.checkpoints.resolve():
+        message = f"{checkpoint} belongs to another run, and {folder.path} has checkpoints of its own"
+        raise CheckpointError(Problem("resume.path", "--resume", message, "choose another --run-dir"))
+
+
+def nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | None:
+    """Returns why there is nothing to do, or None if steps or the export of a finished run are missing."""
+    checkpoint = newest(folder.checkpoints)
+    if checkpoint is None:
+        return None
+    manifest = read_manifests(checkpoint)[0]
+    if plan.recipe.train.max_steps and manifest.step >= plan.recipe.train.max_steps:
+        is_done = not plan.recipe.export.at_end or is_exported(folder.export, manifest)
+        return f"{folder.path} is finished: {manifest.step:,} steps" if is_done else None
+    return already_taken(folder.path, manifest.step, stop_after)
 
 
 def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Path | None:

@@ -1,266 +1,404 @@
-"""`llmtrain train`: dispatches to the launcher, and checks which options it supports."""
+"""`llmtrain train` on this machine, and the checks that precede the start of workers on any machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from llmtrain.commands.plan import print_plan
-from llmtrain.commands.start import LauncherName, TrainRequest, startable, train_here
-from llmtrain.errors import Problem, RecipeError, UserError
-from llmtrain.system.streams import outlive_the_terminal
+import typer
+
+from llmtrain.commands.plan import (
+    MOST_WORKERS,
+    DeviceOption,
+    NodesOption,
+    PerNodeOption,
+    RecipeArgument,
+    SetOption,
+    named_cluster,
+    print_plan,
+)
+from llmtrain.errors import Exit, MachineError, UserError
+from llmtrain.system.host import sleep_beside_others
+from llmtrain.system.stops import leave
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from llmtrain.cluster import Cluster
     from llmtrain.launch import Rank
+    from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
-
-
-def print_lines(tool: Tool, request: TrainRequest) -> None:
-    """Checks the plan, then prints it on standard error and the command line of each node on standard output."""
-    from rich.console import Console
-
-    from llmtrain.cluster import local_cluster
-    from llmtrain.launch.tools import check_tool, lines_of
-    from llmtrain.predict import memory_of
+    from llmtrain.plan import Plan
+    from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
 
-    declared, written_for = request.load()
-    machine = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
-    folder = request.folder(declared).path.absolute()
-    plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
-    check_tool(tool, plan)
-    print_plan(plan, Console(stderr=True), memory_of(plan))
-    script = (*request.script(request.absolute_path), "--run-dir", str(folder))
-    named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
-    planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
-    beside = folder.with_name(f"{folder.name}-plan")
-    print("\n".join(lines_of(tool, plan, script, beside, planned)))
+
+LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"]
 
 
-def run_small(request: TrainRequest) -> None:
-    """Runs the scaled-down plan and prints the report, which is written next to the run directory of the real run."""
-    from rich.console import Console
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """All options of the command line, as they were given."""
 
-    from llmtrain.cluster import local_cluster
-    from llmtrain.commands.precheck import check_stages, runnable_plan
-    from llmtrain.dry_run.run import REPORT, dry_run
-    from llmtrain.run_dir import RunDir
+    recipe: RecipeArgument
+    """Path of the recipe's file, followed by `:VARIANT` if one is given."""
+    assignments: SetOption = field(default_factory=list)
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+    ] = None
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
+        ),
+    ] = "auto"
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None
+    max_restarts: Annotated[
+        int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
+    ] = 0
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Do not train: run a scaled-down copy of the plan here, on CPUs, and report. With "
+            "--launcher, print what would be started.",
+        ),
+    ] = False
+    nodes: NodesOption = None
+    gpus_per_node: PerNodeOption = None
+    device: DeviceOption = None
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as one JSON document.")] = (
+        False
+    )
+    launcher: Annotated[
+        LauncherName,
+        typer.Option(
+            help="torchrun, accelerate: start the workers of this machine with this tool; deepspeed: start "
+            "them on the hosts of a hostfile over ssh; slurm: submit a job; kubernetes: print a "
+            "manifest (needs --dry-run)."
+        ),
+    ] = "local"
+    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None
+    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = ""
+    exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = ""
+    runner: Annotated[
+        Literal["pdsh", "openmpi"] | None,
+        typer.Option(help="deepspeed: how to reach the hosts, like --launcher of `deepspeed` itself; default: pdsh."),
+    ] = None
+    slurm: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="slurm: an option of the job, such as time=24:00:00 or partition=NAME. Repeatable.",
+        ),
+    ] = field(default_factory=list)
+    kubernetes: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="kubernetes: an option of the manifest, such as image=IMAGE or pvc=CLAIM. Repeatable.",
+        ),
+    ] = field(default_factory=list)
 
+    @property
+    def path(self) -> str:
+        """The path of the recipe's file, as it was given."""
+        return self.recipe.partition(":")[0]
+
+    @property
+    def variant(self) -> str | None:
+        """The recipe's variant, or None."""
+        return self.recipe.partition(":")[2] or None
+
+    @property
+    def absolute_path(self) -> str:
+        """The absolute path of the recipe's file, for use in another working directory."""
+        return str(Path(self.path).absolute())
+
+    @property
+    def absolute(self) -> str:
+        """The recipe argument with an absolute path."""
+        return f"{self.absolute_path}{self.recipe.removeprefix(self.path)}"
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The assignments as command-line options."""
+        return tuple(part for assignment in self.assignments for part in ("--set", assignment))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """A worker's options after the recipe, without the run directory."""
+        steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
+        return (*self.sets, "--resume", self.resume, *steps)
+
+    def script(self, path: str) -> tuple[str, ...]:
+        """Returns what a launcher's Python runs as a worker, without the run directory.
+
+        path: of the recipe's file where the worker is. A Python file is itself the script.
+        """
+        from llmtrain.system.untrusted import is_yaml
+
+        if is_yaml(path):
+            return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
+        named = ("--variant", self.variant) if self.variant else ()
+        return (path, *named, *self.arguments)
+
+    def load(self) -> tuple[Recipe, Cluster | None]:
+        """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""
+        from llmtrain.plan.load import load_recipe
+
+        return load_recipe(self.recipe, self.assignments)
+
+    def cluster(self, written_for: Cluster | None) -> Cluster:
+        """Returns the cluster that the options describe.
+
+        Options that are not given default to `written_for`, then to this machine.
+        """
+        return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
+
+    @property
+    def tool(self) -> Tool | None:
+        """The program that starts the workers of this machine instead of this process, if one does."""
+        return self.launcher if self.launcher in ("torchrun", "accelerate") else None
+
+    def folder(self, declared: Recipe) -> RunDir:
+        """Returns the run directory: the one given, or the default for the recipe."""
+        from llmtrain.run_dir import RunDir, default_run_dir
+
+        return RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)
+
+
+def train_here(request: TrainRequest, rank: Rank | None) -> None:
+    """Acts as worker `rank` of the launcher that started this process, or starts the workers itself."""
+    if rank is None:
+
+        def load() -> tuple[Recipe, RunDir]:
+            declared, _ = request.load()
+            return declared, request.folder(declared)
+
+        code = train_local(
+            load,
+            nproc=request.nproc,
+            resume=request.resume,
+            max_steps=request.max_steps,
+            max_restarts=request.max_restarts,
+            tool=request.tool,
+            ended=leave,
+        )
+        sys.exit(code)
+    else:
+        _as_worker(request, rank)
+
+
+def _as_worker(request: TrainRequest, rank: Rank) -> None:
+    from llmtrain.cluster import Cluster, local_cluster
+    from llmtrain.train.signals import StopSignals
+
+    signals = StopSignals()
+    from llmtrain.ds_config import render
+    from llmtrain.launch.disks import check_disks
+    from llmtrain.run_lock import RunLock
+    from llmtrain.train.worker import train_rank
+
+    declared, _ = request.load()
+    nodes, per_node = rank.shape
+    cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
+    if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their own start would be counted as load by others
+        _settle_threads(1)
+    folder = request.folder(declared)
     try:
-        declared, written_for = request.load()
-        beside = request.folder(declared).path
-        beside = beside if beside.name else beside.resolve()
-        folder = RunDir(beside.parent / f"{beside.name}-dry-run")
-        cluster = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
-        plan = runnable_plan(declared, cluster)
-        check_stages(plan)
-        report = dry_run(plan, folder)
+        plan = startable(declared, cluster, folder, request.resume, rank.world_size)
+        check_disks(plan)
     except UserError as error:
-        if request.as_json:
-            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
+        if not _speaks(rank, error):
             sys.exit(error.exit_code)
         raise
-    if request.as_json:
-        print(json.dumps(report.document(), indent=2))
-        print(f"report {folder.path / REPORT}", file=sys.stderr)
-        return
-    console = Console()
-    for line in report.lines():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(report.table())
-    console.print(f"report {folder.path / REPORT}", highlight=False, markup=False, soft_wrap=True)
+    ds_config = render(plan)
+    lock = None
+    if rank.is_main:
+        _offer_self_test(local_cluster())
+        lock = RunLock.take(folder.path, _say)
+        folder.create(plan, ds_config)
+        folder.write_launch(rank.launcher, rank.world_size, sys.argv)
+    train_rank(rank, folder, plan, ds_config, request.resume, request.max_steps, signals, lock)
 
 
-def enqueue(request: TrainRequest) -> None:
-    """Checks everything that can be checked before the job starts, then prints its script or submits it."""
-    from rich.console import Console
-
-    from llmtrain.checkpoint.before import check_resume
-    from llmtrain.cluster import Cluster
-    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_slurm_options, render_job, submit
-    from llmtrain.plan.load import load_recipe
-    from llmtrain.predict import memory_of
-    from llmtrain.run_dir import RunDir
-
-    options, resume = parse_slurm_options(request.slurm), request.resume
-    declared, written_for = request.load()
-    cluster = request.cluster(written_for)
-    machines = cluster.nodes
-    if options.tasks:
-        cluster = Cluster(nodes=options.tasks, device=cluster.device)
-    folder = request.folder(declared)
-    path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
-    for choice in options.sweep:
-        varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
-        startable(varied, cluster, RunDir(path / choice.replace("/", "_")), resume, cluster.world_size)
-    if not options.sweep:
-        arguments = (*arguments, "--run-dir", str(path))
-        plan = startable(declared, cluster, folder, resume, cluster.world_size)
-        check_resume(plan, folder, resume, is_local=False)
-        print_plan(plan, Console(stderr=True), memory_of(plan))
-    job = SlurmJob(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
-    script = render_job(job)
-    if request.dry_run:
-        print(script, end="")
-    else:
-        print("\n".join(following(job, submit(script))))
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def print_manifest(request: TrainRequest) -> None:
-    """Checks the plan, then prints it on standard error and its manifest on standard output."""
-    from rich.console import Console
+def train_local(
+    load: Callable[[], tuple[Recipe, RunDir]],
+    *,
+    nproc: int | None,
+    resume: str,
+    max_steps: int | None,
+    max_restarts: int,
+    tool: Tool | None = None,
+    ended: Callable[[int], object] | None = None,
+) -> int:
+    """Trains on this machine with one worker per device, and returns the exit code.
 
-    from llmtrain.commands.precheck import runnable_plan
-    from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
-    from llmtrain.predict import memory_of
-
-    options = parse_kubernetes_options(request.kubernetes)
-    declared, written_for = request.load()
-    cluster = request.cluster(written_for)
-    # The run directory lies in the pods' file system: a folder of the same path on this machine is unrelated.
-    plan = runnable_plan(declared, cluster, cluster.world_size)
-    name = "-".join(part for part in (declared.name, request.variant) if part)
-    run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
-    # The recipe's path is kept as given: it is a path inside the image.
-    script = (*request.script(request.path), "--run-dir", str(run_dir))
-    manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
-    print_plan(plan, Console(stderr=True), memory_of(plan))
-    print(manifest, end="")
-
-
-def train_on_hosts(request: TrainRequest) -> None:
-    """Checks everything that can be checked before workers start, trains, and exits with the job's exit code."""
-    from rich.console import Console
-
-    from llmtrain.cluster import Cluster, local_cluster
-    from llmtrain.launch.hostfile import read_hosts
-    from llmtrain.launch.hosts import HostsJob, describe_hosts, run_on_hosts
-    from llmtrain.launch.local import clear_failures
-    from llmtrain.predict import memory_of
-    from llmtrain.system.stops import caught_signals, leave
-
-    if request.hostfile is None:
-        raise RecipeError(
-            Problem("launch.hostfile", "--hostfile", "is required", "name a file with lines of the form HOST slots=N")
-        )
-    declared, _ = request.load()
-    hosts = read_hosts(request.hostfile, request.include, request.exclude)
-    sizes = [len(host.devices) for host in hosts]
-    is_even = len(set(sizes)) == 1
-    cluster = Cluster(
-        nodes=len(hosts) if is_even else sum(sizes),
-        devices_per_node=sizes[0] if is_even else 1,
-        device=local_cluster().device,
-    )
-    folder = request.folder(declared)
-    plan = startable(declared, cluster, folder, request.resume, sum(sizes))
-    console = Console()
-    print_plan(plan, console, memory_of(plan))
-    console.print(f"hosts    {describe_hosts(hosts)}", highlight=False, soft_wrap=True)
-    clear_failures(folder)
-    argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
-    job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")
-    with caught_signals():
-        leave(run_on_hosts(job))
-
-
-HERE: tuple[LauncherName, ...] = ("local", "torchrun", "accelerate")
-"""Launchers that start the workers of this machine."""
-When = Literal["always", "without --dry-run", "with --dry-run"]
-ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")
-CLUSTER: dict[LauncherName, When] = {
-    # Without --dry-run these take the devices of this machine.
-    **dict.fromkeys(HERE, "with --dry-run"),
-    "slurm": "always",
-    "kubernetes": "always",
-}
-HOSTS: dict[LauncherName, When] = {"deepspeed": "always"}
-SUPPORTED: dict[str, dict[LauncherName, When]] = {
-    "nproc": ONLY_HERE,
-    "max_restarts": {"local": "without --dry-run"},
-    "dry_run": {**ONLY_HERE, "slurm": "always", "kubernetes": "always"},
-    "as_json": {"local": "with --dry-run"},
-    **dict.fromkeys(("nodes", "gpus_per_node", "device"), CLUSTER),
-    **dict.fromkeys(("hostfile", "include", "exclude", "runner"), HOSTS),
-    "slurm": {"slurm": "always"},
-    "kubernetes": {"kubernetes": "always"},
-}
-"""Field of `TrainRequest` → the launchers that support the option, and when. All launchers support the other fields."""
-
-
-def train(request: TrainRequest) -> None:
-    """Trains, or prints or submits the job. Raises RecipeError for options that do not go together."""
-    from llmtrain.launch import discover
-
-    outlive_the_terminal()
-    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
-    if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
-        raise RecipeError(problems)
-    if request.launcher == "deepspeed":
-        train_on_hosts(request)
-    elif request.launcher == "slurm":
-        enqueue(request)
-    elif request.launcher == "kubernetes":
-        print_manifest(request)
-    elif not request.dry_run:
-        train_here(request, rank, tool=None if request.launcher == "local" else request.launcher)
-    elif request.launcher == "local":
-        run_small(request)
-    else:
-        print_lines(request.launcher, request)
-
-
-def _unsupported(request: TrainRequest) -> Iterator[Problem]:
-    """Yields a problem for each option that the launcher does not support."""
-    launcher = request.launcher
-    instead = {
-        ("nproc", "slurm"): "--gpus-per-node",
-        ("max_restarts", "slurm"): f"a job restarts itself: --slurm max_requeues={request.max_restarts}",
-    }
-    for field, launchers in SUPPORTED.items():
-        when, option = launchers.get(launcher), option_name(field)
-        if not getattr(request, field) or when == "always":
-            continue
-        if when is None:
-            message = f"is not supported with --launcher {launcher}"
-            fix = f"leave it out, or use --launcher {' or '.join(launchers)}"
-            yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
-        elif when == "with --dry-run" and not request.dry_run:
-            message = f"is supported only with --dry-run by --launcher {launcher}"
-            yield Problem("launch.options", option, message, "add --dry-run, or leave it out")
-        elif when == "without --dry-run" and request.dry_run:
-            yield Problem("launch.options", option, "is not supported with --dry-run", "leave it out")
-
-
-def option_name(field: str) -> str:
-    """Returns the name on the command line of a field of `TrainRequest`."""
-    return f"--{field.removeprefix('as_').replace('_', '-')}"
-
-
-def _in_conflict(request: TrainRequest, rank: Rank | None) -> Iterator[Problem]:
-    """Yields a problem for each option that conflicts with others, or with the role of this process.
-
-    rank: the worker that a launcher has started this process as, if any.
+    load: returns the recipe and the run directory. tool: the program that starts the workers instead of this process.
+    ended: is called with the exit code before signals are handled as usual again.
     """
-    rule = "launch.options"
-    if request.launcher == "kubernetes" and not request.dry_run:
-        message = "only prints the manifest, so that you can inspect it before you apply it"
-        yield Problem(rule, "--launcher kubernetes", message, "--dry-run | kubectl apply -f -")
-    if request.dry_run and request.nproc and (request.nodes or request.gpus_per_node or request.device):
-        message = "sets the workers of this machine, but --nodes, --gpus-per-node and --device describe another cluster"
-        yield Problem(rule, "--nproc", message, "leave one of them out")
-    if rank is None:
+    from llmtrain.cluster import local_cluster
+    from llmtrain.launch.jobs.accelerate import processes_asked
+    from llmtrain.launch.local import common_environment
+    from llmtrain.launch.template import Template
+
+    cluster = local_cluster(nproc or processes_asked())
+    _offer_self_test(cluster)
+    if cluster.spec.on_cpu:
+        _settle_threads(cluster.devices_per_node)
+    with Template() as template:
+        forked_from = template if cluster.spec.on_cpu and not tool else None
+        if forked_from:
+            # Its imports take longest, so they run while the recipe is checked and the data are prepared.
+            forked_from.start(common_environment(cluster.world_size))
+        from llmtrain.ds_config import render
+        from llmtrain.launch.disks import check_disks
+
+        declared, folder = load()
+        plan = startable(declared, cluster, folder, resume, None)
+        check_disks(plan)
+        start = _Start(folder, resume, max_steps, max_restarts, tool, forked_from)
+        return _launch(start, plan, render(plan), ended)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How workers are started."""
+
+    folder: RunDir
+    resume: str
+    max_steps: int | None
+    max_restarts: int
+    tool: Tool | None
+    forked_from: Template | None
+
+
+def _offer_self_test(cluster: Cluster) -> None:
+    """Says once on a machine with GPUs that it can be tested; a test is never forced."""
+    from llmtrain.cluster import self_test_folder
+
+    offered = self_test_folder() / f"offered_{cluster.device}"
+    if cluster.spec.on_cpu or cluster.measured or offered.exists():
         return
-    started = f"but {rank.launcher} has started this process as a worker"
-    if request.launcher != "local":
-        yield Problem(rule, f"--launcher {request.launcher}", f"starts workers, {started}", "leave it out")
-    elif request.dry_run:
-        yield Problem(rule, "--dry-run", f"starts its own workers, {started}", "llmtrain train RECIPE --dry-run")
-    elif request.max_restarts:
-        fix = f"torchrun --max-restarts={request.max_restarts} ..." if rank.launcher == "torchrun" else "leave it out"
-        message = f"is for the process that starts the workers, {started}"
-        yield Problem("launch.restarts", "--max-restarts", message, fix)
+    _say("these GPUs have not been tested with llmtrain; `llmtrain doctor --self-test` takes a minute (shown once)")
+    with suppress(OSError):
+        offered.parent.mkdir(parents=True, exist_ok=True)
+        offered.touch()
+
+
+def _settle_threads(ranks: int) -> None:
+    """Chooses how the threads of this host's ranks wait for each other, before torch is loaded."""
+    if line := sleep_beside_others(os.environ, ranks):
+        print(line, flush=True)
+
+
+def _speaks(rank: Rank, error: UserError) -> bool:
+    """Whether this worker prints an error: rank 0 does, except for a machine's error, which its local rank 0 prints."""
+    return rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
+
+
+def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:
+    """Returns the plan of a recipe that can be started here; `workers` as in `check_runnable`.
+
+    Raises RecipeError with all faults, and the nearest legal plans.
+    """
+    from llmtrain.plan.installed import check_runnable
+    from llmtrain.rules import resolve
+    from llmtrain.search.cheapest import suggesting
+
+    with suggesting(recipe, cluster):
+        plan = resolve(recipe, cluster)
+        check_runnable(plan, workers)
+    return plan
+
+
+def startable(declared: Recipe, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
+    """Resolves the plan and runs every check that needs no worker.
+
+    workers: the number of workers that a launcher started, if one did.
+    """
+    from llmtrain.checkpoint.before import check_choice
+    from llmtrain.metrics.trackers import check_trackers
+    from llmtrain.train.tasks import check_harness
+
+    plan = runnable_plan(declared, cluster, workers)
+    check_trackers(declared)
+    if declared.tasks.names:
+        check_harness()
+    folder.check(declared)
+    check_choice(folder, resume)
+    return plan
+
+
+def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object] | None) -> int:
+    """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
+    from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
+    from llmtrain.commands.precheck import check_stages
+    from llmtrain.data import Progress, Schedule, prepare, report, with_steps
+    from llmtrain.launch.local import common_environment
+    from llmtrain.launch.tools import check_tool
+    from llmtrain.predict import memory_of
+    from llmtrain.run_lock import RunLock
+    from llmtrain.system.stops import caught_signals
+    from llmtrain.system.streams import plain_console
+
+    console, folder = plain_console(), start.folder
+    if start.tool:
+        check_tool(start.tool, plan)
+    print_plan(plan, console, memory_of(plan))
+    if start.resume == "auto" and (reason := nothing_left(plan, folder, start.max_steps)):
+        console.print(reason, highlight=False, soft_wrap=True)
+        return Exit.DONE
+    with RunLock.take(folder.path, _say) as lock:
+        checkpoint = check_resume(plan, folder, start.resume, is_local=True)
+        if start.forked_from:  # a new one, with one worker that drives all devices
+            start.forked_from.start(common_environment(plan.workers))
+        check_stages(plan)
+        prepared = prepare(plan.recipe, Progress(console))
+        plan = with_steps(plan, prepared)
+        console.print(report(prepared, plan.recipe))
+        if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, start.max_steps)):
+            console.print(reason, highlight=False, soft_wrap=True)
+            return Exit.DONE
+        if checkpoint:
+            check_data(checkpoint, prepared.key)
+        Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
+        folder.create(plan, ds_config)
+        console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
+        with caught_signals():
+            # Batch systems repeat signals: one that arrives after the end must not change the exit code.
+            code = _run(start, plan, console)
+            lock.release()
+            if ended:
+                ended(code)
+            return code
+
+
+def _run(start: _Start, plan: Plan, console: Console) -> int:
+    """Runs the workers and returns the exit code."""
+    from llmtrain.launch.tools import ToolJob, run_by_tool
+    from llmtrain.train.restart import train_with_restarts
+
+    folder, resume, template = start.folder, start.resume, start.forked_from
+    arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(start.max_steps)] if start.max_steps else [])]
+    if start.tool:
+        console.print(f"starting workers with {start.tool}")
+        return run_by_tool(ToolJob(start.tool, plan, folder, (*arguments, "--resume", resume)))
+    command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
+    restarts, allowed_s = start.max_restarts, plan.recipe.watchdog.min_seconds
+    code = train_with_restarts(command, plan.workers, folder, resume, restarts, console, template, allowed_s)
+    if template:
+        template.close()
+    return code

@@ -12,25 +12,27 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from llmtrain.errors import Problem
+from llmtrain.errors import MachineError, Problem
 from llmtrain.plan import Plan
 
 LIBAIO = "apt install libaio-dev (Debian), dnf install libaio-devel (Fedora), or name its folder in CFLAGS and LDFLAGS"
 PROGRAM = "void io_submit(void); int main(int count, char** words) { io_submit(); return 0; }"
 
 
-def disk_problems(plan: Plan) -> list[Problem]:
-    """Returns what this machine lacks to offload to disk as the plan requires; nothing if the plan does not."""
+def check_disks(plan: Plan) -> None:
+    """Raises MachineError with what this machine lacks to offload to disk, if the plan does that."""
     parallel = plan.recipe.parallel
     fields = [name for name in ("offload_optimizer", "offload_param") if getattr(parallel, name) == "nvme"]
     if not fields:
-        return []
+        return
     instead = " ".join(f"--set parallel.{name}=cpu" for name in fields) + " --set parallel.nvme_path=null"
     problems = [
         Problem("nvme.machine", f"parallel.{fields[0]}", f"'nvme' was given, but {lack}", f"{fix}; or {instead}")
         for lack, fix in ([] if _is_built() else [*_lacking(), *_without_library()])
     ]
-    return [*problems, *_folder_problems(Path(parallel.nvme_path or ""))]
+    problems += _folder_problems(Path(parallel.nvme_path or ""))
+    if problems:
+        raise MachineError(problems)
 
 
 def _is_built() -> bool:

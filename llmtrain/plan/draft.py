@@ -1,4 +1,4 @@
-"""The input of the rules: a recipe on a cluster that may or may not be legal, and the plan that it would become."""
+"""The input of the rules: a recipe on a cluster that may or may not be legal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem
 from llmtrain.plan.axes import model_parallel_size
-from llmtrain.plan.plan import Batch, ModelFacts, Plan, note
-from llmtrain.plan.stages import flops_per_token, plan_stages
+from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
 
 WEIGHT_DTYPE: dict[Precision, str] = {
@@ -75,26 +73,3 @@ def divisors(number: int) -> tuple[int, ...]:
     """Returns all divisors of a positive number in increasing order, within milliseconds for the largest clusters."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))
-
-
-def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
-    """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
-    recipe, facts = draft.recipe, draft.facts
-    accumulation = draft.accumulation
-    assert facts is not None, "a draft without facts has been refused"
-    assert accumulation is not None, "the rules of layout and batch have refused the rest"
-    batch = Batch(
-        global_batch_size=recipe.batch.global_batch_size,
-        micro_batch_size=recipe.batch.micro_batch_size,
-        gradient_accumulation_steps=accumulation,
-        tokens_per_step=recipe.batch.global_batch_size * recipe.data.sequence_length,
-    )
-    return Plan(
-        recipe=recipe,
-        cluster=draft.cluster,
-        batch=batch,
-        model=facts,
-        stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
-        flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
-        notes=tuple(note(problem) for problem in notes or ()),
-    )

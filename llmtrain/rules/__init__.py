@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.plan.plan import Batch, ModelFacts, Plan, note
+from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.plan.vocabulary import grown
+from llmtrain.predict import memory_of
+from llmtrain.predict.memory import LABELS, by_part
+from llmtrain.predict.parts import GIB
 from llmtrain.recipe import Recipe
 from llmtrain.rules import (
     adapter,
@@ -27,7 +31,7 @@ from llmtrain.rules import (
     tensor,
     zero,
 )
-from llmtrain.rules.rule import ENGINE, Fault, Rule
+from llmtrain.rules.rule import ENGINE, Fault, Rule, rule
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
     *precision.RULES,
@@ -52,27 +56,69 @@ LEGALITY: tuple[Rule, ...] = (
 )
 """Rules that do not depend on the amount of memory."""
 
-RULES: tuple[Rule, ...] = (*LEGALITY, *layout.MEMORY)
 
-__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken", "resolve"]
+def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
+    """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
+    recipe, facts = draft.recipe, draft.facts
+    accumulation = draft.accumulation
+    assert facts is not None, "a draft without facts has been refused"
+    assert accumulation is not None, "the rules of layout and batch have refused the rest"
+    batch = Batch(
+        global_batch_size=recipe.batch.global_batch_size,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        tokens_per_step=recipe.batch.global_batch_size * recipe.data.sequence_length,
+    )
+    return Plan(
+        recipe=recipe,
+        cluster=draft.cluster,
+        batch=batch,
+        model=facts,
+        stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
+        flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
+        notes=tuple(note(problem) for problem in notes or ()),
+    )
+
+
+@rule("memory.fits", "The rank that needs most memory, by component, against the memory of a device.", "arithmetic")
+def fits(draft: Draft) -> Iterator[Fault]:
+    """Refuses plans whose fullest rank needs more than a device has, if the capacity and all degrees are known."""
+    facts, stages = draft.facts, draft.parallel.stages
+    if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
+        return
+    memory = memory_of(assemble(draft))
+    if memory is None or memory.fits or memory.capacity is None:
+        return
+    fullest = memory.stages[memory.fullest]
+    where = f" on stage {memory.fullest}" if stages > 1 else ""
+    message = (
+        f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.0f} GiB on a {draft.cluster.device}{where}, "
+        f"{LABELS[fullest.moment]}: {by_part(fullest.peak)}"
+    )
+    yield Fault("parallel", message, "use more devices or larger ones, or change the layout or the precision")
+
+
+RULES: tuple[Rule, ...] = (*LEGALITY, fits)
+
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", "resolve"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
     """Returns the rules that a draft breaks: refusals, and notes on legal but notable choices."""
     asked = _asked(draft, rules)
-    refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
-    notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]
+    refusals = [problem for one in asked if one.refuses for problem in one.problems(draft)]
+    notes = [problem for one in asked if not one.refuses for problem in one.problems(draft)]
     return refusals, notes
 
 
 def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
     """Whether no rule refuses a draft. Stops at the first refusal, since searches ask this of many drafts."""
-    return not any(rule.refuses and any(rule.check(draft)) for rule in _asked(draft, rules))
+    return not any(one.refuses and any(one.check(draft)) for one in _asked(draft, rules))
 
 
 def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
     """Returns the rules that apply to the draft's backend."""
-    return [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]
+    return [one for one in rules if draft.parallel.strategy == "deepspeed" or one not in DEEPSPEED_RULES]
 
 
 def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:

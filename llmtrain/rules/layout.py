@@ -1,4 +1,4 @@
-"""Rules for the batch and for degrees of parallelism: what they must divide, and that a rank's part fits."""
+"""Rules for the batch and for degrees of parallelism: what they must divide."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 from llmtrain.cluster import Device
 from llmtrain.plan.axes import CHOSEN, Axis, model_parallel_size
-from llmtrain.plan.draft import Draft, assemble, divisors
+from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.families import EXPERT_PRESETS
-from llmtrain.predict import memory_of
-from llmtrain.predict.memory import LABELS, by_part
-from llmtrain.predict.parts import GIB
 from llmtrain.rules.rule import Fault, Rule, assignment, rule
 
 
@@ -139,24 +136,4 @@ def _or(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
 
 
-@rule("memory.fits", "The rank that needs most memory, by component, against the memory of a device.", "arithmetic")
-def fits(draft: Draft) -> Iterator[Fault]:
-    """Refuses plans whose fullest rank needs more than a device has, if the capacity and all degrees are known."""
-    facts, stages = draft.facts, draft.parallel.stages
-    if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
-        return
-    memory = memory_of(assemble(draft))
-    if memory is None or memory.fits or memory.capacity is None:
-        return
-    fullest = memory.stages[memory.fullest]
-    where = f" on stage {memory.fullest}" if stages > 1 else ""
-    message = (
-        f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.0f} GiB on a {draft.cluster.device}{where}, "
-        f"{LABELS[fullest.moment]}: {by_part(fullest.peak)}"
-    )
-    yield Fault("parallel", message, "use more devices or larger ones, or change the layout or the precision")
-
-
 RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.why), expert, tensor_node, divides)
-MEMORY = (fits,)
-"""What depends on the memory of the devices."""

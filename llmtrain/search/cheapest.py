@@ -1,17 +1,22 @@
-"""The cheapest ways to make a run fit, by predicted speed; the refusal of a plan that is too large suggests them."""
+"""What a refusal suggests: the nearest legal plans, or the cheapest ways to make a run fit, by predicted speed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.errors import RecipeError
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.predict import lacking, memory_of
 from llmtrain.predict.parts import readable
 from llmtrain.predict.time import StepTime
 from llmtrain.recipe import Recipe
-from llmtrain.search.nearest import MOST, as_arguments
+from llmtrain.rules import assemble
+from llmtrain.search.nearest import MOST, as_arguments, nearest_plans
 from llmtrain.search.room import Room
 from llmtrain.search.search import changes_of, timed_plans
 from llmtrain.search.variants import Fields
@@ -21,6 +26,32 @@ EQUAL = 0.05
 not more accurate than this (`docs/guides/time.md`)."""
 MOST_DEVICES = 1024
 """With more devices the search takes longer than a user should wait for a refusal."""
+
+
+@contextmanager
+def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None = None) -> Iterator[None]:
+    """Adds the nearest legal plans to a refusal that is raised within the context.
+
+    forced: what every suggestion has to change, if the fault is not one of the rules.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        _suggest(error, recipe, cluster, forced)
+        raise
+
+
+def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None) -> None:
+    """Adds the plans nearest to a refused one; if only its memory was refused, the fastest ones that fit."""
+    if forced or {problem.rule for problem in error.problems} != {"memory.fits"}:
+        error.nearest = nearest_plans(recipe, cluster, forced)
+        return
+    if ways := cheapest_ways(recipe, cluster, model_facts(recipe.model, recipe.vocab_size)):
+        error.nearest = tuple(way.arguments for way in ways)
+        error.nearest_figures = tuple(way.figures for way in ways)
+    else:
+        error.nearest = nearest_plans(recipe, cluster)
+    error.nearest_title = "cheapest ways to make it fit, with the same global batch"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan.draft import Draft, assemble, divisors
+from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import Recipe
-from llmtrain.rules import broken, resolve
+from llmtrain.rules import assemble, broken, resolve
 from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, changed, choices, value_of
 
 MOST = 3

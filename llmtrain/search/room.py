@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.plan import Plan
 from llmtrain.predict import Shortage
+from llmtrain.rules import assemble
 from llmtrain.search.variants import CHECKPOINTING, EVERY, MICRO_BATCH, OFFLOAD_INPUTS, changed
 
 Fits = Callable[[Plan], Shortage | None]

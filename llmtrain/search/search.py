@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.predict import Shortage
 from llmtrain.predict.time import StepTime, predict, unknown
 from llmtrain.recipe import Recipe
-from llmtrain.rules import LEGALITY, allowed, backends, broken, layout, pipeline, precision, zero
+from llmtrain.rules import LEGALITY, allowed, assemble, backends, broken, layout, pipeline, precision, zero
 from llmtrain.search.nearest import as_arguments
 from llmtrain.search.room import Fits, Room
 from llmtrain.search.variants import (

@@ -11,8 +11,8 @@ import pytest
 from typer.main import get_command
 
 from llmtrain.cli import app
-from llmtrain.commands.start import TrainRequest
-from llmtrain.commands.train import SUPPORTED, option_name
+from llmtrain.commands.launchers import SUPPORTED, option_name
+from llmtrain.commands.train import TrainRequest
 from tests.helpers.commands import llmtrain, run
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4

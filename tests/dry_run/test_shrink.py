@@ -13,12 +13,12 @@ from llmtrain.dry_run.model import tiny_model
 from llmtrain.dry_run.shrink import LAYERS, STEPS, layers_kept, shrink_plan
 from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import AXES, model_parallel_size
-from llmtrain.plan.draft import Draft, assemble, divisors
+from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules import LEGALITY, broken, resolve
+from llmtrain.rules import LEGALITY, assemble, broken, resolve
 
 ROOT = Path(__file__).parents[2]
 KEPT = ("backend", "accelerate", "zero_stage", "activation_checkpointing")

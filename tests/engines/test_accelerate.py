@@ -18,10 +18,10 @@ from llmtrain.ds_config import render
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan import installed
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import broken, resolve
+from llmtrain.rules import assemble, broken, resolve
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.reference_run import ReferenceRun

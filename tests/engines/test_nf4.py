@@ -13,10 +13,11 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, nf4
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.weights import packed_bytes
 from llmtrain.recipe import Recipe
+from llmtrain.rules import assemble
 from llmtrain.verify import reference
 from llmtrain.verify.reference import ReferenceLoop
 from tests.helpers.batches import tiny_recipe

@@ -16,9 +16,10 @@ from llmtrain.engines.optimizers.sums import SharedSums
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict.traffic import volumes
+from llmtrain.rules import assemble
 from llmtrain.verify import compare
 from llmtrain.verify.job import Deviation
 from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer

@@ -27,9 +27,9 @@ from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.exchanges import shard_of
 from llmtrain.plan import Plan
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.recipe import ParallelConfig, Recipe
-from llmtrain.rules import LEGALITY, broken
+from llmtrain.rules import LEGALITY, assemble, broken
 from llmtrain.verify.compare import Trace, deviation, tolerance
 from llmtrain.verify.job import Deviation, worst
 from llmtrain.verify.train import sgd_fields

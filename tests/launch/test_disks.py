@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.commands.precheck import check_machine
 from llmtrain.errors import Exit, MachineError
 from llmtrain.launch import disks
+from llmtrain.launch.disks import check_disks
 from llmtrain.plan import Plan
 from llmtrain.rules import resolve
 from tests.helpers.small_plan import small_plan
@@ -37,7 +37,7 @@ def without_libaio(monkeypatch, tmp_path):
 
 def test_a_machine_without_libaio_is_told_what_to_install(without_libaio, tmp_path):
     with pytest.raises(MachineError) as error:
-        check_machine(_plan(tmp_path / "states"))
+        check_disks(_plan(tmp_path / "states"))
     (problem,) = error.value.problems
     assert error.value.exit_code == Exit.USAGE
     assert (problem.rule, problem.field) == ("nvme.machine", "parallel.offload_optimizer")
@@ -47,29 +47,29 @@ def test_a_machine_without_libaio_is_told_what_to_install(without_libaio, tmp_pa
     fields = dict(one.split("=") for one in instead.replace("--set ", "").split())
     fields = {name: None if value == "null" else value for name, value in fields.items()}
     other = resolve(_plan(tmp_path).recipe.with_(**fields), Cluster(devices_per_node=2))
-    check_machine(other)
+    check_disks(other)
 
 
 def test_nothing_is_missing_where_the_program_links(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "true")
-    check_machine(_plan(tmp_path / "states"))
+    check_disks(_plan(tmp_path / "states"))
     assert not (tmp_path / "states").exists()
 
 
 def test_nothing_is_compiled_where_the_operator_is_installed(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setattr(disks, "_is_built", lambda: True)
-    check_machine(_plan(tmp_path))
+    check_disks(_plan(tmp_path))
 
 
 def test_other_plans_ask_nothing(without_libaio):
-    check_machine(small_plan())
+    check_disks(small_plan())
 
 
 def test_a_missing_compiler_and_a_wrong_folder_are_told_together(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError) as error:
-        check_machine(_plan(tmp_path / "file" / "states"))
+        check_disks(_plan(tmp_path / "file" / "states"))
     compiler, library, folder = error.value.problems
     assert "no-such-compiler" in compiler.message
     assert "libaio" in library.message

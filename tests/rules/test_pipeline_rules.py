@@ -14,9 +14,9 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import broken, pipeline
+from llmtrain.rules import assemble, broken, pipeline
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, trace, worst

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import Recipe
-from llmtrain.rules import broken
+from llmtrain.rules import assemble, broken
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import take_steps

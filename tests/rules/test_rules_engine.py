@@ -15,9 +15,9 @@ import pytest
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.launch.local import reserved_port
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import broken
+from llmtrain.rules import assemble, broken
 from llmtrain.rules import precision as precision_rules
 from llmtrain.rules import zero as zero_rules
 

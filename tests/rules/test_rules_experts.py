@@ -10,10 +10,10 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import broken
+from llmtrain.rules import assemble, broken
 from tests.helpers.batches import GLOBAL_BATCH, step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe

@@ -7,16 +7,14 @@ import json
 import pytest
 
 from llmtrain.cluster import Cluster, Device
-from llmtrain.commands.precheck import suggesting
 from llmtrain.errors import RecipeError
-from llmtrain.plan.draft import assemble
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import lacking, memory_of
 from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules import resolve
-from llmtrain.search.cheapest import EQUAL, cheapest_ways
+from llmtrain.rules import assemble, resolve
+from llmtrain.search.cheapest import EQUAL, cheapest_ways, suggesting
 from llmtrain.search.search import legal_plans
 
 NODE = Cluster(devices_per_node=8, device="h100")

@@ -11,13 +11,13 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import Shortage, lacking
 from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules import LEGALITY, RULES, broken, resolve
+from llmtrain.rules import LEGALITY, RULES, assemble, broken, resolve
 from llmtrain.search.room import Room
 from llmtrain.search.search import legal_plans, loses, search_plans
 from llmtrain.search.search_report import UNKNOWN_MEMORY, document, lines

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.cluster import Cluster, measured_on, self_test_folder
-from llmtrain.commands.start import _offer_self_test
+from llmtrain.commands.train import _offer_self_test
 from llmtrain.recipe import parse_recipe
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.self_test import run

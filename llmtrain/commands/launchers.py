@@ -1,0 +1,261 @@
+"""`llmtrain train` with a launcher or a dry run: which options each supports, and what it does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+from llmtrain.commands.plan import print_plan
+from llmtrain.commands.train import LauncherName, TrainRequest, runnable_plan, startable
+from llmtrain.errors import Problem, RecipeError, UserError
+
+if TYPE_CHECKING:
+    from llmtrain.launch import Rank
+    from llmtrain.launch.tools import Tool
+
+
+def print_lines(tool: Tool, request: TrainRequest) -> None:
+    """Checks the plan, then prints it on standard error and the command line of each node on standard output."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.launch.tools import check_tool, lines_of
+    from llmtrain.predict import memory_of
+    from llmtrain.run_dir import RunDir
+
+    declared, written_for = request.load()
+    machine = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+    folder = request.folder(declared).path.absolute()
+    plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
+    check_tool(tool, plan)
+    print_plan(plan, Console(stderr=True), memory_of(plan))
+    script = (*request.script(request.absolute_path), "--run-dir", str(folder))
+    named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
+    planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
+    beside = folder.with_name(f"{folder.name}-plan")
+    print("\n".join(lines_of(tool, plan, script, beside, planned)))
+
+
+def run_small(request: TrainRequest) -> None:
+    """Runs the scaled-down plan and prints the report, which is written next to the run directory of the real run."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.commands.precheck import check_stages
+    from llmtrain.dry_run.run import REPORT, dry_run
+    from llmtrain.run_dir import RunDir
+
+    try:
+        declared, written_for = request.load()
+        beside = request.folder(declared).path
+        beside = beside if beside.name else beside.resolve()
+        folder = RunDir(beside.parent / f"{beside.name}-dry-run")
+        cluster = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+        plan = runnable_plan(declared, cluster)
+        check_stages(plan)
+        report = dry_run(plan, folder)
+    except UserError as error:
+        if request.as_json:
+            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    if request.as_json:
+        print(json.dumps(report.document(), indent=2))
+        print(f"report {folder.path / REPORT}", file=sys.stderr)
+        return
+    console = Console()
+    for line in report.lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(report.table())
+    console.print(f"report {folder.path / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def enqueue(request: TrainRequest) -> None:
+    """Checks everything that can be checked before the job starts, then prints its script or submits it."""
+    from rich.console import Console
+
+    from llmtrain.checkpoint.before import check_resume
+    from llmtrain.cluster import Cluster
+    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_slurm_options, render_job, submit
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.predict import memory_of
+    from llmtrain.run_dir import RunDir
+
+    options, resume = parse_slurm_options(request.slurm), request.resume
+    declared, written_for = request.load()
+    cluster = request.cluster(written_for)
+    machines = cluster.nodes
+    if options.tasks:
+        cluster = Cluster(nodes=options.tasks, device=cluster.device)
+    folder = request.folder(declared)
+    path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
+    for choice in options.sweep:
+        varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
+        startable(varied, cluster, RunDir(path / choice.replace("/", "_")), resume, cluster.world_size)
+    if not options.sweep:
+        arguments = (*arguments, "--run-dir", str(path))
+        plan = startable(declared, cluster, folder, resume, cluster.world_size)
+        check_resume(plan, folder, resume, is_local=False)
+        print_plan(plan, Console(stderr=True), memory_of(plan))
+    job = SlurmJob(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
+    script = render_job(job)
+    if request.dry_run:
+        print(script, end="")
+    else:
+        print("\n".join(following(job, submit(script))))
+
+
+def print_manifest(request: TrainRequest) -> None:
+    """Checks the plan, then prints it on standard error and its manifest on standard output."""
+    from rich.console import Console
+
+    from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
+    from llmtrain.predict import memory_of
+
+    options = parse_kubernetes_options(request.kubernetes)
+    declared, written_for = request.load()
+    cluster = request.cluster(written_for)
+    # The run directory lies in the pods' file system: a folder of the same path on this machine is unrelated.
+    plan = runnable_plan(declared, cluster, cluster.world_size)
+    name = "-".join(part for part in (declared.name, request.variant) if part)
+    run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
+    # The recipe's path is kept as given: it is a path inside the image.
+    script = (*request.script(request.path), "--run-dir", str(run_dir))
+    manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
+    print_plan(plan, Console(stderr=True), memory_of(plan))
+    print(manifest, end="")
+
+
+def train_on_hosts(request: TrainRequest) -> None:
+    """Checks everything that can be checked before workers start, trains, and exits with the job's exit code."""
+    from rich.console import Console
+
+    from llmtrain.cluster import Cluster, local_cluster
+    from llmtrain.launch.hostfile import read_hosts
+    from llmtrain.launch.hosts import HostsJob, describe_hosts, run_on_hosts
+    from llmtrain.launch.local import clear_failures
+    from llmtrain.predict import memory_of
+    from llmtrain.system.stops import caught_signals, leave
+
+    if request.hostfile is None:
+        raise RecipeError(
+            Problem("launch.hostfile", "--hostfile", "is required", "name a file with lines of the form HOST slots=N")
+        )
+    declared, _ = request.load()
+    hosts = read_hosts(request.hostfile, request.include, request.exclude)
+    sizes = [len(host.devices) for host in hosts]
+    is_even = len(set(sizes)) == 1
+    cluster = Cluster(
+        nodes=len(hosts) if is_even else sum(sizes),
+        devices_per_node=sizes[0] if is_even else 1,
+        device=local_cluster().device,
+    )
+    folder = request.folder(declared)
+    plan = startable(declared, cluster, folder, request.resume, sum(sizes))
+    console = Console()
+    print_plan(plan, console, memory_of(plan))
+    console.print(f"hosts    {describe_hosts(hosts)}", highlight=False, soft_wrap=True)
+    clear_failures(folder)
+    argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
+    job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")
+    with caught_signals():
+        leave(run_on_hosts(job))
+
+
+HERE: tuple[LauncherName, ...] = ("local", "torchrun", "accelerate")
+"""Launchers that start the workers of this machine."""
+When = Literal["always", "without --dry-run", "with --dry-run"]
+ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")
+CLUSTER: dict[LauncherName, When] = {
+    # Without --dry-run these take the devices of this machine.
+    **dict.fromkeys(HERE, "with --dry-run"),
+    "slurm": "always",
+    "kubernetes": "always",
+}
+HOSTS: dict[LauncherName, When] = {"deepspeed": "always"}
+SUPPORTED: dict[str, dict[LauncherName, When]] = {
+    "nproc": ONLY_HERE,
+    "max_restarts": {"local": "without --dry-run"},
+    "dry_run": {**ONLY_HERE, "slurm": "always", "kubernetes": "always"},
+    "as_json": {"local": "with --dry-run"},
+    **dict.fromkeys(("nodes", "gpus_per_node", "device"), CLUSTER),
+    **dict.fromkeys(("hostfile", "include", "exclude", "runner"), HOSTS),
+    "slurm": {"slurm": "always"},
+    "kubernetes": {"kubernetes": "always"},
+}
+"""Field of `TrainRequest` → the launchers that support the option, and when. All launchers support the other fields."""
+
+
+def check_options(request: TrainRequest, rank: Rank | None) -> None:
+    """Raises RecipeError for options that do not go together; rank: as for `_in_conflict`."""
+    if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
+        raise RecipeError(problems)
+
+
+def launch(request: TrainRequest) -> None:
+    """Makes a dry run, trains on other hosts, or prints or submits a job."""
+    if request.launcher == "deepspeed":
+        train_on_hosts(request)
+    elif request.launcher == "slurm":
+        enqueue(request)
+    elif request.launcher == "kubernetes":
+        print_manifest(request)
+    elif request.launcher == "local":
+        run_small(request)
+    else:
+        print_lines(request.launcher, request)
+
+
+def _unsupported(request: TrainRequest) -> Iterator[Problem]:
+    """Yields a problem for each option that the launcher does not support."""
+    launcher = request.launcher
+    instead = {
+        ("nproc", "slurm"): "--gpus-per-node",
+        ("max_restarts", "slurm"): f"a job restarts itself: --slurm max_requeues={request.max_restarts}",
+    }
+    for field, launchers in SUPPORTED.items():
+        when, option = launchers.get(launcher), option_name(field)
+        if not getattr(request, field) or when == "always":
+            continue
+        if when is None:
+            message = f"is not supported with --launcher {launcher}"
+            fix = f"leave it out, or use --launcher {' or '.join(launchers)}"
+            yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
+        elif when == "with --dry-run" and not request.dry_run:
+            message = f"is supported only with --dry-run by --launcher {launcher}"
+            yield Problem("launch.options", option, message, "add --dry-run, or leave it out")
+        elif when == "without --dry-run" and request.dry_run:
+            yield Problem("launch.options", option, "is not supported with --dry-run", "leave it out")
+
+
+def option_name(field: str) -> str:
+    """Returns the name on the command line of a field of `TrainRequest`."""
+    return f"--{field.removeprefix('as_').replace('_', '-')}"
+
+
+def _in_conflict(request: TrainRequest, rank: Rank | None) -> Iterator[Problem]:
+    """Yields a problem for each option that conflicts with others, or with the role of this process.
+
+    rank: the worker that a launcher has started this process as, if any.
+    """
+    rule = "launch.options"
+    if request.launcher == "kubernetes" and not request.dry_run:
+        message = "only prints the manifest, so that you can inspect it before you apply it"
+        yield Problem(rule, "--launcher kubernetes", message, "--dry-run | kubectl apply -f -")
+    if request.dry_run and request.nproc and (request.nodes or request.gpus_per_node or request.device):
+        message = "sets the workers of this machine, but --nodes, --gpus-per-node and --device describe another cluster"
+        yield Problem(rule, "--nproc", message, "leave one of them out")
+    if rank is None:
+        return
+    started = f"but {rank.launcher} has started this process as a worker"
+    if request.launcher != "local":
+        yield Problem(rule, f"--launcher {request.launcher}", f"starts workers, {started}", "leave it out")
+    elif request.dry_run:
+        yield Problem(rule, "--dry-run", f"starts its own workers, {started}", "llmtrain train RECIPE --dry-run")
+    elif request.max_restarts:
+        fix = f"torchrun --max-restarts={request.max_restarts} ..." if rank.launcher == "torchrun" else "leave it out"
+        message = f"is for the process that starts the workers, {started}"
+        yield Problem("launch.restarts", "--max-restarts", message, fix)
