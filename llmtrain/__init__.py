@@ -90,6 +90,6 @@ def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
     stop_at_once()
     # Imported here, so that reading a recipe is not slowed down.
-    from llmtrain.script import main as run
+    from llmtrain.cli import run_script
 
-    run(recipe)
+    run_script(recipe)

@@ -1,4 +1,7 @@
-"""The command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The command line, of `llmtrain` and of a recipe that is run as a program.
+
+Each command imports what it needs when it runs, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
@@ -30,6 +33,9 @@ from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
 from llmtrain.system.streams import outlive_the_terminal, take_any_text
+
+if TYPE_CHECKING:
+    from llmtrain.recipe import Recipe
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -110,6 +116,43 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
         _drop_output()
         print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
+
+
+def run_script(recipe: Callable[[], Recipe]) -> None:
+    """Runs `llmtrain train` for the file that defines `recipe`, with the script's own arguments.
+
+    If a launcher started this process, it becomes one worker; otherwise it starts them. The function is the file's
+    `recipe`, or its `recipe_VARIANT`; the argument `--variant NAME` chooses another variant.
+    """
+    from llmtrain.launch import without_local_rank
+    from llmtrain.plan.load import is_running
+
+    if is_running():
+        message = "is called while the recipe is imported, so the run would start within itself"
+        raise RecipeError(Problem("recipe.main", "main()", message, 'call it under `if __name__ == "__main__":`'))
+    try:
+        arguments = _script_arguments(recipe, without_local_rank(sys.argv[1:]))
+    except RecipeError as error:
+        refuse(error)
+    main(arguments)
+
+
+def _script_arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> list[str]:
+    """Returns the arguments for the command `llmtrain`. Raises RecipeError for a function that it could not find."""
+    name = getattr(recipe, "__name__", "")
+    module = sys.modules.get(getattr(recipe, "__module__", ""))
+    path = getattr(module, "__file__", None)
+    if path is None or getattr(module, name, None) is not recipe or name.split("_")[0] != "recipe":
+        message = f"main({name or type(recipe).__name__}) was called: a run is read from a file's function recipe() or "
+        raise RecipeError(Problem("recipe.main", "main()", f"{message}recipe_VARIANT()", "rename the function"))
+    variant = name.removeprefix("recipe").removeprefix("_")
+    if "--variant" in arguments:
+        at = arguments.index("--variant")
+        if at + 1 == len(arguments):
+            raise RecipeError(Problem("recipe.variant", "--variant", "needs a name"))
+        variant = arguments[at + 1]
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return ["train", f"{path}:{variant}" if variant else path, *arguments]
 
 
 def lint_alone() -> None:

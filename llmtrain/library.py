@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +23,56 @@ from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError,
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.lint import Reader, Result
-    from llmtrain.planned import Planned
+    from llmtrain.plan import Plan
+    from llmtrain.predict import PlanMemory
+    from llmtrain.predict.time import StepTime
     from llmtrain.recipe import Recipe
     from llmtrain.report import RunData
     from llmtrain.verify import Certificate
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A legal plan, its predictions and its configuration. Printed, it is what `llmtrain plan` prints.
+
+    memory: None for a model that is not a chain of layers.
+    """
+
+    plan: Plan
+    memory: PlanMemory | None
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """The predicted time of a step; None for devices of unknown speed."""
+        from llmtrain.predict.time import predict
+
+        return predict(self.plan)
+
+    @cached_property
+    def ds_config(self) -> dict[str, Any]:
+        """The configuration for DeepSpeed; empty for a plan without DeepSpeed."""
+        from llmtrain.ds_config import render
+
+        return render(self.plan)
+
+    def document(self) -> dict[str, Any]:
+        """Returns what `llmtrain plan --json` prints."""
+        known = {"memory": self.memory and self.memory.summary(), "time": self.time and self.time.model_dump()}
+        return {**self.plan.summary(), **known, "ds_config": self.ds_config or None}
+
+    def lines(self) -> Iterator[str]:
+        """Yields lines for people: model, layout, memory, predicted time and notes."""
+        from llmtrain.plan.described import model_line, split_lines
+        from llmtrain.predict.time import describe_time
+
+        yield from (model_line(self.plan), *split_lines(self.plan), *(self.memory.described() if self.memory else ()))
+        if self.time:
+            yield describe_time(self.time, measured=self.plan.cluster.measured is not None)
+        for one in self.plan.notes:
+            yield f"note: {one['message']} [{one['rule']}]"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
 
 @contextmanager
@@ -49,7 +97,6 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     from llmtrain.cluster import local_cluster
     from llmtrain.commands.precheck import check_stages
     from llmtrain.plan.load import declared
-    from llmtrain.planned import Planned
     from llmtrain.predict import memory_of
     from llmtrain.rules import resolve
     from llmtrain.search.cheapest import suggesting

@@ -23,7 +23,7 @@ LAYERS = (
     {"predict"},
     {"rules"},
     {"search"},
-    {"ds_config", "planned", "run_dir", "run_lock", "launch"},
+    {"ds_config", "run_dir", "launch"},
     {"data"},
     {"overrides"},
     {"models"},
@@ -36,10 +36,10 @@ LAYERS = (
     {"self_test"},
     {"commands", "library"},
     {"cli"},
-    {"script", "__init__", "__main__"},
+    {"__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
-PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "library", "cli", "script"}
+PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "library", "cli"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

@@ -125,7 +125,7 @@ def test_functions_that_other_modules_import_have_names_of_their_own():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 imported |= {(node.module, alias.name) for alias in node.names}
-    fronts = {"llmtrain", "llmtrain.cli", "llmtrain.library", "llmtrain.script"}
+    fronts = {"llmtrain", "llmtrain.cli", "llmtrain.library"}
     shared = {
         name: modules
         for name, found in defined.items()

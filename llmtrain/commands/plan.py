@@ -17,7 +17,6 @@ from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.plan import Plan
-    from llmtrain.planned import Planned
     from llmtrain.predict import PlanMemory
     from llmtrain.recipe import Recipe
 
@@ -77,9 +76,7 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
 
 def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
     """Prints model, layout, memory, predicted time and notes."""
-    from llmtrain.planned import Planned
-
-    for line in Planned(plan, memory).lines():
+    for line in library.Planned(plan, memory).lines():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -128,7 +125,7 @@ def show_plan(request: PlanRequest) -> None:
     _show(planned, request)
 
 
-def _show(planned: Planned, request: PlanRequest) -> None:
+def _show(planned: library.Planned, request: PlanRequest) -> None:
     from rich.console import Console
 
     written: list[str] = []
@@ -146,7 +143,7 @@ def _show(planned: Planned, request: PlanRequest) -> None:
         print(f"wrote {', '.join(written)} to {request.write}", file=sys.stderr if request.as_json else None)
 
 
-def _write(folder: Path, planned: Planned) -> list[str]:
+def _write(folder: Path, planned: library.Planned) -> list[str]:
     """Writes the plan, its configurations for DeepSpeed and accelerate, and diagrams of memory and schedule.
 
     Returns the names of the files.

@@ -204,7 +204,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     signals = StopSignals()
     from llmtrain.ds_config import render
     from llmtrain.launch.disks import check_disks
-    from llmtrain.run_lock import RunLock
+    from llmtrain.run_dir.lock import RunLock
     from llmtrain.train.worker import train_rank
 
     declared, _ = request.load()
@@ -350,7 +350,7 @@ def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callabl
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.tools import check_tool
     from llmtrain.predict import memory_of
-    from llmtrain.run_lock import RunLock
+    from llmtrain.run_dir.lock import RunLock
     from llmtrain.system.stops import caught_signals
     from llmtrain.system.streams import plain_console
 

@@ -17,7 +17,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.report.lines import GrowingLines
 from llmtrain.report.table import MetricsTable
 from llmtrain.run_dir import RunDir
-from llmtrain.run_lock import is_held
+from llmtrain.run_dir.lock import is_held
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from llmtrain.launch import run_workers
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.recipe import parse_recipe
 from llmtrain.run_dir import RunDir, environment, write_json
-from llmtrain.run_lock import RunLock
+from llmtrain.run_dir.lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, enumerate_plans
 from llmtrain.self_test.job import DeviceRates, MeasureJob, measure_job_file, rates_file, timed_plan
 from llmtrain.self_test.report import findings, measured_by, measuring_failed, parity

@@ -23,7 +23,7 @@ from llmtrain.metrics.logger import EventName, note_event
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
-from llmtrain.run_lock import RunLock
+from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.stops import after_step, hear_no_more, leave

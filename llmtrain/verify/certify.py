@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.errors import Problem, RecipeError, StoppedError, UserError
 from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir, environment, write_json
-from llmtrain.run_lock import RunLock
+from llmtrain.run_dir.lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.verify.job import (
     Certificate,

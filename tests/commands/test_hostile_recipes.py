@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import cli, script
+from llmtrain import cli
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import PythonRecipe, load_recipe
 from tests.helpers.commands import run
@@ -184,18 +184,18 @@ def test_main_trains_the_function_that_it_is_given(guardless, tmp_path, monkeypa
     file = tmp_path / "mine.py"
     file.write_text(guardless + "def my(): return recipe()\n")
     module = PythonRecipe(file).module
-    assert script._arguments(module.recipe, ["--nproc", "2"]) == ["train", str(file), "--nproc", "2"]
-    assert script._arguments(module.recipe_zero3, []) == ["train", f"{file}:zero3"]
-    assert script._arguments(module.recipe, ["--variant", "bf16", "-x"]) == ["train", f"{file}:bf16", "-x"]
+    assert cli._script_arguments(module.recipe, ["--nproc", "2"]) == ["train", str(file), "--nproc", "2"]
+    assert cli._script_arguments(module.recipe_zero3, []) == ["train", f"{file}:zero3"]
+    assert cli._script_arguments(module.recipe, ["--variant", "bf16", "-x"]) == ["train", f"{file}:bf16", "-x"]
     for function, words in (
         (module.my, "main(my)"),
         (lambda: module.recipe(), "main(<lambda>)"),
         (functools.partial(module.recipe), "main(partial)"),
     ):
         with pytest.raises(RecipeError, match=re.escape(words)):
-            script._arguments(function, [])
+            cli._script_arguments(function, [])
     monkeypatch.setattr(sys, "argv", [str(file), "--variant"])
     with pytest.raises(SystemExit) as ended:
-        script.main(module.recipe)
+        cli.run_script(module.recipe)
     assert ended.value.code == 2
     assert "--variant: needs a name" in capfd.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.report import RunReader, read_run
 from llmtrain.report.facts import facts, figures, saved_steps, time_spent
-from llmtrain.run_lock import RunLock
+from llmtrain.run_dir.lock import RunLock
 
 
 def _write(folder, name, *records):

@@ -13,14 +13,14 @@ from contextlib import suppress
 
 import pytest
 
-from llmtrain import run_lock
 from llmtrain.errors import Exit, RecipeError
-from llmtrain.run_lock import Owner, RunLock
+from llmtrain.run_dir import lock as run_lock
+from llmtrain.run_dir.lock import Owner, RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from llmtrain import run_lock
+from llmtrain.run_dir import lock as run_lock
 run_lock.BEAT_S = 0.05
 lock = run_lock.RunLock.take(Path(sys.argv[1]), print)
 print("held", flush=True)
@@ -31,7 +31,7 @@ COMPETE = """
 import sys, time
 from pathlib import Path
 from llmtrain.errors import RecipeError
-from llmtrain.run_lock import RunLock
+from llmtrain.run_dir.lock import RunLock
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
