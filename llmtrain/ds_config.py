@@ -59,7 +59,7 @@ def _batch(plan: Plan) -> Block:
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.holders > plan.data_parallel_size or (parallel.tensor > 1 and parallel.expert > 1):
+    if plan.holders > plan.data_parallel_size or parallel.autotp_ranks > 1:
         del batch["train_batch_size"]
     return batch
 
@@ -142,7 +142,7 @@ def _zero(plan: Plan) -> Block:
     }
     if stage == 3:
         zero |= _zero3(plan, bucket, pin)
-    if plan.parallel.tensor > 1 and plan.parallel.expert > 1:
+    if parallel.autotp_ranks > 1:
         # Even offload to "none" is rejected together with experts.
         del zero["offload_optimizer"]
         zero.pop("offload_param", None)
@@ -204,7 +204,7 @@ def _aio() -> Block:
 def _parallelism(plan: Plan) -> Block:
     """Returns the blocks for degrees above 1."""
     parallel, blocks = plan.parallel, Block()
-    if parallel.pipeline > 1:
+    if plan.stages:
         blocks["pipeline"] = {
             # Counts in the engine's layers, which are stages here: each would be recomputed in addition to its own
             # layers' checkpoints.
@@ -213,10 +213,9 @@ def _parallelism(plan: Plan) -> Block:
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    # llmtrain splits the model, not the engine, unless experts are distributed.
-    if parallel.tensor > 1 and parallel.expert > 1:
+    if parallel.autotp_ranks > 1:
         blocks["tensor_parallel"] = {
-            "autotp_size": parallel.tensor,
+            "autotp_size": parallel.autotp_ranks,
             "tp_overlap_comm": False,
             "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
             "partition_config": _attention_only(plan.recipe.model.adapter is not None),

@@ -160,7 +160,7 @@ def _write(folder: Path, planned: library.Planned) -> list[str]:
         files["accelerate.yaml"] = render_configuration(plan, (folder / "ds_config.json").absolute())
     if planned.memory:
         files["memory.svg"] = memory_svg(planned.memory)
-    if plan.parallel.pipeline > 1:
+    if plan.stages:
         files["schedule.svg"] = schedule_svg(PipelineSchedule.of(plan.parallel), plan.batch)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -26,7 +26,7 @@ def check_stages(plan: Plan) -> None:
             from llmtrain.models import check_trained
 
             check_trained(plan.recipe)
-    if plan.parallel.pipeline == 1:
+    if not plan.stages:
         return
     from llmtrain.models import find_stages
 

@@ -77,7 +77,8 @@ def _axes(plan: Plan, device: torch.device) -> list[EngineAxis]:
     kinds: list[tuple[int, type[EngineAxis]]] = [
         (parallel.pipeline, PipelineAxis),
         (parallel.expert, ExpertAxis),
-        (parallel.tensor if parallel.pipeline == 1 else 1, AutoTPAxis if parallel.expert > 1 else TensorAxis),
+        (parallel.autotp_ranks, AutoTPAxis),
+        (1 if plan.stages else parallel.split_ranks, TensorAxis),
         (parallel.sequence, SequenceAxis),
     ]
     return [kind(plan, device) for degree, kind in kinds if degree > 1]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.overrides.torch import squared_norm
+from llmtrain.plan.axes import used
 from llmtrain.recipe import ParallelConfig, Precision
 
 
@@ -164,7 +165,7 @@ class NormWithLoss:
             on_host = optimizer.offload_optimizer
         else:
             return None
-        return None if on_host or max(parallel.tensor, parallel.expert, parallel.pipeline) > 1 else cls(optimizer)
+        return None if on_host or any(axis.divides_weights for axis in used(parallel)) else cls(optimizer)
 
     def take_loss(self) -> Tensor | None:
         """Returns the loss of all ranks, once per step; None if DeepSpeed dropped the step before it took a norm."""

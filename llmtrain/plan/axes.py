@@ -47,6 +47,11 @@ class Axis:
         """Its dotted field of a recipe."""
         return f"parallel.{self.name}"
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether its ranks hold different weights."""
+        return not self.divides <= {"samples", "tokens"}
+
     def degree(self, parallel: ParallelConfig) -> int:
         """Returns its degree in a recipe; not defined for data parallelism."""
         degree: int = getattr(parallel, self.name)
@@ -106,6 +111,11 @@ INNERMOST_FIRST = (TENSOR, SEQUENCE, DATA, PIPELINE)
 """The order in which ranks are numbered, as `StagePipeline` and DeepSpeed do: those of a tensor group are adjacent."""
 CHOSEN = tuple(axis for axis in AXES if axis is not DATA)
 """The axes whose degrees a recipe gives."""
+
+
+def used(parallel: ParallelConfig) -> tuple[Axis, ...]:
+    """Returns the axes whose degrees in a recipe are above 1."""
+    return tuple(axis for axis in CHOSEN if axis.degree(parallel) > 1)
 
 
 def model_parallel_size(parallel: ParallelConfig) -> int:

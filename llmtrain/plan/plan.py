@@ -212,10 +212,10 @@ class Plan(Part):
         The length of every micro-batch has to be divisible among them. AutoTP, beside distributed experts, has no such
         slices, and a feed-forward layer in tiles would sum the gradients of its bias once for each tile.
         """
-        tensor, length = self.parallel.tensor, self.recipe.data.sequence_length // self.parallel.sequence
-        divides = length % tensor == 0 and (self.has_one_shape or SHORTENED_TO % tensor == 0)
-        is_able = self.model.model_type in REGION_FAMILIES and self.parallel.expert == 1 and not self.parallel.tiled_mlp
-        return tensor if divides and is_able else 1
+        ranks, length = self.parallel.split_ranks, self.recipe.data.sequence_length // self.parallel.sequence
+        divides = length % ranks == 0 and (self.has_one_shape or SHORTENED_TO % ranks == 0)
+        is_able = self.model.model_type in REGION_FAMILIES and not self.parallel.tiled_mlp
+        return ranks if divides and is_able else 1
 
     @property
     def read_size(self) -> int:

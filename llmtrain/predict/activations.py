@@ -133,7 +133,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         gradient=min(loss, gradient),
         head=_head_gradient(plan) if is_last else 0,
         # The output of each pass waits for its gradient, and one message is received meanwhile.
-        sent=(passes + 1) * stream if plan.parallel.pipeline > 1 else 0,
+        sent=(passes + 1) * stream if plan.stages else 0,
         host=host,
     )
 
@@ -256,7 +256,7 @@ def _result(plan: Plan, weight: Weight) -> int:
     if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
         return weight.shape[0] // plan.region_ranks
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
-    if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.expert > 1:
+    if weight.module in SPLIT_COLUMNS and plan.parallel.autotp_ranks > 1:
         return 0
     return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
 
@@ -372,8 +372,8 @@ def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
         inner = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
-        slices = tensor if plan.parallel.expert == 1 else 1
-        return (inner or min(min(one.shape) for one in experts)) // slices * plan.model.experts_per_token
+        inner = inner or min(min(one.shape) for one in experts)
+        return inner // plan.parallel.split_ranks * plan.model.experts_per_token
     fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
     if fused:
         return fused.elements // width // tensor

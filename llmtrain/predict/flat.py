@@ -53,7 +53,7 @@ def reduces_meanwhile(plan: Plan) -> bool:
     `BF16_Optimizer` and pipelines reduce after the last backward pass. On CPUs DeepSpeed waits for each reduction.
     """
     parallel = plan.parallel
-    is_able = parallel.strategy == "deepspeed" and parallel.zero_stage in (1, 2) and parallel.pipeline == 1
+    is_able = parallel.strategy == "deepspeed" and parallel.zero_stage in (1, 2) and not plan.stages
     is_able &= plan.holders > 1 and not has_bf16_optimizer(plan) and not plan.cluster.spec.on_cpu
     return is_able and bucket_elements(plan) < _trained_share(plan)
 
@@ -253,18 +253,15 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
 
     If experts are distributed over the same ranks, these split attention only.
     """
-    tensor = plan.parts("matrices")
-    if tensor == 1:
+    ranks = plan.parallel.tensor if ".self_attn." in f".{weight.name}" else plan.parallel.split_ranks
+    if ranks == 1:
         return weight.elements
     if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
         # llmtrain splits embedding and head if the vocabulary is divisible.
-        is_split = weight.shape[0] % tensor == 0 and plan.parallel.expert == 1
-        return weight.elements // tensor if is_split else weight.elements
-    if plan.parallel.expert > 1 and ".self_attn." not in f".{weight.name}":
-        return weight.elements
+        return weight.elements // ranks if weight.shape[0] % ranks == 0 else weight.elements
     module, _, kind = weight.name.rpartition(".")
     module, _, adapter = module.partition(".lora_")
     name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
     is_split = name in SPLIT_ROWS if adapter != "A" else False
     is_split |= name in SPLIT_COLUMNS and kind != "bias" and adapter in ("", "A")
-    return weight.elements // tensor if is_split else weight.elements
+    return weight.elements // ranks if is_split else weight.elements

@@ -180,6 +180,6 @@ def lacking(plan: Plan) -> Shortage | None:
     memory = memory_of(plan)
     if memory is None or memory.capacity is None or memory.fits:
         return None
-    where = f" on stage {memory.fullest}" if plan.parallel.pipeline > 1 else ""
+    where = f" on stage {memory.fullest}" if plan.stages else ""
     size = memory.needed - memory.capacity
     return Shortage(size, f"does not fit by {readable(size)}{where}")

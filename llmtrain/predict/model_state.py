@@ -176,7 +176,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     whole = summed * elements if stage == 1 else reduced
     # The bucket is created with the first gradient (`setup_buckets`). Stage 2 gives it back after each pass, stage 1
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
-    is_pipeline = plan.parallel.pipeline > 1
+    is_pipeline = bool(plan.stages)
     is_kept = stage == 1 and _accumulates(plan)
     # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`).
     starts_early = not compact and (reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.axes import used
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -160,12 +160,12 @@ class CommunicationGroups:
 
     def _within_layers(self, held: StageParameters) -> list[Transfer]:
         """Returns the transfers for which every layer waits, axis by axis."""
-        axes = [axis for axis in CHOSEN if axis.name in WITHIN_LAYERS and self.plan.degree(axis) > 1]
+        axes = [axis for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
         return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis.name](self, held)]
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
-        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.expert > 1 else SUMS
+        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
         # A recomputation ends before the last product of the layer, whose result nothing needs, unless that is within
         # tiles. These are computed again in any case.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
@@ -194,7 +194,7 @@ class CommunicationGroups:
         are added to sums, and of routers.
         """
         weights, facts = self.plan.model.weights, self.plan.model
-        if weights is None or self.plan.parallel.expert > 1:
+        if weights is None or self.plan.parallel.autotp_ranks > 1:
             return (), ()
         layer, last = weights.layer(facts.layers - 1), list[Weight]()
         own = [one for one in layer if one.module in ("q_norm", "k_norm") and one.shape == (facts.head_dim,)]
@@ -235,7 +235,7 @@ class CommunicationGroups:
     def _tied(self, found: Traffic) -> None:
         """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
         facts = self.plan.model
-        if self.plan.parallel.pipeline > 1 and facts.tied_embeddings and facts.trains_embedding:
+        if self.plan.stages and facts.tied_embeddings and facts.trains_embedding:
             size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
             pipe = self.groups.pipeline
             ends = RankGroup(2, pipe.stride * (pipe.size - 1))
@@ -255,7 +255,7 @@ class CommunicationGroups:
             self._reduced(held, found)
             if stage:
                 found.step.append(self._weights(held, part=held.trained))
-        if parallel.expert > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
+        if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
             size = held.trained * share.unsplit(held) * share.gradient_bytes
             found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
         shard = held.trained * share.own(held) / self.groups.replicas.size

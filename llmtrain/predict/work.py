@@ -174,8 +174,8 @@ class DeviceShare:
 
         If the experts are distributed, only attention is split.
         """
-        facts, parallel = self.facts, self.plan.parallel
-        if parallel.expert > 1:
+        facts = self.facts
+        if self.plan.parallel.autotp_ranks > 1:
             attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
             return held.parameters - held.experts - held.layers * attention
         if self.splits_tables:
@@ -186,8 +186,8 @@ class DeviceShare:
     @property
     def splits_tables(self) -> bool:
         """Whether tensor parallel ranks split embedding and head: if the vocabulary is divisible."""
-        tensor = self.plan.parts("matrices")
-        return tensor > 1 and self.plan.parallel.expert == 1 and self.facts.vocab_size % tensor == 0
+        ranks = self.plan.parallel.split_ranks
+        return ranks > 1 and self.facts.vocab_size % ranks == 0
 
 
 class Worker(DeviceShare):

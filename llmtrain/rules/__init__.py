@@ -113,7 +113,7 @@ def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], 
 
 def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
     """Whether no rule refuses a draft. Stops at the first refusal, since searches ask this of many drafts."""
-    return not any(one.refuses and any(one.check(draft)) for one in _asked(draft, rules))
+    return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
 
 
 def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:

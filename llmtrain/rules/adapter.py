@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from llmtrain.plan.axes import EXPERT, TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
 
@@ -20,7 +21,7 @@ def dora(draft: Draft) -> Iterator[Fault]:
     adapter, parallel = draft.recipe.model.adapter, draft.parallel
     if adapter is None or not adapter.dora:
         return
-    if parallel.tensor > 1:
+    if TENSOR in used(parallel):
         message = "DoRA computes norms of whole matrices, which tensor parallel ranks split"
         yield Fault("model.adapter.dora", message, f"{assignment(parallel__tensor=1)}, or train without DoRA")
     if parallel.strategy == "deepspeed" and parallel.zero_stage == 3:
@@ -32,11 +33,12 @@ def dora(draft: Draft) -> Iterator[Fault]:
     "adapter.experts",
     "DeepSpeed's ZeRO requires a group of trained experts wherever experts are distributed.",
     "run",
+    axis=EXPERT,
 )
 def experts(draft: Draft) -> Iterator[Fault]:
     """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`)."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
-    if parallel.expert == 1 or parallel.zero_stage not in (1, 2) or not model.is_frozen_in_part:
+    if parallel.zero_stage not in (1, 2) or not model.is_frozen_in_part:
         return
     if facts is None or facts.weights is None:
         return
@@ -65,10 +67,10 @@ def nf4(draft: Draft) -> Iterator[Fault]:
     if model.quantize == "none":
         return
     field = "model.quantize"
-    if parallel.tensor > 1:
+    if TENSOR in used(parallel):
         message = "slices of tensor parallel ranks would have other quantization blocks than the whole matrix"
         yield Fault(field, message, f"{assignment(parallel__tensor=1)}, or {WHOLE}")
-    if parallel.expert > 1:
+    if EXPERT in used(parallel):
         message = "distributed experts have not been tested with 4-bit weights"
         yield Fault(field, message, f"{assignment(parallel__expert=1)}, or {WHOLE}")
     if parallel.strategy == "fsdp2":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.plan.axes import EXPERT
 from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
 
@@ -13,31 +14,36 @@ RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
 """Families whose router loss expects logits, while the engine's block returns probabilities."""
 
 
-@rule("expert.router_noise", "The engine's router adds no noise, and only mentions that in its log.", "run")
+@rule(
+    "expert.router_noise",
+    "The engine's router adds no noise, and only mentions that in its log.",
+    "run",
+    axis=EXPERT,
+)
 def router_noise(draft: Draft) -> Iterator[Fault]:
     """Refuses noise on the input of the router (`module_inject/auto_ep.py`)."""
     noise = draft.recipe.model.config.get("router_jitter_noise")
-    if draft.parallel.expert > 1 and noise:
+    if noise:
         message = f"{noise} was given: with expert parallelism the engine would ignore it"
         yield Fault("model.config.router_jitter_noise", message, assignment(model__config__router_jitter_noise=0.0))
 
 
-@rule("expert.router_loss", "The load balance loss would apply a softmax to probabilities.", "run")
+@rule("expert.router_loss", "The load balance loss would apply a softmax to probabilities.", "run", axis=EXPERT)
 def router_loss(draft: Draft) -> Iterator[Fault]:
     """Refuses families whose load balance loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`)."""
     facts = draft.facts
     asked = draft.recipe.model.config.get("output_router_logits")
-    if facts is not None and draft.parallel.expert > 1 and asked and facts.model_type in RECORDED_PROBABILITIES:
+    if facts is not None and asked and facts.model_type in RECORDED_PROBABILITIES:
         message = f"with expert parallelism the load balance loss of '{facts.model_type}' would be wrong"
         fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
         yield Fault("model.config.output_router_logits", message, fix)
 
 
-@rule("expert.router_precision", "The engine's router computes in the data type of the weights.", "run")
+@rule("expert.router_precision", "The engine's router computes in the data type of the weights.", "run", axis=EXPERT)
 def router_precision(draft: Draft) -> Iterator[Fault]:
     """Refuses lower precision for routers that compute in fp32: tokens would be routed to other experts."""
     facts = draft.facts
-    if facts is None or draft.parallel.expert == 1 or draft.weight_dtype == "fp32":
+    if facts is None or draft.weight_dtype == "fp32":
         return
     if facts.model_type in FP32_ROUTERS:
         message = (
@@ -48,10 +54,15 @@ def router_precision(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.precision", message, fix)
 
 
-@rule("expert.loss_scale", "Each rank would lower its loss scale by the overflows of its own experts.", "run")
+@rule(
+    "expert.loss_scale",
+    "Each rank would lower its loss scale by the overflows of its own experts.",
+    "run",
+    axis=EXPERT,
+)
 def loss_scale(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast, whose scaler only sees a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
-    if draft.parallel.expert > 1 and draft.parallel.precision == "autocast_fp16":
+    if draft.parallel.precision == "autocast_fp16":
         message = "'autocast_fp16' was given: ranks hold different experts, so they would skip different steps"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.plan.axes import TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.kernels import needs_whole_loss, recomputes_loss
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -82,7 +83,7 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
         reasons.append("the weight of a token is only known once all tokens of its completion are")
     elif draft.parallel.zero_stage < 3 and recomputes_loss(draft.recipe):
         reasons.append(f"the loss scale of {draft.parallel.precision} is applied after its gradients are computed")
-    if draft.parallel.tensor > 1:
+    if TENSOR in used(draft.parallel):
         reasons.append("tensor parallel ranks hold slices of the head")
     if reasons:
         yield Fault(
@@ -109,7 +110,7 @@ def fp8(draft: Draft) -> Iterator[Fault]:
         reasons.append(f"{parallel.strategy} wraps weights in its own way, which has not been compared")
     if parallel.zero_stage == 3:
         reasons.append("the weights that ZeRO-3 gathers would be kept from the forward pass to the backward pass")
-    if parallel.tensor > 1:
+    if TENSOR in used(parallel):
         reasons.append("tensor parallelism replaces or wraps the linear layers itself")
     if facts is not None and facts.experts:
         reasons.append("in a mixture of experts it would convert the routers, but not the experts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.cluster import Device
-from llmtrain.plan.axes import CHOSEN, Axis, model_parallel_size
+from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.rules.rule import Fault, Rule, assignment, rule
@@ -48,10 +48,10 @@ def world(draft: Draft) -> Iterator[Fault]:
 def _divides(axis: Axis) -> Rule:
     """Returns the rule that the degree of an axis divides what the axis divides."""
 
-    @rule(f"layout.{axis.name}_divides", axis.why, "arithmetic")
+    @rule(f"layout.{axis.name}_divides", axis.why, "arithmetic", axis=axis)
     def divides(draft: Draft) -> Iterator[Fault]:
         degree = axis.degree(draft.parallel)
-        for what, number in axis.limits(draft) if degree > 1 else ():
+        for what, number in axis.limits(draft):
             if number % degree:
                 message = f"{degree} does not divide {what}"
                 yield Fault(axis.field, message, f"use {_nearest(number, degree)}")
@@ -59,11 +59,11 @@ def _divides(axis: Axis) -> Rule:
     return divides
 
 
-@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic")
+@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic", axis=EXPERT)
 def expert(draft: Draft) -> Iterator[Fault]:
     """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
     degree, facts = draft.parallel.expert, draft.facts
-    if degree == 1 or facts is None:
+    if facts is None:
         return
     if not facts.experts:
         message = f"{degree} was given, but '{facts.model_type}' has no experts"
@@ -73,11 +73,17 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-@rule("layout.tensor_node", "A tensor parallel group communicates in every layer.", "arithmetic", refuses=False)
+@rule(
+    "layout.tensor_node",
+    "A tensor parallel group communicates in every layer.",
+    "arithmetic",
+    axis=TENSOR,
+    refuses=False,
+)
 def tensor_node(draft: Draft) -> Iterator[Fault]:
     """Notes tensor parallel groups that span nodes."""
     parallel, cluster = draft.parallel, draft.cluster
-    if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
+    if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
         message = (
             f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
             "every layer waits for "

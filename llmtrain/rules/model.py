@@ -276,12 +276,11 @@ def attention_heads(draft: Draft) -> Iterator[Fault]:
 )
 def experts_aligned(draft: Draft) -> Iterator[Fault]:
     """Refuses experts whose width is not a multiple of 16 bytes on each rank (`torch._grouped_mm`)."""
-    facts, parallel = draft.facts, draft.parallel
+    facts = draft.facts
     if facts is None or facts.weights is None:
         return
     step = EXPERT_ROW_BYTES // (4 if draft.weight_dtype == "fp32" else 2)
-    # Tensor parallel ranks share the experts' widths unless the experts are distributed.
-    ranks = parallel.tensor if parallel.expert == 1 else 1
+    ranks = draft.parallel.split_ranks
     weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
     widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
     uneven = sorted(width for width in widths if width % step)

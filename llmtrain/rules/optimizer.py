@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from llmtrain.errors import nearest, shown
+from llmtrain.plan.axes import EXPERT
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -86,11 +87,12 @@ def muon_experts(draft: Draft) -> Iterator[Fault]:
     "Adafactor takes sums over whole weights. Gate and up projections of distributed experts are one weight in two "
     "tensors, which DeepSpeed may update one after the other.",
     "run",
+    axis=EXPERT,
 )
 def adafactor_experts(draft: Draft) -> Iterator[Fault]:
     """Refuses Adafactor for distributed experts."""
-    if draft.recipe.optim.name == "adafactor" and draft.recipe.parallel.expert > 1:
-        message = f"{draft.recipe.parallel.expert} was given, but 'adafactor' needs sums over whole weights of experts"
+    if draft.recipe.optim.name == "adafactor":
+        message = f"{draft.parallel.expert} was given, but 'adafactor' needs sums over whole weights of experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llmtrain.plan.axes import PIPELINE
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -16,12 +17,11 @@ from llmtrain.rules.rule import Fault, assignment, rule
     "reduce them after each pass, and fails at the second one without that. At stage 0 the engine clips by the norm of "
     "the first pipeline stage alone.",
     "run",
+    axis=PIPELINE,
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
     """Refuses ZeRO 2 and 3 under pipelines, and ZeRO 0 in fp32 with clipping, which would not use the whole norm."""
     parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
-    if parallel.pipeline == 1:
-        return
     if parallel.zero_stage >= 2:
         message = (
             f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, reduced once a step, "
@@ -83,11 +83,12 @@ def chunks(draft: Draft) -> Iterator[Fault]:
     "Interleaved stages take micro-batches in groups of as many as there are devices; with a smaller last group, the "
     "devices can wait for each other forever.",
     "arithmetic",
+    axis=PIPELINE,
 )
 def interleaved(draft: Draft) -> Iterator[Fault]:
     """Refuses numbers of micro-batches that interleaved stages cannot divide."""
     parallel, micro_batches = draft.parallel, draft.accumulation
-    if parallel.pipeline_schedule != "interleaved" or parallel.pipeline == 1 or micro_batches is None:
+    if parallel.pipeline_schedule != "interleaved" or micro_batches is None:
         return
     if micro_batches % parallel.pipeline:
         message = f"{micro_batches} micro-batches in a step are not a multiple of pipeline = {parallel.pipeline}"
@@ -106,10 +107,10 @@ def compiled(draft: Draft) -> Iterator[Fault]:
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
-@rule("pipeline.chain", "A stage is a part of one sequence of decoder layers.", "arithmetic")
+@rule("pipeline.chain", "A stage is a part of one sequence of decoder layers.", "arithmetic", axis=PIPELINE)
 def chain(draft: Draft) -> Iterator[Fault]:
     """Refuses models without a single list of decoder layers."""
-    if draft.parallel.pipeline > 1 and draft.facts is not None and not draft.facts.layer_parameters:
+    if draft.facts is not None and not draft.facts.layer_parameters:
         message = (
             f"{draft.parallel.pipeline} was given, but '{draft.facts.model_type}' has no single list of decoder layers"
         )
@@ -121,10 +122,11 @@ def chain(draft: Draft) -> Iterator[Fault]:
     "The backward pass of the pipeline engine does not apply autocast's loss scale, and the "
     "scaler fails at the first step.",
     "run",
+    axis=PIPELINE,
 )
 def autocast_fp16(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast under pipelines."""
-    if draft.parallel.pipeline > 1 and draft.parallel.precision == "autocast_fp16":
+    if draft.parallel.precision == "autocast_fp16":
         message = "'autocast_fp16' was given, but the pipeline engine does not apply its loss scale"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
@@ -133,11 +135,12 @@ def autocast_fp16(draft: Draft) -> Iterator[Fault]:
     "pipeline.tied_accumulation",
     "Gradients that are accumulated in separate buffers skip the reduction of tied weights: the copies drift apart.",
     "run",
+    axis=PIPELINE,
 )
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
     """Refuses tied embeddings with gradients in another data type, unless the bf16 optimizer reduces them."""
     parallel, facts = draft.parallel, draft.facts
-    if parallel.pipeline == 1 or facts is None or not facts.tied_embeddings:
+    if facts is None or not facts.tied_embeddings:
         return
     if draft.weight_dtype == parallel.grad_accum_dtype:
         return
@@ -154,12 +157,18 @@ MOST_IDLE = 0.2
 """Fraction of the time that a pipeline may idle without a note."""
 
 
-@rule("pipeline.bubble", "Under 1F1B, devices idle (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
+@rule(
+    "pipeline.bubble",
+    "Under 1F1B, devices idle (p−1)/(m+p−1) of the time.",
+    "arithmetic",
+    axis=PIPELINE,
+    refuses=False,
+)
 def bubble(draft: Draft) -> Iterator[Fault]:
     """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
     parallel, micro_batches = draft.parallel, draft.accumulation
     refusals = (layers, chunks, interleaved)
-    if parallel.pipeline == 1 or micro_batches is None or any(any(one.check(draft)) for one in refusals):
+    if micro_batches is None or any(any(one.faults(draft)) for one in refusals):
         return
     idle = PipelineSchedule.of(parallel).bubble(micro_batches)
     if idle <= MOST_IDLE:

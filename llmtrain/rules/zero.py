@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.plan.axes import EXPERT, PIPELINE, TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
 
@@ -58,18 +59,17 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
     "zero.expert",
     "Only the engine for whole models distributes experts, and it refuses offload together with tensor parallelism.",
     "run",
+    axis=EXPERT,
 )
 def expert(draft: Draft) -> Iterator[Fault]:
     """Refuses what expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
     parallel = draft.parallel
-    if parallel.expert == 1:
-        return
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
-    if parallel.tensor > 1 and offloads:
+    if parallel.autotp_ranks > 1 and offloads:
         message = f"{parallel.expert} was given: with tensor parallelism the engine's experts support no offload"
         fix = f"{assignment(parallel__tensor=1)}, or no offload"
         yield Fault("parallel.expert", message, fix)
-    if parallel.pipeline > 1:
+    if PIPELINE in used(parallel):
         message = f"{parallel.expert} was given: the pipeline engine has no expert groups"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
@@ -95,9 +95,10 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
     parallel, size, ranks = draft.parallel, draft.parallel.hierarchical_partition, draft.cluster.world_size
     if size == 1:
         return
-    for name in ("tensor", "expert"):
-        if (degree := getattr(parallel, name)) > 1:
-            message = f"{size} was given, but hpZ does not support {name} parallelism ({degree} ranks)"
+    for axis in (TENSOR, EXPERT):
+        if axis in used(parallel):
+            ranks_of = f"{axis.name} parallelism ({axis.degree(parallel)} ranks)"
+            message = f"{size} was given, but hpZ does not support {ranks_of}"
             yield Fault("parallel.hierarchical_partition", message, WITHOUT_HPZ)
     if ranks % size or size >= ranks:
         message = f"{size} was given: must be a proper divisor of the {ranks} ranks"

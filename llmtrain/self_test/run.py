@@ -16,7 +16,7 @@ from llmtrain.data import prepare
 from llmtrain.doctor.finding import CheckResult
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
-from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.axes import EXPERT, used
 from llmtrain.recipe import parse_recipe
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
@@ -115,9 +115,9 @@ def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) 
     for one in plans:
         parallel = one.plan.recipe.parallel
         is_own = parallel.backend == "deepspeed" or (parallel.backend, parallel.accelerate) in _OTHERS
-        if one.plan.cluster.world_size != world_size or not is_own or (parallel.expert > 1) != experts:
+        axes = used(parallel)
+        if one.plan.cluster.world_size != world_size or not is_own or (EXPERT in axes) != experts:
             continue
-        axes = tuple(axis.name for axis in CHOSEN if axis.degree(parallel) > 1)
         variant = (parallel.backend, parallel.accelerate, parallel.offload_optimizer, parallel.offload_param)
         found.setdefault(axes, {})[parallel.zero_stage, *variant] = one
     chosen = []

@@ -105,12 +105,12 @@ class ExpertAxis(EngineAxis):
             for path, module in engine.model.named_modules()
             if isinstance(module, AutoEPMoELayer)
         }
-        if self.plan.parallel.tensor > 1:
+        if self.plan.parallel.autotp_ranks > 1:
             count_all_experts(engine.engine.optimizer, self.device)
 
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
-        if self.plan.parallel.tensor > 1:
+        if self.plan.parallel.autotp_ranks > 1:
             forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:

@@ -35,7 +35,7 @@ class SequenceAxis(EngineAxis):
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
         self.ulysses = Ulysses(engine.models()[0][0], sequence_group(self.plan.parallel))
-        if self.plan.parallel.pipeline > 1:
+        if self.plan.stages:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             for stage in engine.module.stages:
                 stage.register_forward_pre_hook(lambda _, inputs: self.ulysses.receive(inputs[0][1]))
