@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from llmtrain.commands.plan import print_plan
 from llmtrain.commands.train import LauncherName, TrainRequest, runnable_plan, startable
 from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.launch.tools import TOOLS
 
 if TYPE_CHECKING:
     from llmtrain.launch import Rank
@@ -135,7 +136,7 @@ def train_on_hosts(request: TrainRequest) -> None:
 
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.launch.hostfile import read_hosts
-    from llmtrain.launch.hosts import HostsJob, describe_hosts, run_on_hosts
+    from llmtrain.launch.hosts import HostsJob, run_on_hosts
     from llmtrain.launch.local import clear_failures
     from llmtrain.predict import memory_of
     from llmtrain.system.stops import caught_signals, leave
@@ -157,7 +158,8 @@ def train_on_hosts(request: TrainRequest) -> None:
     plan = startable(declared, cluster, folder, request.resume, sum(sizes))
     console = Console()
     print_plan(plan, console, memory_of(plan))
-    console.print(f"hosts    {describe_hosts(hosts)}", highlight=False, soft_wrap=True)
+    listed = ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)
+    console.print(f"hosts    {listed}", highlight=False, soft_wrap=True)
     clear_failures(folder)
     argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
     job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")
@@ -165,7 +167,7 @@ def train_on_hosts(request: TrainRequest) -> None:
         leave(run_on_hosts(job))
 
 
-HERE: tuple[LauncherName, ...] = ("local", "torchrun", "accelerate")
+HERE: tuple[LauncherName, ...] = ("local", *TOOLS)
 """Launchers that start the workers of this machine."""
 When = Literal["always", "without --dry-run", "with --dry-run"]
 ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")

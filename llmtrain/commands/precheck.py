@@ -13,8 +13,6 @@ from llmtrain.search.cheapest import suggesting
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.system.streams import plain_console, quiet_libraries
 
-WITHOUT_PIPELINE = {"parallel.pipeline": 1}
-
 
 def check_stages(plan: Plan) -> None:
     """Tries what the plan makes of the model on tiny copies: its adapters, and its stages.
@@ -31,10 +29,7 @@ def check_stages(plan: Plan) -> None:
     from llmtrain.models import find_stages
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
-    with (
-        suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE),
-        plain_console(stderr=True).status(text),
-    ):
+    with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
         find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
 
 

@@ -217,7 +217,9 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
         plan = startable(declared, cluster, folder, request.resume, rank.world_size)
         check_disks(plan)
     except UserError as error:
-        if not _speaks(rank, error):
+        # An error of a machine is printed by its first rank, any other one by rank 0.
+        is_printed = rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
+        if not is_printed:
             sys.exit(error.exit_code)
         raise
     ds_config = render(plan)
@@ -302,11 +304,6 @@ def _settle_threads(ranks: int) -> None:
     """Chooses how the threads of this host's ranks wait for each other, before torch is loaded."""
     if line := sleep_beside_others(os.environ, ranks):
         print(line, flush=True)
-
-
-def _speaks(rank: Rank, error: UserError) -> bool:
-    """Whether this worker prints an error: rank 0 does, except for a machine's error, which its local rank 0 prints."""
-    return rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
 
 
 def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:

@@ -253,11 +253,6 @@ def adapters(scene: Scene) -> Iterator[CheckResult]:
         yield caution("interconnect.adapters", "; ".join(other), "exclude them with NCCL_IB_HCA, or bring them up")
 
 
-def has_adapters(scene: Scene) -> bool:
-    """Whether there is an adapter that memory is registered with."""
-    return any((scene.sys / "class" / "infiniband").glob("*"))
-
-
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.doctor.devices import has_adapters
 from llmtrain.doctor.finding import CheckResult, Scene, caution, fault, ok, size
 
 LEAST_FILES = 4096
@@ -36,7 +35,7 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
         else:
             lines.append(f"{name} {_shown(soft)}")
     locked = f"locked memory {_shown(memory[0], of_bytes=True)}"
-    if memory[0] != resource.RLIM_INFINITY and has_adapters(scene):
+    if memory[0] != resource.RLIM_INFINITY and any((scene.sys / "class" / "infiniband").glob("*")):
         text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond this limit"
         fix = (
             "set `* soft memlock unlimited` and `* hard memlock unlimited` in "

@@ -28,16 +28,23 @@ RANK = 2
 """Of the adapters of a tiny copy."""
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silences the library, which warns about the unusual sizes of a tiny copy."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@_without_warnings()
 def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     """Returns the recipe's model in tiny sizes, with this many layers, the same switches and dropout, and new weights.
 
     Raises RecipeError for a model with custom code, and if no tiny copy can be made.
     """
-    with _without_warnings():
-        return _tiny_model(recipe, layers)
-
-
-def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     config = model_configuration(recipe)
     if config.model_type not in CONFIG_MAPPING:
         raise _refused(recipe, f"'{config.model_type}' is custom code, so no tiny copy can be made by name")
@@ -95,17 +102,6 @@ def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tin
         modules_to_save=chosen(modules, trained.saved),
     )
     return {"adapter": adapter}
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silences the library, which warns about the unusual sizes of a tiny copy."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _refused(recipe: Recipe, message: str) -> RecipeError:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -300,8 +300,3 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
         raise error or WorkerError([*lost, died])
     message = f"ended with exit code {code}"
     raise WorkerError(lost or [Problem("worker.died", "--launcher deepspeed", message, f"see {log}")])
-
-
-def describe_hosts(hosts: Sequence[Host]) -> str:
-    """Describes the hosts in one line."""
-    return ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)

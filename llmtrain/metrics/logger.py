@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from llmtrain.metrics.forecast import Forecast
-from llmtrain.metrics.throughput import Window, rates
+from llmtrain.metrics.throughput import Forecast, Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir

@@ -27,10 +27,11 @@ ROOM_BYTES = 1 << 20
 
 def check_trackers(recipe: Recipe) -> None:
     """Raises RecipeError if the package of a chosen tracker is not installed; imports none of them."""
-    missing = [name for name in recipe.logging.trackers if not _installed(name)]
+    packages = {name: name if name == "tensorboard" else f"llmtrain[{name}]" for name in recipe.logging.trackers}
     problems = [
-        Problem("logging.tracker", "logging.trackers", f"'{name}' is not installed", f"pip install '{_package(name)}'")
-        for name in missing
+        Problem("logging.tracker", "logging.trackers", f"'{name}' is not installed", f"pip install '{package}'")
+        for name, package in packages.items()
+        if not _installed(name)
     ]
     if problems:
         raise RecipeError(problems)
@@ -40,10 +41,6 @@ def _installed(package: str) -> bool:
     spec = find_spec(package)
     # Trackers leave folders with their own name behind, which Python treats as packages without an origin.
     return spec is not None and spec.origin is not None
-
-
-def _package(tracker: str) -> str:
-    return "tensorboard" if tracker == "tensorboard" else f"llmtrain[{tracker}]"
 
 
 class Trackers:

@@ -82,12 +82,7 @@ def build_model(
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # What is packed is made on the device one weight at a time; on the host, what nobody writes to takes no memory.
     with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=recipe.model.attention_kernel,
-            dtype=dtype,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
+        model = _made(config, recipe.model, dtype)
     model.tie_weights()
     if not packed:
         draw_all_weights(model, recipe.train.seed, gather)
@@ -100,6 +95,17 @@ def build_model(
         model.to(device)
     adapter.apply_adapter(freeze_choosers(model), trained, recipe, gather)
     return model
+
+
+def _made(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model of a configuration, as the contexts that are active make its weights."""
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation=model.attention_kernel,
+        dtype=dtype,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return made
 
 
 def build_sliced(
@@ -118,12 +124,7 @@ def build_sliced(
     """
     config = model_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=recipe.model.attention_kernel,
-            dtype=dtype,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
+        model = _made(config, recipe.model, dtype)
     freeze_choosers(model).tie_weights()
     for name, parameter in model.named_parameters():
         slices.slice(name, parameter)

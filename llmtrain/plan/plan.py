@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
 from llmtrain.plan.families import REGION_FAMILIES
 from llmtrain.plan.weights import Weights
@@ -241,8 +240,3 @@ class Plan(Part):
 
     def _stages(self) -> dict[str, Any]:
         return {"stages": [stage.model_dump(mode="json") for stage in self.stages]} if self.stages else {}
-
-
-def note(problem: Problem) -> dict[str, str]:
-    """Returns a problem that does not stop a run in the form in which a plan stores it."""
-    return problem.as_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -178,8 +178,3 @@ def _extremes(column: Column, edges: NDArray[np.int64]) -> NDArray[np.int64]:
             start + is_finite[start:end].argmin(),
         ]
     return np.array(found, np.int64)
-
-
-def chart_documents(charts: Sequence[Chart]) -> list[dict[str, object]]:
-    """Returns the charts as JSON data."""
-    return [asdict(chart) for chart in charts]

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from llmtrain.errors import reason, short
 from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
-from llmtrain.report.curves import Curves, chart_documents, charts_of, curves_of
+from llmtrain.report.curves import Curves, charts_of, curves_of
 from llmtrain.report.differences import differences, figures_beside
 from llmtrain.report.facts import Fact, Figure
 from llmtrain.report.run import RunData, read_run
@@ -145,7 +145,7 @@ def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[
     charts = charts_of(runs)
     return {
         "revision": revision,
-        "charts": chart_documents(charts),
+        "charts": [asdict(chart) for chart in charts],
         "runs": [
             _run_data(run, name, curves_of(run, charts, len(runs))) for run, name in zip(runs, names, strict=True)
         ],

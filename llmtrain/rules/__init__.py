@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.plan import Batch, ModelFacts, Plan, note
+from llmtrain.plan.plan import Batch, ModelFacts, Plan
 from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.plan.vocabulary import grown
 from llmtrain.predict import memory_of
@@ -76,7 +76,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
         model=facts,
         stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
         flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
-        notes=tuple(note(problem) for problem in notes or ()),
+        notes=tuple(problem.as_dict() for problem in notes or ()),
     )
 
 

@@ -17,8 +17,7 @@ from llmtrain.predict.time import StepTime
 from llmtrain.recipe import Recipe
 from llmtrain.rules import assemble
 from llmtrain.search.nearest import MOST, as_arguments, nearest_plans
-from llmtrain.search.room import Room
-from llmtrain.search.search import changes_of, timed_plans
+from llmtrain.search.search import Room, changes_of, timed_plans
 from llmtrain.search.variants import Fields
 
 EQUAL = 0.05
@@ -79,7 +78,7 @@ class Way:
         return f"{said}, {readable(memory.needed)}{on_host}"
 
 
-def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int = MOST) -> list[Way]:
+def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Way]:
     """Returns the fastest legal plans that fit; if possible, no two change the same fields.
 
     The model, the data and the global batch stay. Empty if nothing fits, if the devices' speed is unknown, and for very
@@ -94,7 +93,7 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int
     room, found = Room(lacking), list[Way]()
     for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions to meet
         for fastest, draft in ranked:
-            if len(found) == most:
+            if len(found) == MOST:
                 break
             if fastest.changes and not any(like(fastest, one) for one in found) and room.has(draft):
                 others = [one for one in ranked if not any(like(one[0], known) for known in found)]

@@ -68,9 +68,7 @@ RELATED = {
 """Fields that a rule reports → other fields that it depends on."""
 
 
-def nearest_plans(
-    recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None, most: int = MOST
-) -> tuple[str, ...]:
+def nearest_plans(recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Returns changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
 
     The model, the data and the global batch stay. forced: changes that every suggestion has to make. Empty if no layout
@@ -80,7 +78,7 @@ def nearest_plans(
         facts = model_facts(recipe.model, recipe.vocab_size)
     except RecipeError:
         return ()
-    return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {}), most))
+    return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {})))
 
 
 def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:

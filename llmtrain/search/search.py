@@ -7,8 +7,9 @@ is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
@@ -20,10 +21,12 @@ from llmtrain.predict.time import StepTime, predict, unknown
 from llmtrain.recipe import Recipe
 from llmtrain.rules import LEGALITY, allowed, assemble, backends, broken, layout, pipeline, precision, zero
 from llmtrain.search.nearest import as_arguments
-from llmtrain.search.room import Fits, Room
 from llmtrain.search.variants import (
+    CHECKPOINTING,
     DEGREES,
+    EVERY,
     MICRO_BATCH,
+    OFFLOAD_INPUTS,
     SCHEDULE,
     ZERO_STAGE,
     Fields,
@@ -50,6 +53,8 @@ WHATEVER_BATCH = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULE
 
 Timed = tuple[StepTime, Fields, Draft]
 """A legal plan: its predicted time, its changes to the recipe, and its draft."""
+Fits = Callable[[Plan], Shortage | None]
+"""By how much a plan does not fit; None if it fits."""
 
 
 @dataclass(frozen=True)
@@ -230,3 +235,37 @@ def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
     """Returns the problem that no plan fits."""
     tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")
+
+
+class Room:
+    """Checks many plans for whether they fit: if the leanest variant of a layout does not, no other is checked."""
+
+    def __init__(self, fits: Fits) -> None:
+        self._fits = fits
+        self._hopeless: dict[Any, bool] = {}
+
+    def lacking(self, draft: Draft) -> Shortage | None:
+        """Returns why a legal draft does not fit, or None."""
+        return self._fits(assemble(draft))
+
+    def is_hopeless(self, draft: Draft) -> bool:
+        """Whether a legal draft's layout never fits, whatever its micro-batch, even with activation checkpointing.
+
+        The smallest micro-batch has the fewest activations, the largest one has no gradients at the same time: every
+        other variant needs more than one of the two.
+        """
+        plain = {MICRO_BATCH: 1, CHECKPOINTING: "full", EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
+        key = changed(draft.recipe, plain).parallel
+        if key not in self._hopeless:
+            assert draft.data_parallel_size is not None, "a legal draft has whole degrees"
+            share = draft.recipe.batch.global_batch_size // draft.data_parallel_size
+            leanest = (
+                Draft(changed(draft.recipe, {**plain, MICRO_BATCH: size}), draft.cluster, draft.facts)
+                for size in (1, share)
+            )
+            self._hopeless[key] = all(self.lacking(one) for one in leanest)
+        return self._hopeless[key]
+
+    def has(self, draft: Draft) -> bool:
+        """Whether a legal draft fits."""
+        return not self.is_hopeless(draft) and not self.lacking(draft)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmtrain.metrics import MetricsLogger
-from llmtrain.metrics.forecast import Forecast
+from llmtrain.metrics.throughput import Forecast
 from tests.helpers.small_plan import small_plan
 from tests.metrics.test_logger import metrics
 

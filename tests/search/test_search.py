@@ -18,8 +18,7 @@ from llmtrain.predict import Shortage, lacking
 from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
 from llmtrain.rules import LEGALITY, RULES, assemble, broken, resolve
-from llmtrain.search.room import Room
-from llmtrain.search.search import legal_plans, loses, search_plans
+from llmtrain.search.search import Room, legal_plans, loses, search_plans
 from llmtrain.search.search_report import UNKNOWN_MEMORY, document, lines
 
 ROOT = Path(__file__).parents[2]

@@ -104,15 +104,14 @@ def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | Non
     return choice
 
 
-def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
+def stay_on_loopback() -> None:
     """Makes gloo and NCCL listen where only this machine can reach them; the user's own settings are kept."""
-    env = os.environ if env is None else env
     name = next((one.name for one in interfaces() if one.is_up and LOOPBACK in one.addresses), None)
     if name is None:
         return
-    env.setdefault(GLOO, name)
-    if nccl_setting(env) is None:
-        env[NCCL] = name
+    os.environ.setdefault(GLOO, name)
+    if nccl_setting(os.environ) is None:
+        os.environ[NCCL] = name
 
 
 def choose_interfaces(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> InterfaceChoice:

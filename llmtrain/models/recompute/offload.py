@@ -32,7 +32,7 @@ class OffloadedInputs:
             # Masks and the like are the same tensors for all layers.
             return self._keep(tensor, is_first) if (tensor.data_ptr(), tensor.shape) == place else tensor
 
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, _Copy) else kept):
             return checkpoint(function, hidden, *args, use_reentrant=False)
 
     def _keep(self, tensor: Tensor, is_first: bool) -> _Copy:
@@ -84,7 +84,3 @@ class _Copy:
             to.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self._stream.record_event()
             return event
-
-
-def _unpack(kept: Tensor | _Copy) -> Tensor:
-    return kept.take() if isinstance(kept, _Copy) else kept
