@@ -158,7 +158,8 @@ class Guard:
         if isinstance(optimizer, torch.optim.SGD):
             _make_momentum(optimizer)
         # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
-        optimizer.found_inf = self._verdict.to(_device_of(optimizer) or self._device)  # type: ignore[attr-defined]
+        held = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        optimizer.found_inf = self._verdict.to(next(held, self._device))  # type: ignore[attr-defined]
 
     def _limits(self) -> Tensor:
         """Returns the largest allowed loss and norm; NaN if they are unknown."""
@@ -197,12 +198,6 @@ def _make_momentum(optimizer: torch.optim.SGD) -> None:
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def _device_of(optimizer: Optimizer) -> torch.device | None:
-    """Returns the device of an optimizer's parameters; None if it has no parameters."""
-    held = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    return next(held, None)
 
 
 def _last_rows(rows: Tensor, number: int, filler: float) -> Tensor:

@@ -1,4 +1,9 @@
-"""Starts the measuring process, which ends with this one, and stores its result."""
+"""Starts the measuring process, which ends with this one, and stores its result; and what that process does.
+
+It is a separate process, `python -m llmtrain.tune.request REQUEST`: a kernel that crashes ends it and not a rank, and
+what it has compiled and allocated is freed with it. It prints lines of JSON: {"trying": "FIELD=VALUE"}, and at the end
+{"choice": ...}, {"problems": [...]} or {"busy": MESSAGE}.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import OF_A_RANK, die_with
@@ -51,7 +56,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
         file = Path(name) / "request.json"
         file.write_text(json.dumps(asdict(request)))
-        command = [sys.executable, "-m", "llmtrain.tune.process", str(file)]
+        command = [sys.executable, "-m", "llmtrain.tune.request", str(file)]
         with subprocess.Popen(
             command,
             env=environment,
@@ -88,3 +93,43 @@ def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
         else:
             return KernelChoice.model_validate_json(json.dumps(message["choice"]))
     return None
+
+
+def main() -> None:
+    """Answers a request, which is a JSON file, as the measuring process."""
+    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)  # output of libraries is not part of the answer
+        try:
+            _answer(request, output)
+        except RecipeError as error:
+            _tell(output, problems=[asdict(problem) for problem in error.problems])
+
+
+def _answer(request: Request, output: TextIO) -> None:
+    import torch
+
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.plan import Plan
+    from llmtrain.tune.search import tune
+    from llmtrain.tune.trial import BusyError
+
+    plan = Plan.model_validate_json(request.plan)
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    batch = Schedule.of(plan, prepare(plan.recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    try:
+        choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(output, trying=one))
+    except BusyError as error:
+        _tell(output, busy=str(error))
+    else:
+        _tell(output, choice=choice.model_dump(mode="json"))
+
+
+def _tell(output: TextIO, **line: object) -> None:
+    print(json.dumps(line), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -175,15 +175,12 @@ class Follower(Watcher):
         if self.lasts(self._was_connected and not self.peer.is_connected and status.phase not in ENDING):
             self._end_with(cut_off(self.watched.rank.rank, self.host))
         if not self.peer.is_connected and status.late and status.idle_s > self._limit_alone(status):
-            self._end_alone(status)
+            alone = {self.watched.rank.rank: replace(status, frame=self.watched.target.dump())}
+            self._end_with(problem(alone, world_size=0))
 
     def _limit_alone(self, status: Status) -> float:
         others_may_work = 0.0 if status.still or status.phase == Phase.LOADING else self.config.phase_seconds
         return max(status.limit_s or 0.0, others_may_work) + ALONE_S
-
-    def _end_alone(self, status: Status) -> NoReturn:
-        rank = self.watched.rank.rank
-        self._end_with(problem({rank: replace(status, frame=self.watched.target.dump())}, world_size=0))
 
     def _end_with(self, found: Problem) -> NoReturn:
         if self.watched.rank.local_rank == 0 or self.watched.rank.rank == 1:  # one of each machine

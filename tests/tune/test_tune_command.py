@@ -23,7 +23,7 @@ BESIDE = """
 import sys
 from llmtrain.system import host
 host.CoreMeter.cores_of_others = lambda meter: {cores}
-if "llmtrain.tune.process" in sys.orig_argv:
+if "llmtrain.tune.request" in sys.orig_argv:
     from llmtrain.tune import trial
     trial.COMPARE_S = trial.TURN_S = 0.01
 """

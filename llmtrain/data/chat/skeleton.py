@@ -91,6 +91,8 @@ class Skeleton:
 
 def is_byte_level(tokenizer: Any) -> bool:
     """Whether each token stands for bytes of the text, each byte in one token: byte-level BPE (Radford et al. 2019)."""
+    from tokenizers import pre_tokenizers
+
     described = json.loads(tokenizer.to_str())
     model, before = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
     vocabulary = model["vocab"] if model["type"] == "BPE" else {}
@@ -100,7 +102,7 @@ def is_byte_level(tokenizer: Any) -> bool:
         and all(one["type"] == "NFC" for one in _steps(described["normalizer"], "normalizers"))
         and before[-1]["type"] == "ByteLevel"
         and all(_keeps(one) for one in before)
-        and all(letter in vocabulary for letter in _alphabet())
+        and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
     )
 
 
@@ -116,12 +118,6 @@ def _keeps(step: dict[str, Any]) -> bool:
     kind = step["type"]
     changes = (kind == "ByteLevel" and step["add_prefix_space"]) or (kind == "Split" and step["behavior"] == "Removed")
     return kind in ("ByteLevel", "Digits", "Split") and not changes
-
-
-def _alphabet() -> list[str]:
-    from tokenizers import pre_tokenizers
-
-    return list(pre_tokenizers.ByteLevel.alphabet())
 
 
 def _joined(gaps: Sequence[str], contents: Sequence[str]) -> str:

@@ -94,7 +94,9 @@ def compare_sliced_sequences(
     """
     try:
         whole = reference(config, attention).train()
-        batch = batch or _packed_batch(config)
+        if batch is None:
+            tokens, positions = packed_input(config)
+            batch = MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
         split = copy.deepcopy(whole)
         with documents_known(batch):
             expected = _forward(whole, batch)
@@ -145,11 +147,6 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in model.named_parameters()
     }
-
-
-def _packed_batch(config: PreTrainedConfig) -> MicroBatch:
-    tokens, positions = packed_input(config)
-    return MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
 
 
 def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:

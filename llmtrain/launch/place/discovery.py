@@ -130,15 +130,10 @@ def _contradictions(rank: Rank, launcher: Launcher, env: Mapping[str, str], argv
         found.append((launcher.local_rank, f"{rank.local_rank} is not below {local}"))
     if rank.local_rank > rank.rank:
         found.append((launcher.local_rank, f"{rank.local_rank} is above {launcher.rank}={rank.rank}"))
-    argument = _local_rank_argument(argv)
-    if argument is not None and argument != str(rank.local_rank):
-        found.append((launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={argument}"))
+    given = [one.partition("=")[2] for one in argv if one.startswith("--local_rank=")]
+    if given and given[-1] != str(rank.local_rank):
+        found.append((launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={given[-1]}"))
     return [Problem("launch.environment", name, message, FIX) for name, message in found]
-
-
-def _local_rank_argument(argv: Sequence[str]) -> str | None:
-    values = [arg.partition("=")[2] for arg in argv if arg.startswith("--local_rank=")]
-    return values[-1] if values else None
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
