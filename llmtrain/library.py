@@ -132,7 +132,7 @@ def train(
     max_restarts: how many times a job that died is restarted. Call it in the main thread: a signal makes the run save
     and stop, and StoppedError is raised. Raises other UserErrors for what cannot be started and for workers that died.
     """
-    from llmtrain.commands.train import train_local
+    from llmtrain.commands.train import LocalStart
     from llmtrain.launch import discover
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
@@ -143,14 +143,14 @@ def train(
         raise RecipeError(Problem("library.worker", "llmtrain.train", message, f"{rank.launcher} mine.py"))
     wanted, _ = declared(recipe)
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, variant_of(recipe))
-    code = train_local(
-        lambda: (wanted, folder),
+    start = LocalStart(
+        load=lambda: (wanted, folder),
         nproc=nproc,
         resume=os.fspath(resume),
         max_steps=max_steps,
         max_restarts=max_restarts,
     )
-    if code != Exit.DONE:
+    if (code := start.train()) != Exit.DONE:
         raise StoppedError(code, folder.path)
     return load_run(folder.path)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -183,8 +183,8 @@ def train_here(request: TrainRequest, rank: Rank | None) -> None:
             declared, _ = request.load()
             return declared, request.folder(declared)
 
-        code = train_local(
-            load,
+        start = LocalStart(
+            load=load,
             nproc=request.nproc,
             resume=request.resume,
             max_steps=request.max_steps,
@@ -192,7 +192,7 @@ def train_here(request: TrainRequest, rank: Rank | None) -> None:
             tool=request.tool,
             ended=leave,
         )
-        sys.exit(code)
+        sys.exit(start.train())
     else:
         _as_worker(request, rank)
 
@@ -236,55 +236,103 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def train_local(
-    load: Callable[[], tuple[Recipe, RunDir]],
-    *,
-    nproc: int | None,
-    resume: str,
-    max_steps: int | None,
-    max_restarts: int,
-    tool: Tool | None = None,
-    ended: Callable[[int], object] | None = None,
-) -> int:
-    """Trains on this machine with one worker per device, and returns the exit code.
+@dataclass(frozen=True, kw_only=True)
+class LocalStart:
+    """The start of a job on this machine, with one worker per device."""
 
-    load: returns the recipe and the run directory. tool: the program that starts the workers instead of this process.
-    ended: is called with the exit code before signals are handled as usual again.
-    """
-    from llmtrain.cluster import local_cluster
-    from llmtrain.launch.jobs.accelerate import processes_asked
-    from llmtrain.launch.local import common_environment
-    from llmtrain.launch.template import Template
-
-    cluster = local_cluster(nproc or processes_asked())
-    _offer_self_test(cluster)
-    if cluster.spec.on_cpu:
-        _settle_threads(cluster.devices_per_node)
-    with Template() as template:
-        forked_from = template if cluster.spec.on_cpu and not tool else None
-        if forked_from:
-            # Its imports take longest, so they run while the recipe is checked and the data are prepared.
-            forked_from.start(common_environment(cluster.world_size))
-        from llmtrain.ds_config import render
-        from llmtrain.launch.disks import check_disks
-
-        declared, folder = load()
-        plan = startable(declared, cluster, folder, resume, None)
-        check_disks(plan)
-        start = _Start(folder, resume, max_steps, max_restarts, tool, forked_from)
-        return _launch(start, plan, render(plan), ended)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """How workers are started."""
-
-    folder: RunDir
+    load: Callable[[], tuple[Recipe, RunDir]]
+    """Returns the recipe and the run directory."""
+    nproc: int | None
     resume: str
     max_steps: int | None
     max_restarts: int
-    tool: Tool | None
-    forked_from: Template | None
+    tool: Tool | None = None
+    """The program that starts the workers instead of this process."""
+    ended: Callable[[int], object] | None = None
+    """Is called with the exit code before signals are handled as usual again."""
+
+    def train(self) -> int:
+        """Trains, and returns the exit code."""
+        from llmtrain.cluster import local_cluster
+        from llmtrain.launch.jobs.accelerate import processes_asked
+        from llmtrain.launch.local import common_environment
+        from llmtrain.launch.template import Template
+
+        cluster = local_cluster(self.nproc or processes_asked())
+        _offer_self_test(cluster)
+        if cluster.spec.on_cpu:
+            _settle_threads(cluster.devices_per_node)
+        with Template() as template:
+            forked_from = template if cluster.spec.on_cpu and not self.tool else None
+            if forked_from:
+                # Its imports take longest, so they run while the recipe is checked and the data are prepared.
+                forked_from.start(common_environment(cluster.world_size))
+            from llmtrain.launch.disks import check_disks
+
+            declared, folder = self.load()
+            plan = startable(declared, cluster, folder, self.resume, None)
+            check_disks(plan)
+            return self._launch(plan, folder, forked_from)
+
+    def _launch(self, plan: Plan, folder: RunDir, template: Template | None) -> int:
+        """Checks the pipeline's stages, prepares the data, and runs the workers."""
+        from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
+        from llmtrain.commands.precheck import check_stages
+        from llmtrain.data import Progress, Schedule, prepare, report, with_steps
+        from llmtrain.ds_config import render
+        from llmtrain.launch.local import common_environment
+        from llmtrain.launch.tools import check_tool
+        from llmtrain.predict import memory_of
+        from llmtrain.run_dir.lock import RunLock
+        from llmtrain.system.stops import caught_signals
+        from llmtrain.system.streams import plain_console
+
+        console = plain_console()
+        if self.tool:
+            check_tool(self.tool, plan)
+        print_plan(plan, console, memory_of(plan))
+        if self.resume == "auto" and (reason := nothing_left(plan, folder, self.max_steps)):
+            console.print(reason, highlight=False, soft_wrap=True)
+            return Exit.DONE
+        with RunLock.take(folder.path, _say) as lock:
+            checkpoint = check_resume(plan, folder, self.resume, is_local=True)
+            if template:  # a new one, with one worker that drives all devices
+                template.start(common_environment(plan.workers))
+            check_stages(plan)
+            prepared = prepare(plan.recipe, Progress(console))
+            plan = with_steps(plan, prepared)
+            console.print(report(prepared, plan.recipe))
+            if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, self.max_steps)):
+                console.print(reason, highlight=False, soft_wrap=True)
+                return Exit.DONE
+            if checkpoint:
+                check_data(checkpoint, prepared.key)
+            Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
+            folder.create(plan, render(plan))
+            console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
+            with caught_signals():
+                # Batch systems repeat signals: one that arrives after the end must not change the exit code.
+                code = self._run(plan, folder, template, console)
+                lock.release()
+                if self.ended:
+                    self.ended(code)
+                return code
+
+    def _run(self, plan: Plan, folder: RunDir, template: Template | None, console: Console) -> int:
+        """Runs the workers and returns the exit code."""
+        from llmtrain.launch.tools import ToolJob, run_by_tool
+        from llmtrain.train.restart import train_with_restarts
+
+        arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(self.max_steps)] if self.max_steps else [])]
+        if self.tool:
+            console.print(f"starting workers with {self.tool}")
+            return run_by_tool(ToolJob(self.tool, plan, folder, (*arguments, "--resume", self.resume)))
+        command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
+        restarts, allowed_s = self.max_restarts, plan.recipe.watchdog.min_seconds
+        code = train_with_restarts(command, plan.workers, folder, self.resume, restarts, console, template, allowed_s)
+        if template:
+            template.close()
+        return code
 
 
 def _offer_self_test(cluster: Cluster) -> None:
@@ -337,65 +385,3 @@ def startable(declared: Recipe, cluster: Cluster, folder: RunDir, resume: str, w
     folder.check(declared)
     check_choice(folder, resume)
     return plan
-
-
-def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object] | None) -> int:
-    """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
-    from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
-    from llmtrain.commands.precheck import check_stages
-    from llmtrain.data import Progress, Schedule, prepare, report, with_steps
-    from llmtrain.launch.local import common_environment
-    from llmtrain.launch.tools import check_tool
-    from llmtrain.predict import memory_of
-    from llmtrain.run_dir.lock import RunLock
-    from llmtrain.system.stops import caught_signals
-    from llmtrain.system.streams import plain_console
-
-    console, folder = plain_console(), start.folder
-    if start.tool:
-        check_tool(start.tool, plan)
-    print_plan(plan, console, memory_of(plan))
-    if start.resume == "auto" and (reason := nothing_left(plan, folder, start.max_steps)):
-        console.print(reason, highlight=False, soft_wrap=True)
-        return Exit.DONE
-    with RunLock.take(folder.path, _say) as lock:
-        checkpoint = check_resume(plan, folder, start.resume, is_local=True)
-        if start.forked_from:  # a new one, with one worker that drives all devices
-            start.forked_from.start(common_environment(plan.workers))
-        check_stages(plan)
-        prepared = prepare(plan.recipe, Progress(console))
-        plan = with_steps(plan, prepared)
-        console.print(report(prepared, plan.recipe))
-        if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, start.max_steps)):
-            console.print(reason, highlight=False, soft_wrap=True)
-            return Exit.DONE
-        if checkpoint:
-            check_data(checkpoint, prepared.key)
-        Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
-        folder.create(plan, ds_config)
-        console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-        with caught_signals():
-            # Batch systems repeat signals: one that arrives after the end must not change the exit code.
-            code = _run(start, plan, console)
-            lock.release()
-            if ended:
-                ended(code)
-            return code
-
-
-def _run(start: _Start, plan: Plan, console: Console) -> int:
-    """Runs the workers and returns the exit code."""
-    from llmtrain.launch.tools import ToolJob, run_by_tool
-    from llmtrain.train.restart import train_with_restarts
-
-    folder, resume, template = start.folder, start.resume, start.forked_from
-    arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(start.max_steps)] if start.max_steps else [])]
-    if start.tool:
-        console.print(f"starting workers with {start.tool}")
-        return run_by_tool(ToolJob(start.tool, plan, folder, (*arguments, "--resume", resume)))
-    command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
-    restarts, allowed_s = start.max_restarts, plan.recipe.watchdog.min_seconds
-    code = train_with_restarts(command, plan.workers, folder, resume, restarts, console, template, allowed_s)
-    if template:
-        template.close()
-    return code
