@@ -86,7 +86,7 @@ def _gradients(plan: Plan) -> Block:
 def _optimizer(optim: OptimConfig) -> Block:
     """Returns torch's own optimizers: DeepSpeed's would be compiled at the first start.
 
-    They are fused, since those can be told on the device to leave the weights unchanged (`llmtrain.engines.guard`).
+    They are fused: these leave the weights unchanged if a tensor on the device says so (`llmtrain.engines.guard`).
     There is no block for other optimizers, which are passed to DeepSpeed as objects.
     """
     row = optimizer_of(optim)

@@ -140,7 +140,7 @@ class DivergedError(UserError):
 
 
 class StoppedError(UserError):
-    """A signal ended a run, which has said so; the same call continues it."""
+    """A signal ended a run, which has printed that; the same call continues it."""
 
     def __init__(self, code: int, run_dir: object) -> None:
         """code: RESUME if everything is saved, INTERRUPTED if it ended at once."""

@@ -336,7 +336,7 @@ class LocalStart:
 
 
 def _offer_self_test(cluster: Cluster) -> None:
-    """Says once on a machine with GPUs that it can be tested; a test is never forced."""
+    """Mentions the self-test on a machine with GPUs that have not been tested; once per type of device."""
     from llmtrain.cluster import self_test_folder
 
     offered = self_test_folder() / f"offered_{cluster.device}"

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Use:
-    """How a file is used: who reads it (guessed if None), on how many ranks, with which arguments of the Trainer.
+    """How a file is used: by which program (guessed if None), on how many ranks, with which arguments of the Trainer.
 
     `deepspeed` is a version or a range; None means the installed one, or the newest that is known.
     """

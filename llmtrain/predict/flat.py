@@ -26,9 +26,10 @@ DDP_BUCKET_MIB = 25
 
 
 def bucket_elements(plan: Plan) -> int:
-    """Elements per reduction, the same heuristic as Megatron-LM's: max(40e6, 1e6 × dp), so that each of
-    the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
-    model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
+    """Returns the elements of a reduction: max(40e6, 1e6 × dp), as in Megatron-LM.
+
+    Each of the dp chunks of a ring is then large enough for the bandwidth. DeepSpeed allocates the whole buffer, so
+    there are no more elements than in a rank's share of the model, and it requires an even number.
     """
     elements = min(max(LEAST_BUCKET, BUCKET_OF_REPLICA * plan.data_parallel_size), _trained_share(plan))
     return max(elements + elements % 2, 2)

@@ -43,7 +43,7 @@ MOST = 10
 MOST_MISSES = 16
 """Number of slower plans that are shown."""
 MOST_TOO_LARGE = 6
-"""Number of plans that do not fit which are shown."""
+"""Number of plans that are shown although they do not fit."""
 MOST_ASKED = 1000
 """Plans whose shortage is computed, which takes a millisecond each; beyond, plans that cannot fit are skipped."""
 MOST_SIZES = 16

@@ -35,7 +35,7 @@ _events: SimpleQueue[Any] | None = None
 
 
 class Stopped(BaseException):
-    """A run was told to stop before its workers were started. Raised by a signal handler, in the main thread."""
+    """A signal stopped a run before its workers were started. Raised by a signal handler, in the main thread."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -24,7 +24,7 @@ KEPT_VERDICTS = 2048
 """Rank 0 is never this many steps ahead of another: a CUDA device queues 1024 launches, and a step has several."""
 
 REQUEST = "request"
-"""Key of the store under which a rank reports that it was told to stop."""
+"""Key of the store under which a rank reports that a signal asked it to stop."""
 
 
 class StopSignals:

@@ -154,7 +154,7 @@ class Leader(Watcher):
 
 
 class Follower(Watcher):
-    """That of any other rank: tells how its rank does, and does what it is told."""
+    """The watcher of any other rank: reports the state of its rank to rank 0, and follows its orders."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)

@@ -91,7 +91,7 @@ class _Writer:
         self.counts = np.zeros(vocab_size, np.int64)
 
     def add(self, kept: Sequence[tuple[Encoded, int]]) -> None:
-        """Appends the first tokens of conversations, as many as are said."""
+        """Appends the first tokens of conversations. kept: each with the number of its tokens."""
         if not kept:
             return
         tokens = np.concatenate([one.ids[:size] for one, size in kept])
