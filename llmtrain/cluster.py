@@ -130,7 +130,7 @@ class Cluster(Part):
     network_bandwidth: PositiveFloat | None = None
     """Bytes per second and device, each way, between nodes; default: that of the device."""
     measured: MeasuredRates | None = None
-    """What was measured on such a node; `measured_on` reads it from the report of a self-test."""
+    """Rates that were measured on such a node; `measured_on` reads them from the report of a self-test."""
 
     @field_validator("device")
     @classmethod
@@ -186,7 +186,8 @@ class Cluster(Part):
 def local_cluster(nproc: int | None = None) -> Cluster:
     """Returns this machine: its visible GPUs, else `nproc` CPU workers (default 1).
 
-    With GPUs, `nproc` is the number of them to use. What a self-test has measured here is part of it.
+    With GPUs, `nproc` is the number of them to use. It includes the rates that a self-test has measured on this
+    machine.
     """
     gpus = [] if os.environ.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
     device = device_of(gpus[0]) if gpus else "cpu"

@@ -52,7 +52,7 @@ def test_the_order_is_drawn_from_the_id(run):
     assert other != drawn
 
 
-def test_no_test_starts_after_the_budget_and_the_end_says_which_did(run):
+def test_no_test_starts_after_the_budget_and_the_report_lists_the_started_ones(run):
     numbers, said = run("--shuffle-by", "one", "--budget-minutes", "3.5")
     assert numbers == [1, 9, 16, 3]
     assert "4 of 20 tests were run" in said

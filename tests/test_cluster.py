@@ -19,13 +19,13 @@ def test_the_links_of_a_cluster_come_before_those_of_its_device():
     assert Cluster(device="h100").spec == DEVICES["h100"]
 
 
-def test_a_device_of_ones_own_survives_a_plan_file():
+def test_a_custom_device_is_preserved_in_a_plan_file():
     cluster = Cluster(nodes=2, devices_per_node=8, device="h100-pcie", own_devices=[MINE])
     assert cluster.spec == MINE
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
 
 
-def test_another_size_keeps_the_links_and_another_device_brings_its_own():
+def test_another_size_keeps_the_links_and_another_device_replaces_them():
     cluster = Cluster(nodes=2, devices_per_node=8, device="h100", own_devices=[MINE], network_bandwidth=1e9)
     assert cluster.resized(4, None, None).network_bandwidth == 1e9
     assert cluster.resized(None, None, "h200").spec == DEVICES["h200"]
@@ -80,13 +80,13 @@ def test_gpus_are_chosen_by_number_and_by_uuid(three_gpus, text, devices):
     ("text", "said"),
     [
         ("0,3", "'3' matches none of this machine's 3 GPUs"),
-        ("GPU-5a1c", "'GPU-5a1c' matches none"),  # two begin so
+        ("GPU-5a1c", "'GPU-5a1c' matches none"),  # two begin like this
         ("GPU-ffff", "'GPU-ffff' matches none"),
         ("first", "'first' matches none"),
         ("1,1", "names '1' twice"),
     ],
 )
-def test_gpus_that_are_not_there_are_named(three_gpus, text, said):
+def test_missing_gpus_are_named(three_gpus, text, said):
     with pytest.raises(RecipeError, match="CUDA_VISIBLE_DEVICES") as error:
         three_gpus(text)
     assert said in str(error.value)

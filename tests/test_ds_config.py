@@ -46,7 +46,7 @@ def tiny(cluster: Cluster | None = None, **fields) -> dict:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_deepspeed_resolves_what_we_mean(name, monkeypatch):
+def test_deepspeed_parses_the_rendered_configuration_as_intended(name, monkeypatch):
     import deepspeed.runtime.config as config_module
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -83,7 +83,7 @@ def test_deepspeed_resolves_what_we_mean(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_complete_and_explicit(name):
+def test_every_default_is_rendered_explicitly(name):
     config = render(PLANS[name])
     assert set(config) <= set(schema().root.keys or {})
     assert '"auto"' not in json.dumps(config)
@@ -94,13 +94,13 @@ def test_complete_and_explicit(name):
         assert {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"} <= set(config["zero_optimization"])
 
 
-def test_files_are_what_the_recipes_say():
+def test_committed_configurations_match_the_recipes():
     texts = {name.rstrip(":").replace(":", "-"): render(plan) for name, plan in PLANS.items()}
     files = {file.stem: json.loads(file.read_text()) for file in (ROOT / "ds_configs").glob("*.json")}
     assert files == texts, "run python ds_configs/render.py"
 
 
-def test_buckets_follow_the_model():
+def test_bucket_sizes_depend_on_the_model():
     assert bucket_elements(PLANS["tiny:zero3"]) <= PLANS["tiny:zero3"].model.parameters + 1
     assert bucket_elements(PLANS["llama3_8b:"]) == 64_000_000
     assert bucket_elements(PLANS["llama3_70b:"]) == 128_000_000
@@ -120,7 +120,7 @@ def test_buckets_follow_the_model():
         ({"parallel.zero_stage": 2, **ONE_BUCKET}, False),
     ],
 )
-def test_reductions_overlap_where_another_bucket_is_filled_meanwhile(fields, expected):
+def test_overlap_comm_is_on_with_more_than_one_bucket(fields, expected):
     recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
     recipe = recipe.with_(**{"model.attention": "auto", "kernels": "auto", "batch.micro_batch_size": 8, **fields})
     config = render(resolve(recipe, Cluster(devices_per_node=8, device="h100")))
@@ -128,7 +128,7 @@ def test_reductions_overlap_where_another_bucket_is_filled_meanwhile(fields, exp
 
 
 @pytest.mark.parametrize(("fields", "replicas"), [({}, 4), ({"parallel.pipeline": 2, "parallel.zero_stage": 1}, 2)])
-def test_tensor_parallelism_is_not_the_engines(fields, replicas):
+def test_tensor_parallelism_is_not_configured_in_deepspeed(fields, replicas):
     config = tiny(Cluster(devices_per_node=8), **{"parallel.tensor": 2, **fields})
     assert "tensor_parallel" not in config
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
@@ -136,13 +136,13 @@ def test_tensor_parallelism_is_not_the_engines(fields, replicas):
 
 
 @pytest.mark.parametrize(("precision", "without"), [("fp32", True), ("bf16", False), ("autocast_bf16", True)])
-def test_experts_in_fp32_are_not_multiplied_by_a_kernel_that_rounds(precision, without):
+def test_fp32_experts_do_not_use_the_kernel_that_rounds_to_tf32(precision, without):
     fields = {"model.architecture": "mixtral", "parallel.expert": 2, "parallel.zero_stage": 1}
     config = tiny(Cluster(devices_per_node=2), **fields, **{"parallel.precision": precision})
     assert config["expert_parallel"]["disable_triton_grouped_mm"] is without
 
 
-def test_tensor_parallelism_with_experts_cuts_attention_and_has_no_word_of_offload():
+def test_experts_with_tensor_parallelism_use_autotp_for_attention_and_render_no_offload():
     fields = {"model.architecture": "mixtral", "parallel.tensor": 2, "parallel.expert": 2, "parallel.zero_stage": 3}
     config = tiny(Cluster(devices_per_node=4), **fields)
     patterns = [spec["patterns"][0] for spec in config["tensor_parallel"]["partition_config"]["layer_specs"]]
@@ -170,7 +170,7 @@ def test_clipping_can_be_off():
     assert tiny(**{"optim.clip_grad_norm": 0})["gradient_clipping"] == 0
 
 
-def test_offload_names_its_device_and_pins_only_for_a_gpu():
+def test_offload_pins_memory_only_for_a_gpu():
     fields = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "cpu"}
     assert tiny(**fields)["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     nvme = {**fields, "parallel.offload_param": "nvme", "parallel.nvme_path": "/nvme"}
@@ -181,6 +181,6 @@ def test_offload_names_its_device_and_pins_only_for_a_gpu():
     assert "aio" not in tiny(**fields)
 
 
-def test_autocast_reduces_in_the_type_it_accumulates_in():
+def test_autocast_reduces_in_the_accumulation_type():
     block = tiny(**{"parallel.precision": "autocast_bf16"})["torch_autocast"]
     assert block == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}

@@ -1,4 +1,4 @@
-"""The document of what DeepSpeed does names rules and tests that exist."""
+"""The page about DeepSpeed's behaviour names existing rules and tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT = (ROOT / "docs/design/engine_facts.md").read_text()
 CELLS = re.findall(r"`([^`]+)`", TEXT)
 
 
-def test_rules_and_files_are_there():
+def test_rules_and_files_exist():
     areas = {rule.id.partition(".")[0] for rule in RULES} | {"lint"}
     lint = set(re.findall(r"^## (lint\.\w+)$", (ROOT / "docs/reference/lint.md").read_text(), re.M))
     named = {cell for cell in CELLS if re.fullmatch(rf"({'|'.join(areas)})\.[a-z0-9_]+", cell)}
@@ -22,7 +22,7 @@ def test_rules_and_files_are_there():
     assert not [file for file in files if not (ROOT / file).is_file()]
 
 
-def test_every_rule_of_the_engine_is_in_it():
+def test_every_rule_of_the_engine_is_documented():
     asked = ("precision", "zero", "pipeline", "tensor", "expert", "layout", "batch")
     missing = {rule.id for rule in RULES if rule.id.partition(".")[0] in asked} - set(CELLS)
     assert not missing

@@ -1,4 +1,4 @@
-"""Applies docs/extending.md to a copy of the package, and runs what it adds."""
+"""Applies docs/extending.md to a copy of the package, and runs the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point downward only, and what answers on a login node imports nothing heavy."""
+"""Imports point downward only, and commands for login nodes import nothing heavy."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_verified_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--out", "OUT"], ["inspect"], ["compare"]], ids=" ".join)
-def test_a_run_is_looked_at_without_torch(tmp_path, arguments):
+def test_a_run_is_inspected_without_torch(tmp_path, arguments):
     runs = [tmp_path / name for name in ("a", "b")]
     for run in runs:
         run.mkdir()

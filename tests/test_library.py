@@ -48,7 +48,7 @@ assert not loaded, loaded
 
 
 @pytest.mark.parametrize("program", [ANY_ORDER, LIGHT], ids=["any_order", "light"])
-def test_import(program):
+def test_importing_the_package_loads_no_heavy_module(program):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -73,7 +73,7 @@ def test_a_plan_is_what_the_command_prints():
     assert planned.plan.batch.tokens_per_step == recipe.batch.global_batch_size * recipe.data.sequence_length
 
 
-def test_a_file_brings_its_variant_and_its_cluster():
+def test_a_recipe_file_provides_its_variant_and_its_cluster():
     planned = llmtrain.plan(Path("recipes/tiny.py:zero3"))
     assert planned.plan.parallel.zero_stage == 3
     assert llmtrain.plan("recipes/llama3_70b.py").plan.cluster.device == "h100"
@@ -131,7 +131,7 @@ def test_the_metrics_of_a_run_are_columns(tmp_path):
         (lambda: llmtrain.verify("recipes/tiny.py", steps=-1), "steps: -1 was given"),
     ],
 )
-def test_wrong_arguments_are_errors_for_people(call, words):
+def test_invalid_arguments_raise_user_errors(call, words):
     with pytest.raises(UserError, match=words):
         call()
 

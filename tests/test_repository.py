@@ -1,4 +1,4 @@
-"""What the repository says about itself is true."""
+"""The statements of the repository about itself are true."""
 
 import ast
 import importlib.util
@@ -33,13 +33,13 @@ def test_readme_states_the_two_commands():
     assert _readme_command("test") == 'pip install -c constraints.txt -e ".[test]" && pytest'
 
 
-def test_ci_runs_what_readme_says():
+def test_ci_runs_the_readme_commands():
     script = (ROOT / ".ci/run").read_text()
     assert "readme_command.py test" in script
     assert "readme_command.py train" in script
 
 
-def test_constraints_pin_what_pyproject_asks_for():
+def test_constraints_pin_the_dependencies_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     names = {re.split(r"[><=!]", requirement)[0] for requirement in asked}
@@ -48,7 +48,7 @@ def test_constraints_pin_what_pyproject_asks_for():
     assert names - pinned == set()
 
 
-def test_every_link_of_the_documents_leads_somewhere():
+def test_every_link_of_the_documents_exists():
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
@@ -99,13 +99,13 @@ def test_generated_pages_are_up_to_date(tool, page):
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == _tool(tool).render()
 
 
-def test_pictures_are_what_their_generator_draws(tmp_path):
+def test_pictures_are_up_to_date(tmp_path):
     _tool("render_pictures").drawn(tmp_path)
     for drawn in tmp_path.iterdir():
         assert (ROOT / "docs/pictures" / drawn.name).read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
-def test_classes_have_names_of_their_own_and_rooms_few_files():
+def test_class_names_are_unique_and_packages_have_few_files():
     classes, folders = Counter(), Counter()
     for path in (ROOT / "llmtrain").rglob("*.py"):
         classes.update(node.name for node in _tree(path).body if isinstance(node, ast.ClassDef))
@@ -114,7 +114,7 @@ def test_classes_have_names_of_their_own_and_rooms_few_files():
     assert max(folders.values()) <= 16
 
 
-def test_functions_that_other_modules_import_have_names_of_their_own():
+def test_names_of_imported_functions_are_unique():
     """The command line and the library name what they call; rules are called through their table."""
     defined, imported = defaultdict(set), set()
     for path in (ROOT / "llmtrain").rglob("*.py"):
@@ -141,7 +141,7 @@ def test_every_part_of_a_recipe_is_exported():
 
 
 @pytest.mark.slow
-def test_type_checkers_find_the_package_where_it_is_installed(tmp_path):
+def test_type_checkers_find_the_installed_package(tmp_path):
     """From another folder, as in a user's project: an editable install must be a path, not an import hook."""
     (tmp_path / "mine.py").write_text("import llmtrain\n")
     options = ["--config-file=", "--follow-imports=skip", f"--python-executable={sys.executable}"]

@@ -1,4 +1,4 @@
-"""What README and the tutorials tell a newcomer to do works as it stands there."""
+"""The commands and recipes of README and the tutorials work as they are printed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def own_folder(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_recipe_of_readme_trains_continues_and_writes(own_folder):
+def test_the_readme_recipe_trains_continues_and_generates(own_folder):
     lines = [line for line in _own_commands() if "runs/" not in line or "export" in line]
     assert len(lines) == 4
     for line in lines:
@@ -72,16 +72,16 @@ def test_the_recipe_of_readme_trains_continues_and_writes(own_folder):
 
 
 @pytest.mark.breadth
-def test_the_other_commands_of_readme_run(own_folder):
+def test_the_other_readme_commands_run(own_folder):
     lines = [line for line in _own_commands() if "--run-dir" in line]
     assert len(lines) == 3
     for line in lines:
         _run(line, own_folder, *SHORT)
 
 
-def test_the_recipe_of_readme_is_short_and_legal(tmp_path):
+def test_the_readme_recipe_is_short_and_legal(tmp_path):
     _write_recipe(README, tmp_path)
-    assert len([line for line in (tmp_path / "mine.py").read_text().splitlines() if line.strip()]) <= 15
+    assert len((tmp_path / "mine.py").read_text().splitlines()) <= 15
     assert "mine: llama" in _run("llmtrain plan mine.py", tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_the_tutorial_of_a_chat(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["two_nodes", "slurm"])
-def test_the_tutorials_of_clusters_give_commands_that_other_tests_run(name):
+def test_commands_of_the_cluster_tutorials_are_covered_by_other_tests(name):
     """Those of docs/guides/launching.md, and plans and dry runs."""
     tested = {line.removesuffix(" | sbatch") for line in shell_lines(TEXT)} | {
         "llmtrain doctor --hostfile hostfile",  # tests/launch/test_doctor_on_two_hosts.py
@@ -184,7 +184,7 @@ def _run_blocks(wanted: Callable[[str], bool], folder: Path) -> str:
     return done.stdout
 
 
-def test_what_the_guide_to_the_library_plans_and_lints(own_folder):
+def test_plan_and_lint_examples_of_the_library_guide(own_folder):
     said = _run_blocks(lambda block: "run" not in block and "verify" not in block, own_folder)
     assert "{'dp': 4, 'pp': 1, 'tp': 1, 'sp': 1, 'ep': 1, 'zero_stage': 0} 1" in said
     assert "batch.divides batch.global_batch_size" in said
@@ -192,7 +192,7 @@ def test_what_the_guide_to_the_library_plans_and_lints(own_folder):
 
 
 @pytest.mark.breadth
-def test_the_guide_to_the_library(own_folder):
+def test_all_examples_of_the_library_guide(own_folder):
     said = _run_blocks(lambda block: True, own_folder)
     assert "trained 4 steps" in said
     assert "all plans train as plain PyTorch does" in said

@@ -16,7 +16,7 @@ Generated from `llmtrain/overrides/` by `python tools/render_overrides.py`; do n
 
 llmtrain replaces or reads the following private parts of other libraries. They may change with any release, so
 `pyproject.toml` bounds the versions from above. If an installed version lacks one of these parts, llmtrain refuses to
-build an engine. With an untried version that has all of them, a run reports this when it starts.
+build an engine. With an untested version that has all of them, a run reports this when it starts.
 """
 
 

@@ -20,12 +20,12 @@ HEAD = f"""# Rules of legality
 
 Generated from `llmtrain/rules/` by `python tools/render_rules.py`; do not edit.
 
-A plan that breaks a rule is refused before anything starts, with the rule's id, what was given and what
-to do; a rule marked *note* lets the plan pass and says so. What the engine does was seen on {ENGINE}. Rules whose
-names begin with `precision`, `zero`, `pipeline`, `tensor` or `expert` are DeepSpeed's: they are not asked about other
-backends.
+A plan that breaks a rule is refused before anything starts. The message contains the rule's id, the given value and a
+fix. A rule marked *note* does not refuse the plan but prints a note. The engine's behaviour was observed on
+{ENGINE}. Rules whose names begin with `precision`, `zero`, `pipeline`, `tensor` or `expert` apply only to
+DeepSpeed; they are not checked for other backends.
 
-| Rule | Why | Seen |
+| Rule | Why | Evidence |
 |---|---|---|
 """
 

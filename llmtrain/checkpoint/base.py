@@ -1,4 +1,4 @@
-"""The weights that a run leaves as they are: which ones they were, and where an export finds them.
+"""The frozen pretrained weights of a run: how they are identified, and where an export finds them.
 
 A checkpoint of a run that freezes pretrained weights does not hold these, so its size goes with what is trained. It has
 a hash of their files instead, and a run continues only with the same weights.

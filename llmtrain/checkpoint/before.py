@@ -85,7 +85,7 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
             return candidate
         problems += found
     if problems:
-        fix = "restore one of them, or start anew with another --run-dir"
+        fix = "restore one of them, or start a new run with another --run-dir"
         none = Problem(
             "checkpoint.none", str(folder.checkpoints), "contains no checkpoint that the run can continue from", fix
         )
@@ -105,7 +105,7 @@ def other_data(checkpoint: Path) -> Problem:
         "checkpoint.data",
         str(checkpoint),
         "was trained on other data: the corpus, the tokenizer or the packing has changed since",
-        "restore the data, or start anew with another --run-dir",
+        "restore the data, or start a new run with another --run-dir",
     )
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 KINDS = (".safetensors", ".json")
 """Suffixes of the files in a checkpoint."""
 PICKLES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
-"""Suffixes by which libraries recognise pickles. We write none: loading one runs the code that it names."""
+"""Suffixes by which libraries recognise pickles. Checkpoints contain none: loading a pickle runs the code that it
+names."""
 MOST_BYTES = 16 << 20
 """Size of the longest pickle, unpacked, that is inspected."""
 THREADS = 8

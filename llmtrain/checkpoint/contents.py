@@ -93,7 +93,7 @@ class TrainerState:
     eval_step: Count | None = None
     """Step of that evaluation."""
     rollbacks: Count = 0
-    """How many times the run has rolled back to a checkpoint after too many skipped updates."""
+    """Number of rollbacks to a checkpoint after too many skipped updates."""
     passed_over: Count = 0
     """Sequences among `samples` that these weights were not trained on: those skipped by rollbacks."""
     history: list[Segment] = field(default_factory=list)

@@ -165,7 +165,7 @@ def write_adapter(
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
     part = adapter.trained_part(recipe, config)
-    if part is not None and part.packed and not recipe.model.kept_rows:  # else the base here has what they stand for
+    if part is not None and part.packed and not recipe.model.kept_rows:  # else the base here has their values
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): one for name, one in model.named_parameters() if one.requires_grad}
     files = {adapter.file_name(name): name for name in trained}

@@ -43,7 +43,7 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> str:
-        """When it was written; an empty string, which sorts first, if that cannot be read."""
+        """Time of writing; an empty string, which sorts first, if it cannot be read."""
         return self.manifests[0].written if self.manifests else ""
 
 

@@ -78,7 +78,7 @@ class Manifest(BaseModel):
     world_size: Annotated[Count, Field(gt=0)]
     """Number of ranks that wrote it."""
     layout: dict[Word, int | Word | bool]
-    """What determines how the state is divided into files (`state.layout_of`)."""
+    """The values that determine how the state is divided into files (`state.layout_of`)."""
     versions: dict[Word, Word]
     """Versions of the packages that wrote it."""
     files: dict[FileName, File]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import peft
 
 LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-"""What the file of an adapter has for a linear layer; the last one only of DoRA."""
+"""Tensors that the file of an adapter has for each linear layer; the last one only with DoRA."""
 Into = Literal["trained", "full"]
 MOST = 5
 """Largest number of names that an error message lists."""

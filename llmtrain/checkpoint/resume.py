@@ -21,14 +21,14 @@ class ResumeChoice:
     folder: Path
     manifests: list[Manifest]
     rejected: tuple[Problem, ...]
-    """What is wrong with newer checkpoints."""
+    """Problems of newer checkpoints."""
 
 
 def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> ResumeChoice | None:
     """Returns the newest checkpoint of a run that is complete on all nodes, or None if the run has never had one.
 
     before: only consider checkpoints saved before this step. Called by all ranks. Raises CheckpointError if there are
-    or were checkpoints and none is usable: the run must not start anew then.
+    or were checkpoints and none is usable: the run must then not start from scratch.
     """
     names, rejected = _candidates(checkpoints, storage)
     if before is not None:
@@ -42,7 +42,7 @@ def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | N
             return ResumeChoice(folder, manifests, tuple(rejected))
         rejected += problems
     if rejected:
-        fix = "restore one of them, or start anew with another --run-dir"
+        fix = "restore one of them, or start a new run with another --run-dir"
         raise CheckpointError(
             [*rejected, Problem("checkpoint.none", str(checkpoints), "contains no complete checkpoint", fix)]
         )

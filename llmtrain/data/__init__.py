@@ -1,4 +1,4 @@
-"""From text to training batches: corpora, tokenizer, token store, packing and sampling.
+"""Turns text into training batches: corpora, tokenizer, token store, packing and sampling.
 
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """

@@ -48,7 +48,7 @@ class Entry:
 
     path: Path
     meta: dict[str, Any]
-    """What its builder returned."""
+    """The result of its builder."""
     made: bool
     """Whether this call created it; False if it existed or another process created it."""
 

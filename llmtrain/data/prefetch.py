@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MOST_WAIT_S = 5.0
-"""How long closing waits for the thread: a chat template, which is a program, may never end."""
+"""Longest time that closing waits for the thread: a chat template, which is a program, may never end."""
 
 
 class _End:

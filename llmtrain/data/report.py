@@ -86,7 +86,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
 
 
 def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe) -> str:
-    """Says what became of the rows of a source of conversations."""
+    """Describes how many rows of a source of conversations are used, and why others are not."""
     cut = f"{chats['cut']:,} cut at a turn, {chats['dropped']:,} dropped, since longer than a sequence"
     faulty = f"; {chats['faulty']:,} faulty rows left out, such as {chats['faults'][0]}" if chats["faulty"] else ""
     streams = source.store.streams

@@ -120,7 +120,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one optimizer step, or one step of evaluation, reads on this rank."""
+    """The input of one optimizer step, or of one step of evaluation, on this rank."""
 
     micro_batches: list[MicroBatch]
     """This rank's part."""

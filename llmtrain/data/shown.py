@@ -1,4 +1,4 @@
-"""What the model is fed, as a person reads it: decoded tokens, marked by whether they are trained on."""
+"""Shows the input of the model to people: decoded tokens, marked by whether they are trained on."""
 
 from __future__ import annotations
 

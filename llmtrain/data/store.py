@@ -72,7 +72,7 @@ class TokenStore:
 
     @property
     def seconds(self) -> float:
-        """How long it took to make."""
+        """Duration of its preparation."""
         return float(self.meta["seconds"])
 
     @property
@@ -98,7 +98,7 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the documents of a corpus become tokens, and how they are split."""
+    """The options for tokenizing the documents of a corpus and splitting them."""
 
     tokenizer: PreparedTokenizer
     special_tokens: SpecialTokens
@@ -106,7 +106,7 @@ class Reading:
     eval_fraction: float
     """Fraction of the documents held out; 1 for an evaluation corpus."""
     chat: ChatReading | None = None
-    """How conversations are read, if there are any."""
+    """The options for reading conversations, if there are any."""
 
     @property
     def parses(self) -> bool:

@@ -1,4 +1,4 @@
-"""A small all-reduce over all ranks: whether they meet, whether the sum is right, and how fast it is."""
+"""Tests a small all-reduce over all ranks: whether all ranks join, whether the sum is right, and how fast it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITING_FOR = {
     "asked": "did not start",
     "started": "started, but did not reach rank 0",
     "met": "reached rank 0, but not all others",
-    "joined": "met the others, but the large all-reduce did not end",
+    "joined": "reached all others, but the large all-reduce did not end",
 }
 """Last state of a rank → its meaning."""
 

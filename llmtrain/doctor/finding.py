@@ -1,4 +1,4 @@
-"""What the checks of a host receive and return; pure."""
+"""The input and the results of the checks of a host; pure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a program, or why there is none."""
+    """The output of a program, or the reason why it is missing."""
 
     text: str = ""
     refusal: str = ""

@@ -1,4 +1,4 @@
-"""How the doctor reaches a host: through an agent on this machine, or over ssh."""
+"""Connects the doctor to a host: through an agent on this machine, or over ssh."""
 
 from __future__ import annotations
 

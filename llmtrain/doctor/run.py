@@ -23,12 +23,12 @@ LOOK_S = 180
 CPU_RANKS = 2
 """Ranks of this machine's all-reduce without a GPU, unless given."""
 Say = Callable[[str], Any]
-"""Shows what is being done."""
+"""Shows the current activity."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What is asked of the doctor."""
+    """A request to the doctor."""
 
     hosts: tuple[Host, ...] = ()
     """The hosts of a hostfile; without them, this machine."""

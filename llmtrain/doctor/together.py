@@ -17,7 +17,7 @@ SKEW_S = 1.0
 
 @dataclass(frozen=True)
 class Skew:
-    """How far a host's clock is ahead of ours, and the uncertainty; in seconds."""
+    """The seconds by which a host's clock is ahead of ours, and the uncertainty."""
 
     ahead_s: float
     uncertainty_s: float

@@ -25,7 +25,7 @@ IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_na
 """Fields of a configuration that describe neither sizes nor switches."""
 _LAYER = re.compile(r"\.(\d+)\.")
 RANK = 2
-"""Of the adapters of a tiny copy."""
+"""Rank of the adapters of a tiny copy."""
 
 
 @contextmanager

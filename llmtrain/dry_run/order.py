@@ -1,4 +1,4 @@
-"""Which samples the ranks of a plan read first, according to the sampler itself, without starting a rank."""
+"""Determines the samples that the ranks of a plan read first, with the sampler itself, without starting a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
 
 STEPS, REPLICAS, MICRO_BATCHES, ROWS = 2, 8, 4, 16
-"""How much of the order is reported."""
+"""Largest numbers of steps, replicas, micro-batches and rows that are reported."""
 
 
 class Read(Part):

@@ -17,7 +17,7 @@ from llmtrain.plan.described import model_line, readable_bytes, split_lines, vol
 from llmtrain.predict.traffic import volumes
 
 REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
-"""How much of the data order is shown."""
+"""Largest numbers of replicas, micro-batches and ranks that are shown."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _read(read: Read, order: DataOrder) -> str:
 
 
 ROWS = 4
-"""How many sequences of a micro-batch are shown."""
+"""Number of sequences of a micro-batch that are shown."""
 
 
 def _findings_lines(findings: Findings) -> Iterator[str]:

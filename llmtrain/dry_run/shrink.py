@@ -48,20 +48,20 @@ STEPS = 3
 """Optimizer steps."""
 PLAIN_BLOCKS = {"compiled": "eager", "liger": "eager"}
 PLAIN_LOSS = {"compiled": "chunked", "liger": "chunked"}
-"""Kernels that a laptop may have no compiler or no device for, and what computes the same."""
+"""Kernels for which a laptop may lack a compiler or a device, with replacements that compute the same."""
 
 
 class Change(Part):
     """Something that the small plan has less of, or has in another way."""
 
     what: str
-    """What it is."""
+    """Its name."""
     plan: str
-    """How the plan has it."""
+    """Its value in the plan."""
     dry_run: str
-    """How the small plan has it."""
+    """Its value in the small plan."""
     untested: str
-    """What a run of the small plan so does not show."""
+    """Effects that a run of the small plan therefore does not show."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,9 @@ def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
     """Raises RecipeError if units share a weight; FSDP2 would fail with a TypeError in its first pass."""
     holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     if any(number > 1 for number in holders.values()):
-        message = f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, but FSDP2 shards each alone"
+        message = (
+            f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, and FSDP2 shards each layer alone"
+        )
         fix = "--set parallel.accelerate=ddp --set parallel.zero_stage=0"
         raise RecipeError(Problem("accelerate.shared_layers", "parallel.accelerate", message, fix))
 

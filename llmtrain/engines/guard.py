@@ -65,7 +65,7 @@ class Skipped:
     total: int
     """Number since the run began."""
     recent: tuple[SkippedStep, ...]
-    """Those of the last `window_steps` steps, the oldest first."""
+    """The skipped ones among the last `window_steps` steps, the oldest first."""
 
     def describe(self, step: int, new: int) -> str:
         """Returns a line about the last `new` skipped steps; the window may no longer contain all of them.

@@ -26,30 +26,30 @@ WAITS_IN_C = ("ddp", "horovod")
 """Strategies whose ranks wait for each other in C, which Python does not see."""
 
 
-def measure_own_time(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
-    """Lets `heart` know when this rank compiles and, as far as the host sees it, waits for others; measures its time.
+def measure_own_time(plan: Plan, engine: Engine, heartbeat: Heartbeat) -> None:
+    """Reports to `heartbeat` when this rank compiles, and when it waits for others as far as the host sees it.
 
     On CPUs a rank waits in `Work.wait`, which is replaced in this process. The host does not see the waits of a GPU.
     There, events measure the time of forward passes, and are read later. That time includes waits in the collectives of
     forward passes (ZeRO-3, FSDP2, tensor, sequence and expert parallelism), so a slow rank cannot be distinguished from
     the ranks that wait for it. On CPUs, the same holds for collectives within compiled layers, which wait in C.
     """
-    compiled.compiling = heart.compiling
+    compiled.compiling = heartbeat.compiling
     if plan.cluster.world_size == 1:
         return
     if plan.cluster.spec.on_cpu:
-        waits = Waits(heart)
+        waits = Waits(heartbeat)
         waits.attach()
-        heart.own = waits
+        heartbeat.own = waits
     if not plan.cluster.spec.on_cpu or plan.recipe.parallel.strategy in WAITS_IN_C:
-        heart.own = Forwards(_modules_of(engine))
+        heartbeat.own = Forwards(_modules_of(engine))
 
 
 class Waits:
     """On CPUs: the time of a step minus the time in `Work.wait`, which ends every collective called from Python."""
 
-    def __init__(self, heart: Heartbeat) -> None:
-        self._heart = heart
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
         self._begun = self._waited_s = 0.0
 
     def attach(self) -> None:
@@ -62,7 +62,7 @@ class Waits:
                 yield  # a thread that saves in the background delays nobody
                 return
             started = time.perf_counter()
-            with self._heart.waiting():
+            with self._heartbeat.waiting():
                 yield
             self._waited_s += time.perf_counter() - started
 

@@ -39,7 +39,7 @@ from llmtrain.recipe import Recipe
 
 
 class Distribution:
-    """How the loop is distributed; here not at all, over a single rank with a single device.
+    """Distributes the loop; this class does not: it has a single rank with a single device.
 
     All ranks call every method.
     """

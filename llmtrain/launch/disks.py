@@ -1,4 +1,4 @@
-"""What a machine needs for offload to disk: DeepSpeed compiles the operator for it at the first use."""
+"""Checks a machine for offload to disk, for which DeepSpeed compiles an operator at the first use."""
 
 from __future__ import annotations
 

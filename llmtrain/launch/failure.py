@@ -1,4 +1,4 @@
-"""How a worker reports to its launcher what went wrong: a small JSON file next to its log."""
+"""The error report of a worker to its launcher: a small JSON file next to its log."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _check_here(runner: RunnerName) -> None:
 
 
 def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
-    """Returns the address and port where workers meet: MASTER_ADDR and MASTER_PORT, or a free port of the first host.
+    """Returns the rendezvous of workers: MASTER_ADDR and MASTER_PORT, or a free port of the first host.
 
     first: the first host's description of itself.
     """

@@ -68,10 +68,10 @@ def run_workers(
 
     env: variables for the workers, which override those of this process. board: where they write their heartbeats.
     template: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
-    allowed_s: how long a child may stand still, as in `Standstill`.
+    allowed_s: how long a child may be stopped, as in `Standstill`.
 
     Returns the exit code: 0, 75 (stopped, after saving if a step was begun) or 130 (ended at once). Raises the error of
-    the worker that failed first: the `UserError` that it raised, or WorkerError if it died or stands still.
+    the worker that failed first: the `UserError` that it raised, or WorkerError if it died or is stopped.
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)

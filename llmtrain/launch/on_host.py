@@ -1,4 +1,4 @@
-"""What `llmtrain train --launcher deepspeed` runs on each host, over ssh: `python -m ... VERB TOKEN`.
+"""The program that `llmtrain train --launcher deepspeed` runs on each host over ssh: `python -m ... VERB TOKEN`.
 
 `prepare` reads what the workers need from standard input into a folder that only the user can read, and describes this
 host. `signal` and `end` reach the workers, which write their process ids there, and `forget` removes the folder.
@@ -94,7 +94,7 @@ def version_facts(recipe: Path) -> dict[str, Any]:
 
 
 def _meeting() -> dict[str, Any]:
-    """Returns where workers could meet on this host: its addresses, as `hostname -I` lists them, and a free port."""
+    """Returns a rendezvous on this host: its addresses, as `hostname -I` lists them, and a free port."""
     said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
     return {"addresses": said.split(), "port": _free_port()}
 

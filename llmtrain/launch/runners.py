@@ -24,13 +24,13 @@ ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 
 @dataclass(frozen=True)
 class Launch:
-    """What a runner starts."""
+    """A job for a runner."""
 
     hosts: tuple[Host, ...]
     start: Path
     """The program of each worker: the same path on all hosts, without special characters for a shell."""
     address: str
-    """Where the workers meet: the first host, by an address that the others can reach."""
+    """The rendezvous of the workers: an address of the first host that the others can reach."""
     port: int
 
 

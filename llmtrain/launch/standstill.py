@@ -1,4 +1,4 @@
-"""Detects children that a signal has stopped and that nobody continues. Their own watchers may be stopped too."""
+"""Detects children that a signal has stopped and that are not continued. Their watchers may be stopped too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def process_state(pid: int) -> str:
 
 
 class Standstill:
-    """Ends a job if one of its processes stands still for too long.
+    """Ends a job if one of its processes is stopped for too long.
 
     Only time in which this process runs is counted: a job that is suspended as a whole may take any time.
     """

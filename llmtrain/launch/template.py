@@ -121,7 +121,7 @@ class Template:
         """Forks a worker that leads a session of its own. Returns None if there is no process to fork it from.
 
         command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours. Raises WorkerError if
-        the process that forks stands still.
+        the process that forks is stopped.
         """
         if not self._is_ready or self._channel is None:
             return None

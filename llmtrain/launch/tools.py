@@ -35,14 +35,14 @@ from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_sig
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
 PORT = 29500
-"""The port at which the nodes of a printed command meet, on the first of them."""
+"""The rendezvous port of a printed command, on the first of its nodes."""
 LOOK_S = 0.2
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
 class ToolJob:
-    """What a tool starts."""
+    """A job for a tool."""
 
     tool: Tool
     plan: Plan
@@ -150,7 +150,7 @@ def _tell(folder: Path, number: int, reported: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended, as seen by its parent."""
+    """The end of a worker, as seen by its parent."""
 
     rank: int
     code: int

@@ -11,7 +11,7 @@ from llmtrain.lint.schema import Schema, Where, schema
 
 Severity = Literal["error", "warning"]
 Effect = Literal["refuses", "ignores", "changes", "misreads", "allows"]
-"""What happens to a setting; what is allowed has a risk or a cost."""
+"""The effect on a setting; an allowed setting has a risk or a cost."""
 EFFECTS: dict[Effect, str] = {
     "refuses": "refused",
     "ignores": "ignored",
@@ -99,7 +99,7 @@ class Configuration:
     arguments: dict[str, Any] = field(default_factory=dict)
     """The Trainer's arguments, to compare."""
     no_json: tuple[int, int, str] | None = None
-    """Where and why the text is not strict JSON, though DeepSpeed can read it."""
+    """The place and the reason if the text is not strict JSON, though DeepSpeed can read it."""
     constants: bool = False
     """Whether it has NaN or Infinity, which DeepSpeed's parser reads differently."""
 

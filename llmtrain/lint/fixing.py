@@ -24,9 +24,9 @@ _SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
 
 
 def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
-    """Returns the text with everything mended that is mechanical for a release of DeepSpeed."""
+    """Returns the text with all automatic fixes for a release of DeepSpeed."""
     text = text.removeprefix(BYTE_ORDER_MARK)
-    for _ in range(len(text)):  # each pass mends at least one key, or is the last
+    for _ in range(len(text)):  # each pass fixes at least one key, or is the last
         try:
             document = replace(read_configuration(text, yaml), schema=schema)
         except (Unreadable, NotOurs):

@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration may contain: every key, at every level, with the type and the range of its value.
+"""The schema of a DeepSpeed configuration: every key, at every level, with the type and the range of its value.
 
 `tools/render_lint_schema.py` renders `deepspeed.json` from the sources of each release.
 """

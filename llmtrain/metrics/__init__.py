@@ -1,4 +1,4 @@
-"""What a run reports about itself while it trains."""
+"""Metrics, progress and trackers of a run."""
 
 from llmtrain.metrics.logger import Evaluation, MetricsLogger, Record, StepMetrics, note_event
 from llmtrain.metrics.progress import TrainingProgress

@@ -34,7 +34,7 @@ _NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9-]+")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What the training loop passes when it logs a step."""
+    """The data that the training loop passes when it logs a step."""
 
     step: int
     """Optimizer steps done, from 1."""
@@ -55,25 +55,25 @@ class StepMetrics:
     skipped_steps: int = 0
     """Skipped updates since the beginning of the run."""
     rollbacks: int = 0
-    """How many times the run has rolled back to a checkpoint because of them."""
+    """Number of rollbacks to a checkpoint because of them."""
     slowest: tuple[int, float] | None = None
     """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
     rewards: Mapping[str, float] | None = None
-    """What `llmtrain.models.reward_metrics` returns; None if the loss is a mean over tokens."""
+    """The result of `llmtrain.models.reward_metrics`; None if the loss is a mean over tokens."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation of a set has found."""
+    """The result of an evaluation of a set."""
 
     loss: float
     """Mean over its target tokens, or over its pairs or completions."""
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """The same of each source."""
+    """The loss of each source."""
     rewards: Mapping[str, float] | None = None
     """As in `StepMetrics`; a loss of completions has no perplexity."""
     bytes_per_token: float | None = None
-    """Of the targets, for bits per byte, by which models with other tokenizers can be compared; None if unknown."""
+    """Bytes of the targets, for bits per byte, which do not depend on the tokenizer; None if unknown."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
@@ -158,7 +158,7 @@ class MetricsLogger:
         return self._write(fields, "eval")
 
     def log_event(self, event: EventName, step: int, text: str) -> None:
-        """Writes what happened besides steps and evaluations."""
+        """Writes an event."""
         note_event(self._run_dir, event, step, text)
 
     def log_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
@@ -297,7 +297,7 @@ def _finite(value: Any) -> Any:
 def note_event(run_dir: RunDir, event: EventName, step: int, text: str) -> None:
     """Appends a line to `events.jsonl`, of which no line is ever removed.
 
-    If the disk does not accept the line, it is lost, and the run goes on.
+    If the disk does not accept the line, it is lost, and the run continues.
 
     step: number of optimizer steps taken. text: what happened, for people.
     """

@@ -152,7 +152,7 @@ TRACKERS: dict[str, Callable[[RunDir, Recipe, int, dict[str, str]], Any]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""Name of a tracker, and what makes it. The identities are those with which a resumed run continues."""
+"""Name of a tracker → the function that creates it. The identities are those with which a resumed run continues."""
 
 
 def _store_recipe(name: str, tracker: Any, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, parameters by name, or low-rank adapters, for which PEFT's modules are used.
+"""Selects the trained part of a model: all of it, parameters by name, or low-rank adapters as PEFT's modules.
 
 PEFT puts a module in the place of a linear layer, which becomes its child `base_layer`. Everything that names a weight
 for others (checkpoints, exports, `verify`) uses `weight_name`, so that weights keep their Hugging Face names, and
@@ -46,7 +46,7 @@ ADAPTER = "default"
 ADAPTER_FILE = "adapter_model.safetensors"
 """File of the weights in a folder of PEFT."""
 FILE_PREFIX = "base_model.model."
-"""What the names of all weights begin with in the file of an adapter."""
+"""Prefix of the names of all weights in the file of an adapter."""
 DORA = "lora_magnitude_vector"
 """The vector of DoRA, which is a parameter in PEFT's files, and a module with one in its models."""
 MOST = 5
@@ -73,7 +73,7 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe trains of the whole model."""
+    """The part of the whole model that a recipe trains."""
 
     weights: frozenset[str]
     """Names of the parameters that are trained themselves; a tied one is listed under its first name."""

@@ -80,7 +80,7 @@ def build_model(
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # What is packed is made on the device one weight at a time; on the host, what nobody writes to takes no memory.
+    # Packed weights are made on the device one at a time; on the host, untouched pages take no memory.
     with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
         model = _made(config, recipe.model, dtype)
     model.tie_weights()

@@ -4,7 +4,7 @@ A loss depends on the sums of the log-probabilities of a completion's tokens, an
 such sums. A sum over a thousand tokens has an error of 1e-4 in fp32, therefore sums and differences are in fp64.
 
 A completion lies in one sequence, of which ranks may hold slices. Then the sums are added over the ranks before the
-loss is computed, which is no sum over tokens itself.
+loss is computed, because the loss itself is not a sum over tokens.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def kto_losses(config: ObjectiveConfig, ratios: Tensor, desirable: Tensor, diver
 
 
 class _SummedOverSlices(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which goes on to compute an equal share of one function of it.
+    """The sum over the ranks of a group, each of which then computes an equal share of one function of it.
 
     The gradient of the whole function is therefore that of a share times the number of ranks, on every rank.
     """

@@ -60,7 +60,7 @@ def fp8_unavailable(device: torch.device) -> str:
 def check_fp8(kind: str, device: torch.device) -> None:
     """Raises RecipeError if the device cannot compute products in fp8."""
     if why := fp8_unavailable(device):
-        raise _refused(kind, f"products in fp8 cannot be made: {why}")
+        raise _refused(kind, f"products in fp8 cannot be computed: {why}")
 
 
 def use_fp8(model: PreTrainedModel, kind: str) -> None:
@@ -71,7 +71,9 @@ def use_fp8(model: PreTrainedModel, kind: str) -> None:
     """
     layers = decoder_layers(model)[1]
     if not any(_fits(module) for module in layers.modules()):
-        raise _refused(kind, f"no linear layer of this {model.config.model_type} has sides that divide by {SIDE}")
+        raise _refused(
+            kind, f"no linear layer of this {model.config.model_type} has dimensions that are multiples of {SIDE}"
+        )
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(layers, config=_config(kind), module_filter_fn=_is_converted)

@@ -43,7 +43,7 @@ def cannot_cut(config: PreTrainedConfig, reason: str) -> FamilyError:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a family is cut into stages; found and verified on a tiny copy of the model (`llmtrain.models.proof.cut`)."""
+    """The cut of a family into stages; found and verified on a tiny copy of the model (`llmtrain.models.proof.cut`)."""
 
     bounds: tuple[StageBounds, ...]
     outside: tuple[frozenset[str], ...]

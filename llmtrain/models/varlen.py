@@ -91,7 +91,7 @@ def varlen_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _refuse(query, key, attention_mask, dropout, causal, others)
     if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError("the bounds of the documents do not reach its attention")
+        raise ValueError("the document boundaries do not reach its attention")
     rows, _, length, width = query.shape
     states = (_joined(query), _joined(key), _joined(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling

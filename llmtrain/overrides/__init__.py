@@ -1,4 +1,4 @@
-"""What llmtrain replaces in DeepSpeed, `transformers`, accelerate, PEFT and torch, or reads of their private parts.
+"""The private parts of DeepSpeed, `transformers`, accelerate, PEFT and torch that llmtrain replaces or reads.
 
 If the installed version lacks one of these places, no engine is built: without its replacement, a run would continue
 and compute something else. `docs/design/overrides.md` shows this list.
@@ -31,7 +31,7 @@ class Override:
     `module:.name` is looked up in the module's source: only instances have the attribute, or importing takes seconds.
     """
     why: str
-    """What goes wrong without it."""
+    """The consequence without it."""
     test: str
     """The test that fails if the reason no longer exists, or if a place has another meaning."""
     upstream: str = ""
@@ -136,13 +136,13 @@ OVERRIDES = (
             f"{_GROUPS}mpu",
             f"{_GROUPS}mesh_device",
         ),
-        "The groups of a process's first engine are taken for those of every later one.",
+        "Every later engine of a process would use the groups of the first one.",
         "tests/engines/deepspeed/test_tensor.py",
         "deepspeedai/DeepSpeed#7680",
     ),
     Override(
         (f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",),
-        "After other weights have been loaded, hpZ gathers copies of the old ones, which it has made in an evaluation.",
+        "After other weights have been loaded, hpZ would still use copies of the old ones from an evaluation.",
         "tests/engines/deepspeed/test_hierarchical.py",
         "deepspeedai/DeepSpeed#7130",
     ),
@@ -392,4 +392,4 @@ def untried_versions() -> Iterator[str]:
                 if one.package == package
                 for place in one.places
             ]
-            yield f"{package} {installed} was not tried with llmtrain, {tried} was; check {', '.join(places)}"
+            yield f"{package} {installed} is untested, llmtrain was tested with {tried}; check {', '.join(places)}"

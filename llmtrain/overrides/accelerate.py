@@ -1,4 +1,4 @@
-"""What llmtrain replaces and reads of accelerate 1.15. `llmtrain.overrides` has the list."""
+"""The parts of accelerate 1.15 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llmtrain replaces and reads of DeepSpeed 0.19.8, and why. `llmtrain.overrides` has the list."""
+"""The parts of DeepSpeed 0.19.8 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llmtrain replaces in PEFT 0.21. `llmtrain.overrides` has the list."""
+"""The parts of PEFT 0.21 that llmtrain replaces. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llmtrain replaces and reads of torch 2.13. `llmtrain.overrides` has the list.
+"""The parts of torch 2.13 that llmtrain replaces and reads. `llmtrain.overrides` has the list.
 
 Torch's compiler is imported where it is used, because that takes seconds.
 """
@@ -71,7 +71,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def resume_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Sets a schedule to its state after `steps` steps; its rates are functions of the step."""
+    """Sets a schedule to its state after `steps` steps. Its rates are functions of the step."""
     schedule.last_epoch = steps
     schedule._step_count = steps + 1  # torch's counter for its warning of a wrong call order
     rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]  # type: ignore[attr-defined]
@@ -229,17 +229,17 @@ def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
     if not on_cpu:
         from torch.utils._triton import has_triton
 
-        return ("", "") if has_triton() else ("triton, which compiles for GPUs, is not there", "pip install triton")
+        return ("", "") if has_triton() else ("triton, which compiles for GPUs, is not installed", "pip install triton")
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "no C++ compiler is found, by which torch compiles for CPUs", "install g++, or name one in CXX"
+        return "torch needs a C++ compiler for CPUs, and none is found", "install g++, or name one in CXX"
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        return f"{headers} has no Python.h, which what is compiled includes", "install python3-dev"
+        return f"{headers} has no Python.h, which compiled code includes", "install python3-dev"
     return "", ""
 
 

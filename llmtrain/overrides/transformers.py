@@ -1,4 +1,4 @@
-"""What llmtrain replaces and reads of `transformers` 5.22. `llmtrain.overrides` has the list."""
+"""The parts of `transformers` 5.22 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 

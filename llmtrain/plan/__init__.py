@@ -1,4 +1,4 @@
-"""What is to be run: a recipe on a cluster, the facts of its model, and the plan that results. Pure: no torch."""
+"""Plans: a recipe on a cluster, the facts of its model, and the resulting plan. Pure: no torch."""
 
 from llmtrain.plan.plan import Batch, KernelChoice, ModelFacts, Plan
 

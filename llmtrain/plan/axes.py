@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmtrain.plan.draft import Draft
 
 Divided = Literal["samples", "tokens", "layers", "matrices", "experts"]
-"""What ranks have different parts of: `tokens` of a sequence, `matrices` of a layer with the heads of its attention."""
+"""What an axis divides: the `tokens` of a sequence, the `matrices` of a layer with the heads of its attention."""
 Limits = Callable[["Draft"], Iterator[tuple[str, int]]]
 """Yields the numbers that a degree has to divide, each with its description."""
 

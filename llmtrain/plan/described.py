@@ -26,7 +26,9 @@ def model_line(plan: Plan) -> str:
 def split_lines(plan: Plan) -> list[str]:
     """Describes the devices, the layout, the batch, and the stages of a pipeline."""
     cluster, degrees = plan.cluster, [f"{axis.name} {plan.degree(axis)}" for axis in AXES if axis.has_ranks]
-    workers = f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"
+    workers = "worker" if cluster.world_size == 1 else "workers"
+    if plan.workers != cluster.world_size:
+        workers = f"devices, {plan.workers} worker"
     return [
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",

@@ -405,7 +405,7 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
             total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
             gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         except Exception:
-            # A forward method of others may raise anything without values; a worker will show whether it runs.
+            # A foreign forward method may raise anything if tensors have no values; a worker will show whether it runs.
             continue
         return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()

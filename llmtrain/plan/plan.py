@@ -93,7 +93,7 @@ class ModelFacts(Part):
     trained_parameters: int | None = None
     """Parameters that are trained; None: all."""
     layer_trained_parameters: tuple[int, ...] = ()
-    """Those of each decoder layer; empty if all are trained."""
+    """Trained parameters of each decoder layer; empty if all are trained."""
     trains_embedding: bool = True
     """Whether the input table is trained."""
     trains_head: bool = True

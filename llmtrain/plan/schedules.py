@@ -184,7 +184,7 @@ def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Ma
 @lru_cache(maxsize=256)
 def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     if schedule.name == "zero_bubble":
-        # An order without any slack is short only if all passes take equally long, and longer than 1F1B otherwise.
+        # Without slack, an order is short only if all passes take equally long; otherwise it is longer than 1F1B.
         shown = min(micro_batches, _enough(schedule))
         chosen = min(
             product(PACES, (0, 1)),
@@ -284,7 +284,7 @@ class _ZeroBubble:
 UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1.0}
 """Lengths of the passes of a stage: each has as many products as the others."""
 UNEVEN: Mapping[PassKind, float] = {"forward": 5.0, "backward": 6.0, "weights": 4.0}
-"""The same with what else a layer computes: attention and norms take longer backward, and have no part in weights."""
+"""Lengths that include attention and norms, which take longer backward and have no gradients of weights."""
 PACES: tuple[Mapping[PassKind, float], ...] = (UNITS, {"forward": 5.0, "backward": 6.0, "weights": 5.0}, UNEVEN)
 """Lengths with which orders of the zero bubble schedule are tried."""
 

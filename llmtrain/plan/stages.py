@@ -95,8 +95,8 @@ Best = dict[int, tuple[float, int]]
 def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
     """Returns the best splits into `stage` stages, from those into one fewer; of equal ones that with the longest last.
 
-    If the last cut moves on, the stages before it cost more and the last one less: the best cut lies where the two
-    meet, and moves on with the end. All ends thus need only one walk along the layers.
+    If the last cut moves on, the stages before it cost more and the last one less: the best cut is where both costs are
+    equal, and moves on with the end. All ends thus need only one walk along the layers.
     """
     best: Best = {}
     cut = stage - 1

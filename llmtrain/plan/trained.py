@@ -1,4 +1,4 @@
-"""What of a model is trained: the weights that `model.trainable` names, or adapters beside linear layers.
+"""The trained part of a model: the weights that `model.trainable` names, or adapters of linear layers.
 
 The names of weights are those of `transformers`, the adapters those of PEFT (`llmtrain.models.adapter` adds them to the
 model itself, and refuses what cannot be done).
@@ -79,7 +79,7 @@ def _named(patterns: Sequence[str], tied: bool) -> Change:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What matters of an adapter's configuration."""
+    """The relevant part of an adapter's configuration."""
 
     is_target: Callable[[str], bool]
     """Whether a linear layer of this name has an adapter."""

@@ -29,7 +29,7 @@ Tensor cores want matrices in multiples of 8 rows, and up to 16 tensor parallel 
 Megatron-LM's, it is not multiplied by the number of these ranks: all layouts train the same matrix.
 """
 CONTROL = re.compile(r"<\|[^|<>{}\s'\"]+\|>|<｜[^｜<>{}\s'\"]+｜>|<(?:start|end)_of_\w+>")
-"""What such a text looks like: `<|im_start|>`, `<｜User｜>`, `<end_of_turn>`."""
+"""Matches texts like `<|im_start|>`, `<｜User｜>`, `<end_of_turn>`."""
 _TURNS = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
 PROBES: tuple[tuple[dict[str, Any], ...], ...] = (

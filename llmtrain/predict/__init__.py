@@ -1,4 +1,4 @@
-"""Predicts what a plan takes, by arithmetic: memory by part, traffic, time of a step. Pure."""
+"""Predicts the memory, traffic and step time of a plan by arithmetic. Pure."""
 
 from llmtrain.predict.memory import PlanMemory, StageMemory, lacking, memory_of
 from llmtrain.predict.parts import Parts, Shortage, State

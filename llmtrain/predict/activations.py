@@ -64,9 +64,9 @@ class Activations:
     """Bytes on a rank, for all micro-batches in flight."""
 
     saved: int
-    """What is kept until the backward pass."""
+    """Activations that are kept until the backward pass."""
     working: int
-    """What the backward pass of a layer adds to that, when the tensors of the loss are gone."""
+    """Additional memory for the backward pass of a layer, after the tensors of the loss are freed."""
     casts: int
     """Copies that autocast makes of the weights of layers that are computed again, and holds until the end of the
     forward pass."""
@@ -218,7 +218,7 @@ class Kept:
     """Bytes of a layer that is computed again."""
 
     size: int
-    """What is kept until its backward pass begins."""
+    """Bytes that are kept until its backward pass begins."""
     used: int
     """The part of it that a layer which is not computed again saves as well."""
 
@@ -367,7 +367,7 @@ def _is_unfused(plan: Plan) -> bool:
 
 
 def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
-    """Returns the elements per token of a product within a feed-forward layer; of experts, of all that it meets."""
+    """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
     tensor, width = plan.parts("matrices"), plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:

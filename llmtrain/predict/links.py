@@ -12,7 +12,7 @@ from llmtrain.predict.assumptions import Assumptions
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
 Store = Literal["cpu", "nvme"]
-"""Where a host stores offloaded tensors."""
+"""The places where a host stores offloaded tensors."""
 
 
 @dataclass(frozen=True)

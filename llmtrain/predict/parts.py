@@ -59,7 +59,7 @@ class State(Part):
     forward: Parts
     """At the beginning of the last micro-batch's backward pass."""
     late: Parts = Parts()
-    """What comes with the first gradients of that pass, when the tensors of the loss are gone."""
+    """Additional memory for the first gradients of that pass, after the tensors of the loss are freed."""
     backward: Parts
     """At its end, while the reduction still holds its bucket."""
     update: Parts

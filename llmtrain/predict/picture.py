@@ -142,7 +142,7 @@ PASS_COLOURS = {
     "backward": ("#54a24b", "#b6d7a8"),
     "weights": ("#e45756", "#f2a6a5"),
 }
-"""Of the passes of a rank's first stage, and of its other stages."""
+"""Colours of the passes of a rank's first stage, and of its other stages."""
 UNIT, TOP = 11, 34
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a plan send each other, per micro-batch and per step.
+"""The communication between the ranks of a plan, per micro-batch and per step.
 
 The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
 gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`).

@@ -147,7 +147,7 @@ class DeviceShare:
         self.weight_bytes = BYTES_OF[WEIGHT_DTYPE[recipe.parallel.precision]]
         self.gradient_bytes = BYTES_OF[recipe.parallel.grad_accum_dtype]
         self.again = recipe.parallel.activation_checkpointing
-        """What is computed again in the backward pass."""
+        """The part that is recomputed in the backward pass."""
 
     def computed_again(self, held: StageParameters) -> int:
         """Returns the layers of a stage that are computed again, in whole or in part."""

@@ -122,8 +122,7 @@ class EvalConfig(Part):
 
 
 class SamplesConfig(Part):
-    """Texts that the model generates during training. They are also sent to the trackers and written to `samples.jsonl`
-    in the run directory."""
+    """Texts that the model generates during training, for the log, the trackers and `samples.jsonl`."""
 
     every_steps: NonNegativeInt = 0
     """Steps between samples; the run also generates samples at its end. 0: never."""
@@ -138,8 +137,7 @@ class SamplesConfig(Part):
 
 
 class TasksConfig(Part):
-    """Downstream tasks of lm-evaluation-harness. A separate process scores them and writes the scores to `eval/` in the
-    run directory."""
+    """Downstream tasks of lm-evaluation-harness. A separate process scores them and writes the scores to `eval/`."""
 
     names: Many[Annotated[str, Field(min_length=1)]] = ()
     """Names of the tasks. They are scored at the end of the run."""

@@ -1,4 +1,4 @@
-"""What people look at of a run, read from its directory alone: a page with curves, a terminal, a comparison."""
+"""Shows runs to people, from their directories alone: a page with curves, a terminal, a comparison."""
 
 from llmtrain.report.run import RunData, RunReader, read_run
 from llmtrain.report.table import MetricsTable

@@ -33,7 +33,7 @@ class Chart:
 
     title: str
     unit: str
-    """How numbers are written: `number`, `rate`, `bytes`, `seconds` or `share`."""
+    """Format of the numbers: `number`, `rate`, `bytes`, `seconds` or `share`."""
     training: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = ()
 

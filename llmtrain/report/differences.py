@@ -1,4 +1,4 @@
-"""What differs between runs: recipe, plan, versions, data and figures."""
+"""Finds the differences between runs: recipe, plan, versions, data and figures."""
 
 from __future__ import annotations
 

@@ -71,14 +71,14 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """Returns the names of runs; those with the same name are told apart by their folders."""
+    """Returns the names of runs; those with the same name are distinguished by their folders."""
     names = [short(run.name) for run in runs]
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What the template shows of a run."""
+    """The data of a run for the template."""
 
     name: str
     run: RunData

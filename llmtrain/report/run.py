@@ -42,7 +42,7 @@ class RunEvent:
     time: str = ""
     """UTC, ISO 8601."""
     text: str = ""
-    """What happened, for people."""
+    """Description for people."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunData:
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, machine and commit of the last start."""
     launch: dict[str, Any] = field(default_factory=dict)
-    """How the workers were last started."""
+    """The last start of the workers."""
     metrics: MetricsTable = field(default_factory=MetricsTable)
     """The logged steps."""
     evaluations: MetricsTable = field(default_factory=MetricsTable)
@@ -120,7 +120,7 @@ class RunData:
     seconds_since_line: float | None = None
     """Age of the newest line of the metrics, by the clock of this machine."""
     problems: tuple[str, ...] = ()
-    """What could not be read, for people."""
+    """Files and lines that could not be read, for people."""
 
     @property
     def name(self) -> str:
@@ -164,7 +164,7 @@ class RunReader:
 
     @property
     def stamp(self) -> str:
-        """What changes whenever a file that was read has changed."""
+        """A value that changes whenever a file that was read has changed."""
         kept = {str(file): stamp for file, (stamp, _) in self._kept.items()}
         return repr((self.bytes_read, kept, self._problems))
 

@@ -11,7 +11,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a strategy runs with the same results as the plain loop."""
+    """The options with which a strategy has the same results as the plain loop."""
 
     stages: tuple[int, ...]
     """Supported ZeRO stages, the default one first."""

@@ -138,7 +138,7 @@ def matmul(draft: Draft) -> Iterator[Fault]:
         return
     reasons = []
     if not draft.cluster.spec.on_cpu:
-        reasons.append(f"an {draft.cluster.device} is no CPU")
+        reasons.append(f"an {draft.cluster.device} is not a CPU")
     if draft.parallel.precision != "fp32":
         reasons.append(f"parallel.precision is '{draft.parallel.precision}'")
     if reasons:

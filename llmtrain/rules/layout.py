@@ -99,7 +99,7 @@ def _links(device: Device) -> str:
     if node is None or network is None:
         return "the network"
     return (
-        f"{network / 1e9:g} GB/s between nodes, where a node has {node / 1e9:g} GB/s ({node / network:.0f} times that)"
+        f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({node / network:.0f} times that)"
     )
 
 
@@ -118,7 +118,7 @@ def divides(draft: Draft) -> Iterator[Fault]:
     below = total // per_pass * per_pass
     totals = [size for size in (below, below + per_pass) if size]
     message = (
-        f"global_batch_size = micro_batch_size × accumulation × data parallel size has no whole solution: "
+        f"global_batch_size = micro_batch_size × accumulation × data parallel size has no integer solution: "
         f"{total} = {micro} × {total / per_pass:g} × {dp}; nearest global batch sizes: {_or(totals)}"
     )
     fixes = [assignment(batch__global_batch_size=min(totals, key=lambda size: abs(size - total)))]

@@ -80,8 +80,8 @@ def chunks(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "pipeline.interleaved",
-    "Interleaved stages take micro-batches in groups of as many as there are devices; with a smaller last group, the "
-    "devices can wait for each other forever.",
+    "Interleaved stages process micro-batches in groups as large as the number of devices. With a smaller last "
+    "group, the devices can wait for each other forever.",
     "arithmetic",
     axis=PIPELINE,
 )

@@ -1,4 +1,4 @@
-"""A rule of legality: what may not be combined, why, and the evidence."""
+"""A rule of legality: the refused combinations, the reason, and the evidence."""
 
 from __future__ import annotations
 

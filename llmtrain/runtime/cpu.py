@@ -1,4 +1,4 @@
-"""How a rank computes on a CPU: its memory, threads and matrix products."""
+"""Configures how a rank computes on a CPU: memory, threads and matrix products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = 3
 
 
 def prepare_cpu(plan: Plan) -> None:
-    """Configures this process as the recipe says: what freed memory becomes, threads, and matrix products."""
+    """Configures this process as the recipe says: freed memory, threads and matrix products."""
     keep_freed_memory(plan)
     use_kernels_of_cpu(plan)
 

@@ -25,7 +25,7 @@ from llmtrain.overrides.torch import join_fake_group, rendezvous_store
 from llmtrain.runtime.devices import check_distinct, device_index, gpu_identity
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a rank waits for others if nothing else ends the wait."""
+"""Longest time that a rank waits for others if nothing else ends the wait."""
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
@@ -95,7 +95,7 @@ def _join(rank: Rank, gpu: str | None) -> None:
     except (OSError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
-        message = f"{rank.master_port} is in use on this machine, where the ranks were to meet"
+        message = f"{rank.master_port} is in use on this machine, but the ranks need it as rendezvous"
         fix = "choose another: MASTER_PORT=N, or the launcher's --master-port N"
         raise RecipeError(Problem("launch.port", "MASTER_PORT", message, fix)) from None
 
@@ -143,7 +143,7 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
             return secret
     what = "is another one" if secret.is_given else "is not set"
     message = f"{what} for rank {rank.rank}, unlike rank 0"
-    fix = "hand the same to all ranks, or none to any"
+    fix = "pass the same secret to all ranks, or to none"
     raise RecipeError(Problem("launch.secret", SECRET_VARIABLE, message, fix))
 
 

@@ -1,4 +1,4 @@
-"""How Horovod's ranks and torch's find each other, whichever launcher started them.
+"""Connects Horovod's ranks with torch's, whichever launcher started them.
 
 The run itself (barriers, checkpoints, the launcher's rank) communicates through torch's process group, as with every
 engine, and Horovod reduces the gradients. Both are therefore initialized, with the same ranks.

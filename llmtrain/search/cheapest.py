@@ -91,7 +91,7 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[W
         for time, fields, draft in timed_plans(recipe, cluster, facts)
     ]
     room, found = Room(lacking), list[Way]()
-    for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions to meet
+    for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions
         for fastest, draft in ranked:
             if len(found) == MOST:
                 break

@@ -1,4 +1,4 @@
-"""Tries a node with all its devices: what it computes, how fast it is, and how far that is from the predictions.
+"""Tests a node with all its devices: whether results are right, how fast it is, and how exact predictions are.
 
 Importing this package has no side effects.
 """

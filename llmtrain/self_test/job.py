@@ -75,7 +75,7 @@ def timed_plan(cluster: Cluster, matmul: Mapping[str, float]) -> Plan:
 
 
 class DeviceRates(Part):
-    """What one rank has measured on its device, while the other ranks did the same."""
+    """The measurements of one rank on its device, while the other ranks measured the same."""
 
     rank: int
     product: str

@@ -34,7 +34,7 @@ def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
 
 
 def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
-    """Yields what the measurements show. plan: the plan of the measured steps, for a node as in the catalogue."""
+    """Yields the findings. plan: the plan of the measured steps, for a node as in the catalogue."""
     yield _products_are_right(ranks)
     yield from _devices(plan, ranks)
     yield from _rates(plan, ranks, measured)
@@ -68,7 +68,7 @@ def _products_are_right(ranks: Sequence[DeviceRates]) -> CheckResult:
 
 
 def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
-    """Devices with less memory than the catalogue says, or than the others have."""
+    """Reports devices with less memory than in the catalogue, or than the other devices."""
     sizes = {one.rank: one.memory_bytes for one in ranks if one.memory_bytes}
     if not sizes:
         return
@@ -82,7 +82,7 @@ def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
 
 
 def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
-    """Each rate beside the assumed one, and beside those of the other devices."""
+    """Compares each rate with the assumed one, and with those of the other devices."""
     spec = plan.cluster.spec
     for name, rate in measured.matmul.items():
         own = {one.rank: one.matmul[name] for one in ranks}
@@ -141,7 +141,7 @@ def _is_late(rate: float, expected: float) -> bool:
 
 
 def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
-    """Which devices are at the ends of slow links. A rank that is slow with all others is named alone."""
+    """Reports the devices at the ends of slow links. A rank that is slow with all others is named alone."""
     # Both ends measure the same exchange.
     rates = {
         (one.rank, other): rate
@@ -167,7 +167,7 @@ def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
 
 
 def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
-    """A real step beside the one that is predicted, from the datasheet and from what was measured."""
+    """Compares a real step with the predictions from the datasheet and from the measured rates."""
     took = max(one.step_s for one in ranks)
     parallel, precision = plan.parallel, plan.recipe.parallel.precision
     text = f"a step of {plan.model.parameters / 1e6:.0f} M parameters (ZeRO-{parallel.zero_stage}, {precision})"

@@ -32,7 +32,7 @@ PAGE_BYTES = 16384  # whole pages of the kernel's, and room for RECENT
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """The current activity of a rank."""
 
     LOADING = 0
     """Preparing data, starting engines, reading a checkpoint; has no time limit."""
@@ -64,7 +64,7 @@ class OwnTime(Protocol):
 
 
 class Heartbeat:
-    """What a rank reports about itself while it trains."""
+    """The state that a rank reports about itself while it trains."""
 
     def __init__(self, memory: mmap.mmap | None = None, offset: int = 0) -> None:
         """memory: contains the page, at `offset`; without it the rank is not watched."""

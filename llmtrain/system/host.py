@@ -1,4 +1,4 @@
-"""What this machine lets a process use, and how much of it others use."""
+"""The memory and cores of this machine that a process may use, and their use by other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.system.untrusted import expanded
 BUSY_CORES = 0.15
 """Cores that others may use during a measurement: the background load of a small machine."""
 BUSY_SHARE = 0.01
-"""The same as a fraction of the cores, for a larger machine with more background load."""
+"""The same limit as a fraction of the cores, for a larger machine with more background load."""
 LACKING_CORES = 0.5
 """Number of missing cores from which on the waiting of threads is changed."""
 LOOK_S = 0.3

@@ -93,7 +93,7 @@ def read_head(file: Path) -> list[PieceHead]:
     """Reads the descriptions of the pieces in a file. Raises OSError or ValueError if the file is invalid."""
     metadata, tensors = _read(file)
     if "pieces" not in metadata:
-        raise ValueError("has no list of pieces in its head")
+        raise ValueError("has no list of pieces in its header")
     pieces = parse_json(metadata["pieces"], list[PieceHead])
     expected = {f"{index}.{kind}": piece for index, piece in enumerate(pieces) for kind in piece.kinds}
     if tensors.keys() != expected.keys():
@@ -124,7 +124,7 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
     metadata = head.pop("__metadata__", {})
     tensors = {name: tensor for name, tensor in head.items() if isinstance(tensor, _Tensor)}
     if not isinstance(metadata, dict) or tensors.keys() != head.keys():
-        raise ValueError("has a head that is not a safetensors head")
+        raise ValueError("has a header that is not a safetensors header")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         width = WIDTHS.get(tensor.dtype)
@@ -134,5 +134,5 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
             raise ValueError(f"{name[:100]!r} is not at the offset that its length and those of the others give")
         end = tensor.data_offsets[1]
     if 8 + length + end != size:
-        raise ValueError(f"has {size:,} bytes, but its head describes {8 + length + end:,}")
+        raise ValueError(f"has {size:,} bytes, but its header describes {8 + length + end:,}")
     return metadata, tensors

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a run to save and stop, for the launcher and the workers."""
 QUIT = signal.SIGQUIT
-"""The signal that ends a run at once (Ctrl-\\). A second SIGINT is heard as this signal."""
+"""The signal that ends a run at once (Ctrl-\\). A second SIGINT is handled like this signal."""
 RESUME, INTERRUPTED = 75, 130
 """As in `errors.Exit`, which takes longer to import."""
 MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")

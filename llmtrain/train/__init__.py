@@ -1,1 +1,1 @@
-"""A training run: the worker of each rank, the loop, what interrupts it and what a finished run leaves."""
+"""A training run: the worker of each rank, the loop, its interruptions, and the results of a finished run."""

@@ -1,4 +1,4 @@
-"""What a finished run produces: a Hugging Face folder, a sample of generated text, and scores."""
+"""The results of a finished run: a Hugging Face folder, a sample of generated text, and scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(
 ) -> None:
     """Compares the evaluation with a unigram model, exports, samples and scores; runs on rank 0 after the last step.
 
-    tasks: if checkpoints were scored beside the run; what is not finished is waited for.
+    tasks: if checkpoints were scored beside the run; unfinished scores are waited for.
     """
     recipe = plan.recipe
     if tasks is not None:

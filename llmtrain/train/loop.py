@@ -33,7 +33,7 @@ class Beside:
     sampler: Sampler | None = None
     """Set if the recipe asks for samples."""
     tasks: TasksBeside | None = None
-    """Set on rank 0 if checkpoints are scored while training goes on."""
+    """Set on rank 0 if checkpoints are scored during training."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Run:
     """Set on rank 0 only."""
     skipped: int = 0
     """Number of skipped updates that have been reported."""
-    heart: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
@@ -81,14 +81,14 @@ def fit(run: Run) -> None:
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
         while state.step < run.stop_step and not run.stop.agreed(state.step):
-            run.heart.begin_step(state.step + 1)
+            run.heartbeat.begin_step(state.step + 1)
             asked = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - asked
             if run.profiler:
                 run.profiler.begin(state.step + 1)
             result = run.engine.train_step(batch)
-            run.heart.end_step(waited)
+            run.heartbeat.end_step(waited)
             state.step += 1
             state.samples += batch.samples
             state.tokens += batch.target_tokens
@@ -116,13 +116,13 @@ def fit(run: Run) -> None:
                 saved = state.step
     if saved != state.step:
         _save(run)
-    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
+    with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         run.saver.wait()
 
 
 def evaluate(run: Run) -> None:
     """Computes and logs the mean loss over the terms of each evaluation set."""
-    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING), run.engine.averaged():
+    with run.progress.busy("evaluating"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
         found = {name: _evaluated(run, name) for name in run.data.eval_sets}
     main = found.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
@@ -136,9 +136,9 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     terms: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
     most = run.recipe.evaluation.max_sequences
-    estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heart.beat)
+    estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
     for batch in run.data.eval_batches(most, name):
-        run.heart.beat()
+        run.heartbeat.beat()
         losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.terms
         terms[batch.evaluated] += batch.terms
         if (sums := run.engine.rewards()) is not None:
@@ -155,8 +155,8 @@ def _evaluated(run: Run, name: str) -> Evaluation:
 
 def sample(run: Run, sampler: Sampler) -> None:
     """Continues the prompts of the recipe, and logs the texts."""
-    with run.progress.busy("sampling"), run.heart.phase(Phase.EVALUATING), run.engine.averaged():
-        samples = sampler.continued(run.engine, run.heart.beat)
+    with run.progress.busy("sampling"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
+        samples = sampler.continued(run.engine, run.heartbeat.beat)
     if run.metrics:
         run.metrics.log_samples(run.state.step, samples)
         run.progress.show_samples(run.state.step, samples)
@@ -164,7 +164,7 @@ def sample(run: Run, sampler: Sampler) -> None:
 
 def _save(run: Run) -> None:
     """Starts a save. Flushes the metrics first, so that a resumed run lacks no line."""
-    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
+    with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
         run.saver.start(run.state)
@@ -186,7 +186,7 @@ def _due(every_steps: int, step: int) -> bool:
 
 def _check_skipped(run: Run) -> None:
     """Raises TooManySkippedError, on all ranks alike."""
-    with run.heart.waiting():
+    with run.heartbeat.waiting():
         skipped = run.engine.guard.read()
     if len(skipped.recent) > run.recipe.guard.max_skipped:
         raise TooManySkippedError(skipped)
@@ -197,7 +197,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     rewards = run.engine.rewards()
     if run.metrics is None:
         return
-    with run.heart.waiting():
+    with run.heartbeat.waiting():
         skipped = run.engine.guard.read()
     if skipped.total > run.skipped:
         new = skipped.total - run.skipped
@@ -205,7 +205,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         for one in skipped.recent[-new:]:
             run.metrics.log_event("skipped", run.state.step - one.steps_ago, one.why())
         run.skipped = skipped.total
-    with run.heart.waiting():
+    with run.heartbeat.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         means = _reward_metrics(run, rewards.tolist()) if rewards is not None else None
     record = run.metrics.log_step(
@@ -220,14 +220,14 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
             peak_memory_bytes=_peak_memory(),
             skipped_steps=skipped.total,
             rollbacks=run.state.rollbacks,
-            slowest=run.heart.slowest(),
+            slowest=run.heartbeat.slowest(),
             rewards=means,
         )
     )
     run.progress.show(record)
     if run.beside.tasks:
         _look_for_scores(run, run.metrics, run.beside.tasks)
-    if slow := run.heart.straggler():
+    if slow := run.heartbeat.straggler():
         run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
     if run.cores and (busy := run.cores.line()):
         run.progress.note(busy)

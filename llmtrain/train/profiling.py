@@ -23,7 +23,7 @@ from llmtrain.system.untrusted import UNREADABLE, read_json, why
 MOST_ROWS = 30
 """Operations in a summary."""
 COMMUNICATION = ("nccl", "gloo:", "c10d::", "ncclDevKernel")
-"""What the names of kernels and operations begin with that move data between ranks."""
+"""Prefixes of the names of kernels and operations that move data between ranks."""
 Interval = tuple[float, float]
 """Start and end, in microseconds."""
 
@@ -96,7 +96,7 @@ class StepProfiler:
             recorded.export_chrome_trace(str(folder / f"rank_{self._rank}.trace.json.gz"))
             found = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
             write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **found})
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # whatever the error is, the run continues
             self._warn(f"the profile of steps {steps[0]} to {steps[-1]} was not written: {error}")
 
 

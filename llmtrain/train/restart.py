@@ -26,7 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 @dataclass(frozen=True)
 class Death:
-    """Where an attempt died."""
+    """The place where an attempt died."""
 
     step: int
     """The last step that all workers had begun; 0 before the first."""

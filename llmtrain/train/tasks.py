@@ -80,7 +80,7 @@ def score_table(results: Results, step: int) -> Table:
 
 
 class TasksBeside:
-    """Scores checkpoints while training goes on, one at a time; on rank 0."""
+    """Scores checkpoints during training, one at a time; on rank 0."""
 
     def __init__(self, run: RunDir, every_steps: int, step: int) -> None:
         """step: the number of steps that the run has done."""

@@ -77,15 +77,17 @@ def train_rank(
         bound_pinned_memory(os.environ)
     output = take_over_output(run_dir, rank)
     _set_interfaces(rank, run_dir, plan)
-    heart = Heartbeat.of_worker(rank.local_rank)
+    heartbeat = Heartbeat.of_worker(rank.local_rank)
     secret = Secret.of_worker()
-    watch = watchdog.start(rank, run_dir, plan, heart, secret.seal, output.stderr)
+    watch = watchdog.start(rank, run_dir, plan, heartbeat, secret.seal, output.stderr)
     try:
-        code = _Worker(rank, run_dir, plan, signals, output, heart, watch, secret).train(ds_config, resume, max_steps)
+        code = _Worker(rank, run_dir, plan, signals, output, heartbeat, watch, secret).train(
+            ds_config, resume, max_steps
+        )
     except BaseException as error:
         failed = output.report_failure(error)
         if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # ours notes what its workers died of
-            note_event(run_dir, "died", heart.reader().read().step, f"rank {rank.rank}: {reason(error)}")
+            note_event(run_dir, "died", heartbeat.reader().read().step, f"rank {rank.rank}: {reason(error)}")
         watch.stop()
         if lock:
             lock.release()
@@ -117,7 +119,7 @@ class _Worker:
     plan: Plan
     signals: StopSignals
     output: WorkerOutput
-    heart: Heartbeat
+    heartbeat: Heartbeat
     watch: watchdog.Watch
     secret: Secret
 
@@ -168,16 +170,16 @@ class _Worker:
             if choice and (nothing_left := already_taken(run_dir.path, choice.manifests[0].step, max_steps)):
                 self._say(nothing_left)
                 dist.destroy_process_group()
-                self.heart.done()
+                self.heartbeat.done()
                 return Exit.DONE
             for line in untried_versions():
                 self.output.warn(line)
             engine = build_engine(plan, ds_config, device)
-            measure_own_time(plan, engine, self.heart)
+            measure_own_time(plan, engine, self.heartbeat)
             if plan.recipe.objective.needs_reference:
                 status.update("reading or computing the reference's log-probabilities")
-                with self.heart.phase(Phase.EVALUATING):
-                    prepared = with_references(engine, plan, prepared, self.heart.beat)
+                with self.heartbeat.phase(Phase.EVALUATING):
+                    prepared = with_references(engine, plan, prepared, self.heartbeat.beat)
             state = self._start(engine, choice, prepared.key, storage)
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
@@ -195,7 +197,7 @@ class _Worker:
         stopped = self._fit(engine, data, saver, state, stop_step, beside)
         engine.close()
         dist.destroy_process_group()
-        self.heart.done()
+        self.heartbeat.done()
         if stopped:
             if beside.tasks:
                 beside.tasks.give_up()
@@ -253,7 +255,7 @@ class _Worker:
             try:
                 return self._attempt(engine, data, saver, state, stop_step, beside)
             except TooManySkippedError as error:
-                with self.heart.phase(Phase.LOADING):
+                with self.heartbeat.phase(Phase.LOADING):
                     saver.settle()
                     trouble = Trouble(self.plan, state, error.skipped)
                     why = trouble.describe()
@@ -284,7 +286,7 @@ class _Worker:
         if state.step:
             self._say(f"continuing after step {state.step:,}")
             self._tell_changes(state)
-        recipe, heart = self.plan.recipe, self.heart
+        recipe, heartbeat = self.plan.recipe, self.heartbeat
         metrics = None
         if self.rank.is_main:
             metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
@@ -303,7 +305,7 @@ class _Worker:
                     stop=stop,
                     metrics=metrics,
                     skipped=engine.guard.read().total,
-                    heart=heart,
+                    heartbeat=heartbeat,
                     cores=self._cores(),
                     profiler=profiler,
                     beside=beside,
@@ -311,7 +313,7 @@ class _Worker:
                 fit(run)
                 profiler.close()
                 stop.close()
-                heart.finish()
+                heartbeat.finish()
                 progress.summary()
         finally:
             if metrics:

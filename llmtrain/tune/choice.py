@@ -92,7 +92,7 @@ def open_kernels(recipe: Recipe) -> tuple[str, ...]:
 
 
 def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, list[str | int]]]:
-    """Of each open field the values to be tried: first the one that holds without a measurement.
+    """Returns the values to try for each open field; the first one is the value without a measurement.
 
     threads: that a rank on a CPU may have.
     """

@@ -27,12 +27,12 @@ PRECISIONS = ("fp32", "bf16", "autocast_bf16")
 AGREE = {"fp32": 1e-4}
 """Largest relative deviation of a candidate's loss: far above rounding, and far below a different computation."""
 AGREE_LOW = 1e-2
-"""The same in lower precision."""
+"""The same limit in lower precision."""
 
 
 @dataclass
 class Tuning:
-    """What is known so far."""
+    """The results so far."""
 
     plan: Plan
     """The plan with the values chosen so far."""

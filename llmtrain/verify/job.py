@@ -46,7 +46,7 @@ class VerifyJob(Part):
 
 
 class Deviation(Part):
-    """How far one run differs from another; None for a number that is not finite."""
+    """The deviations of one run from another; None for a number that is not finite."""
 
     loss: float | None
     """Largest relative difference of a step's loss, or of the evaluation loss."""

@@ -1,4 +1,4 @@
-"""Checks that what a plan trains can be saved, loaded again and exported."""
+"""Checks that the trained state of a plan can be saved, loaded again and exported."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class _Connection:
     socket: socket.socket
     seal: Seal
     end: Literal["hub", "peer"]
-    """Which end it is."""
+    """The name of this end."""
     buffer: bytes = b""
     rank: int | None = None
     """The rank of the watcher at the other end, once it is known."""
@@ -81,7 +81,7 @@ class _Connection:
         if self.other_word is None and lines:
             word = lines.pop(0)
             if not _WORD.fullmatch(word):
-                raise ValueError("a stranger")
+                raise ValueError("not authenticated")
             self.other_word = word.decode()
         return [self._opened(line) for line in lines]
 

@@ -18,96 +18,96 @@ ENDING = (Phase.FINISHING, Phase.DONE)
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """Phases that have a limit of their own, within which the other ranks wait for one that is in them."""
 HALTED = ("T", "t")
-"""States of a process that goes on only if somebody lets it."""
+"""States of a process that continues only if another process lets it."""
 STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}
-"""States of a process in which it does nothing, not even write its stack."""
+"""States in which a process can do nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
-"""Where a rank waits unseen: in a backward pass that reduces gradients (DistributedDataParallel), in Horovod."""
+"""Source lines where a rank may wait in C: in a backward pass that reduces gradients (DDP), and in Horovod."""
 LATER = "its log is in logs/; the same command continues from the last checkpoint"
 MOST_NAMED = 16
-"""Ranks that a message describes one by one."""
+"""Largest number of ranks that a message describes one by one."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """A rank, as its watcher sees it."""
+    """The state of a rank, as its watcher sees it."""
 
     host: str
     pid: int
     step: int
     phase: Phase
     idle_s: float
-    """Seconds since its last beat."""
+    """Seconds since its last heartbeat."""
     limit_s: float | None
-    """How many of them are allowed; None for any number."""
+    """Largest allowed value of `idle_s`; None for no limit."""
     waiting: bool
-    """Waits for other ranks, or for its device."""
+    """Whether it waits for other ranks or for its device."""
     state: str
-    """One letter, as in `/proc/PID/stat`; empty where there is no such process."""
+    """The process state, a letter as in `/proc/PID/stat`; empty if there is no such process."""
     own_s: float = 0.0
     measured: int = 0
     """As in `Pulse`."""
     frame: str = ""
-    """Where it is in its program, once its stack is written."""
+    """The innermost frame of its stack, once the stack is written."""
 
     @property
     def late(self) -> bool:
-        """Whether it is beyond its limit."""
+        """Whether it has exceeded its time limit."""
         return self.limit_s is not None and self.idle_s > self.limit_s
 
     @property
     def waits(self) -> bool:
-        """Whether it is somewhere where ranks wait."""
+        """Whether it waits for other ranks, or is at a source line where it may wait."""
         return self.waiting or self.frame.endswith(WAITS_IN_C)
 
     @property
     def still(self) -> bool:
-        """Whether it can do nothing."""
+        """Whether its process can do nothing."""
         return self.state in STOPPED
 
 
 def limit_of(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
-    """Seconds that a rank may go without a beat; None for any number."""
+    """Returns the seconds that a rank may spend without a heartbeat; None for no limit."""
     if pulse.phase == Phase.DONE or not config.min_seconds:
         return None
     step_s = max(config.min_seconds, config.factor * p99_s)
     if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in HALTED:
-        return step_s  # a stopped process comes to no end of anything
+        return step_s  # a stopped process cannot finish any phase
     if pulse.phase == Phase.LOADING or not config.phase_seconds:
         return None
     return max(config.phase_seconds, step_s)
 
 
 def hangs(statuses: Mapping[int, Status]) -> bool:
-    """Whether some rank is late, and waits for none that is busy with what may take longer."""
+    """Whether some rank is late, and does not wait for a rank in a phase that may take longer."""
     late = [one for one in statuses.values() if one.late]
     if any(one.state in HALTED for one in late):
-        return True  # it waits for nobody
+        return True  # a stopped process waits for no rank
     working = [one for one in statuses.values() if one.phase in WORKING and one.state]
     return bool(late) and all(one.late for one in working)
 
 
 def gone(statuses: Mapping[int, Status]) -> list[int]:
-    """The ranks that have ended while rank 0, and so the run, has not."""
+    """Returns the ranks that have ended although rank 0, and thus the run, has not."""
     if 0 in statuses and statuses[0].phase in ENDING:
         return []
     return [rank for rank, one in statuses.items() if not one.state and one.phase not in ENDING]
 
 
 def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
-    """What to tell the user of ranks that are gone."""
+    """Returns the problem to report if ranks are gone."""
     lines = [_described(rank, statuses[rank]) for rank in lost[:MOST_NAMED]]
     return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join([*lines, LATER]))
 
 
 def cut_off(rank: int, host: str) -> Problem:
-    """The message of a rank that has lost contact with rank 0's watcher."""
+    """Returns the problem to report if a rank has lost contact with rank 0's watcher."""
     message = "lost contact with rank 0: it has ended or hangs, or the connection to its machine is lost"
     return Problem(CUT_OFF, f"rank {rank} on {host}", message, LATER)
 
 
 def absent(statuses: Mapping[int, Status]) -> list[int]:
-    """The ranks that the others wait for, as far as their hosts can tell."""
+    """Returns the ranks that the others wait for, as far as their hosts know."""
     there = {rank: one for rank, one in statuses.items() if one.phase != Phase.DONE}
     still = [rank for rank, one in there.items() if one.still or not one.state]
     if still:
@@ -118,7 +118,7 @@ def absent(statuses: Mapping[int, Status]) -> list[int]:
 
 
 def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
-    """What to tell the user of a hang."""
+    """Returns the problem to report if a run hangs."""
     missing = absent(statuses)
     silent = [rank for rank in range(world_size) if rank not in statuses]
     late = max((one for one in statuses.values() if one.late), key=lambda one: one.idle_s)
@@ -146,7 +146,7 @@ def _described(rank: int, one: Status) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`ranks 0-3, 7`."""
+    """Formats ranks: `ranks 0-3, 7`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What a watcher does: look, tell, listen, and end its rank where the run hangs."""
+"""The watcher of a rank: it checks the rank, exchanges statuses, and ends the rank if the run hangs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from llmtrain.watchdog.verdict import ENDING, Status, cut_off, gone, hangs, limi
 
 POLL_S = 1.0
 SUSPENDED_S = 5.0
-"""A watcher that could not look for so long was stopped itself, and its rank with it: that time does not count."""
+"""Seconds without a check after which a watcher assumes that it and its rank were stopped; this time does not count."""
 GONE_S = 4.0
-"""A rank that has ended for so long has not ended with the run: the others are ended too, on all nodes."""
+"""Seconds after which a rank that has ended counts as lost: the others are then ended too, on all nodes."""
 ALONE_S = 10.0
-"""How much longer a watcher waits that cannot reach rank 0's."""
+"""Additional seconds that a watcher waits if it cannot reach rank 0's watcher."""
 
 
 @dataclass
 class Watched:
-    """A rank and what its watcher needs to know."""
+    """A rank, and the data that its watcher needs."""
 
     rank: Rank
     run_dir: RunDir
@@ -43,25 +43,25 @@ class Watched:
 
 
 class Watcher(ABC):
-    """What all watchers have in common."""
+    """The common part of all watchers."""
 
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
         self.config = watched.plan.recipe.watchdog
         self.host = socket.gethostname()
-        # Often enough to be on time where the limit is short.
+        # Often enough for short time limits.
         self.poll_s = min(POLL_S, self.config.min_seconds / 4 or POLL_S)
         self._looked = self._resumed = time.monotonic()
         self._missing_since: float | None = None
 
     def run(self) -> NoReturn:
-        """Until the rank is over, which ends this process."""
+        """Checks the rank until it ends, which ends this process too."""
         while True:
             self.look(self._status())
 
     @abstractmethod
     def look(self, status: Status) -> None:
-        """One round, of `poll_s`. status: of the own rank."""
+        """Runs one round, which takes `poll_s`. status: of this watcher's own rank."""
 
     def end(self, found: Problem) -> NoReturn:
         """Ends the rank, with `found` as its error."""
@@ -73,7 +73,7 @@ class Watcher(ABC):
         sys.exit()
 
     def lasts(self, is_missing: bool) -> bool:
-        """Whether somebody has been missing for `GONE_S`. To be asked in each round."""
+        """Whether some rank has been missing for `GONE_S`. Must be called in each round."""
         if not is_missing:
             self._missing_since = None
         elif self._missing_since is None:
@@ -81,7 +81,7 @@ class Watcher(ABC):
         return is_missing and self._looked - max(self._missing_since or 0.0, self._resumed) >= GONE_S
 
     def tell_user(self, found: Problem) -> None:
-        """Our own launcher reads error files; under any other, one watcher speaks."""
+        """Prints a problem, unless our own launcher does so from the error file."""
         if self.watched.rank.launcher != "local":
             print(WorkerError(found).report(), file=self.watched.stderr, flush=True)
 
@@ -106,7 +106,7 @@ class Watcher(ABC):
 
 
 class Leader(Watcher):
-    """Rank 0's: hears all the others, and decides."""
+    """The watcher of rank 0, which receives the statuses of all ranks and decides."""
 
     def __init__(self, watched: Watched, hub: Hub) -> None:
         super().__init__(watched)
@@ -118,7 +118,7 @@ class Leader(Watcher):
         self._hung = 0
 
     def look(self, status: Status) -> None:
-        """Twice in a row, since what is heard of two ranks is up to a round apart."""
+        """Decides after two equal rounds, because the statuses of two ranks may be up to a round apart."""
         self.hub.poll(self.poll_s)
         statuses = {0: status} | self.hub.statuses
         self._compare(statuses)
@@ -162,7 +162,7 @@ class Follower(Watcher):
         self._was_connected = False
 
     def look(self, status: Status) -> None:
-        """Decides alone where it cannot ask, and waits longer then: the others may do what takes time."""
+        """Decides alone, and later, if it cannot reach rank 0: the others may be in a phase that takes long."""
         address = self.watched.reader.address()
         if not self.peer.has_link and address is not None:
             self.peer.connect(address)

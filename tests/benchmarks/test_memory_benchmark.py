@@ -1,4 +1,4 @@
-"""The benchmark of memory as far as it runs without a GPU: configurations, steps, comparison and page."""
+"""Tests the memory benchmark as far as it runs without a GPU: configurations, steps, comparison and page."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rows_compare_and_are_summed_up():
     assert benchmark.summary([]) == nothing
 
 
-def test_the_page_says_what_was_measured_and_what_was_not():
+def test_the_page_shows_measured_and_missing_results():
     assert "**Not measured on a GPU.**" in page.render(None)
     rows = [benchmark.row_of("1b zero2 bf16", 2**35), benchmark.row_of("1b zero1 bf16", None, "no kernel")]
     result = {"hardware": "NVIDIA X", "versions": {"torch": "1", "deepspeed": "2"}, "commit": "c", "steps": 3}
@@ -83,5 +83,5 @@ def test_the_page_says_what_was_measured_and_what_was_not():
     assert "Not measured" not in shown
 
 
-def test_the_page_is_rendered_from_what_is_committed():
+def test_the_committed_page_is_up_to_date():
     assert (ROOT / "docs/reference/memory_measured.md").read_text(encoding="utf-8") == page.render(page.found())

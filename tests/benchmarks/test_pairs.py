@@ -1,4 +1,4 @@
-"""Commands run in turn, each in a fresh process; what they print is summed up."""
+"""Commands run alternately, each in a new process, and their output is summarized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def side(name: str, value: float) -> pairs.Side:
     return pairs.Side(name, ["python", "-c", PROGRAM, name, "{work}/log", str(value)])
 
 
-def test_sides_take_turns_in_fresh_processes(tmp_path):
+def test_sides_alternate_in_new_processes(tmp_path):
     said: list[str] = []
     prepared = pairs.Side("made", ["python", "-c", "open(r'{work}/made', 'w')"])
     case = pairs.Case("two", [side("a", 10), side("b", 20)], setup=[prepared])

@@ -1,4 +1,4 @@
-"""Every question says its commands, and is shown from what lies in its file alone."""
+"""Every question has its commands, and is rendered from its result file alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_result_is_shown_with_its_aims(question):
     assert "The machine was busy" in busy
 
 
-def test_what_was_not_measured_says_so():
+def test_missing_measurements_are_marked():
     page = render.render(dict.fromkeys(QUESTIONS), "")
     on_gpu = sum(question.needs_gpu for question in QUESTIONS.values())
     assert on_gpu >= 4
@@ -78,13 +78,13 @@ def test_what_was_not_measured_says_so():
     assert page.count("**Not measured on a GPU.**") == on_gpu
 
 
-def test_the_page_is_rendered_from_what_is_committed():
+def test_the_committed_page_is_up_to_date():
     results = {name: render.found(name) for name in QUESTIONS}
     shown = render.render(results, render.TRIED.read_text(encoding="utf-8"))
     assert (ROOT / "benchmarks/README.md").read_text(encoding="utf-8") == shown
 
 
-def test_results_that_are_kept_are_whole():
+def test_stored_results_are_complete():
     for question in PAIRED:
         result = render.found(question.name)
         if result is None:
@@ -112,7 +112,7 @@ def test_a_busy_machine_is_refused(monkeypatch):
         command.main(["scale"])
 
 
-def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
+def test_questions_that_need_a_gpu_are_refused_without_one(monkeypatch):
     monkeypatch.setattr(command, "visible_gpus", lambda: ())
     with pytest.raises(SystemExit, match="mfu is measured on a GPU"):
         command.main(["mfu"])

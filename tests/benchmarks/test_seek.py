@@ -1,4 +1,4 @@
-"""The corpus that is mostly a hole: what is sought in it is there, in the page cache or not."""
+"""A sparse corpus for seek times: samples are found, whether they are in the page cache or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks.programs import seek
 
 
-def test_a_sample_is_found_and_a_hole_is_told(tmp_path):
+def test_a_sample_is_found_and_a_gap_is_reported(tmp_path):
     folder = tmp_path / "large"
     seek.make(folder, sequences=2**20, sample=10**6)
     for batch in (False, True):

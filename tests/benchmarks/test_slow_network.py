@@ -1,4 +1,4 @@
-"""What the measurement over a slow network predicts, and how it compares."""
+"""The measurement over a slow network, and its comparison with predictions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmtrain.predict.work import held_by
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_rank_waits_for_what_it_cannot_hide(name):
+def test_a_rank_waits_for_exposed_communication(name):
     waiting, hidden = predicted(plan_of(name))
     assert waiting >= 0
     assert hidden >= 0
     assert waiting + hidden > 0
 
 
-def test_a_ring_over_the_cable_takes_its_bytes_over_its_rate():
+def test_the_time_of_a_ring_over_the_network_is_its_bytes_over_its_rate():
     """DDP reduces all gradients once, three of four parts of them twice over the cable.
 
     One backward pass hides them, but for those of the embedding and the last bucket.
@@ -50,7 +50,7 @@ def test_no_byte_is_lost_on_gloo(name):
     assert here == pytest.approx(elsewhere | ({"all_reduce": 2 * scattered} if scattered else {}))
 
 
-def test_neighbours_send_less_over_the_cable():
+def test_hierarchical_partition_sends_less_over_the_network():
     every, neighbours = (sum(predicted(plan_of(name))) for name in ("ZeRO-3", "ZeRO-3, hpZ"))
     parameters = 4 * plan_of("ZeRO-3").model.parameters
     less = 3 / 4 * parameters * (MICRO_BATCHES - 1) / (RATE * ASSUMED.link)

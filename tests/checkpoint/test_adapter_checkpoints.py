@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: what they hold, what they continue from, and what PEFT and `transformers` make of them."""
+"""Checkpoints of adapters: their content, continued runs, and loading with PEFT and `transformers`."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_run_does_not_continue_on_another_base(base, saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_beside_weights_in_4_bit_continues_under_another_plan(base, tmp_path):
+def test_a_run_with_4_bit_weights_continues_under_another_plan(base, tmp_path):
     """Its checkpoint holds the adapter, and says how the base was held."""
     weights = run_ranks(2, _save, recipe_on(base, **SAVED_UNDER, **IN_NF4), tmp_path, 2)[0]
     size = sum(one.stat().st_size for one in (newest(tmp_path) / "engine").glob("rank_*"))
@@ -211,7 +211,7 @@ def test_an_adapter_of_new_weights_is_exported_with_them(tokenizer, tmp_path):
     assert np.array_equal(_logits(loaded).numpy(), expected)
 
 
-def test_what_is_frozen_by_name_is_exported_with_the_rest(base, tokenizer, tmp_path):
+def test_weights_frozen_by_name_are_exported_too(base, tokenizer, tmp_path):
     recipe = recipe_on(base, **PLAIN, **{"model.trainable": ["model.layers.1.*"]})
     expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
     size = sum(one.stat().st_size for one in (newest(tmp_path / "run") / "engine").glob("rank_*"))
@@ -221,7 +221,7 @@ def test_what_is_frozen_by_name_is_exported_with_the_rest(base, tokenizer, tmp_p
     assert np.array_equal(_logits(loaded).numpy(), expected)
 
 
-def test_an_adapter_of_peft_is_trained_on(base, tmp_path):
+def test_an_adapter_of_peft_is_trained_further(base, tmp_path):
     theirs = peft.LoraConfig(r=3, target_modules=["k_proj"], layers_to_transform=[1], task_type="CAUSAL_LM")
     made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), theirs)
     for name, weight in made.named_parameters():
@@ -277,7 +277,7 @@ def test_the_command_line_merges_into_the_weights_of_training(base, tokenizer, t
         assert "checkpoint.base" in str(refused.exception)
 
 
-def test_a_checkpoint_error_names_what_to_do():
+def test_a_checkpoint_error_suggests_a_fix():
     check_base(Path("step"), "one", "one")
     with pytest.raises(CheckpointError, match="frozen weights"):
         check_base(Path("step"), "one", "other")

@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is written, and the checkpoint is that of the step it was begun at."""
+"""Training continues while a checkpoint is written, and the checkpoint has the state of the step at which it began."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _start(saver, step):
     saver.start(TrainerState(step=step, samples=8 * step, data="key"))
 
 
-def test_training_goes_on_before_anything_is_on_the_disk(tmp_path, held_disk):
+def test_training_continues_before_the_save_is_on_disk(tmp_path, held_disk):
     saver = saver_of(tmp_path)
     _start(saver, 1)
     saver.engine.step = 2  # the engine trains on
@@ -78,7 +78,7 @@ def test_a_step_of_another_size_fits(tmp_path):
         assert saver.engine.step == step
 
 
-def test_a_failed_write_is_reported_and_tried_again(tmp_path):
+def test_a_failed_write_is_reported_and_retried(tmp_path):
     said: list[str] = []
     saver = saver_of(tmp_path)
     saver.warn, saver.pauses = said.append, (0.0, 0.0)
@@ -90,7 +90,7 @@ def test_a_failed_write_is_reported_and_tried_again(tmp_path):
     assert "trying again" in said[0]
 
 
-def test_a_permanent_failure_is_reported_and_costs_one_save(tmp_path, monkeypatch):
+def test_a_permanent_failure_is_reported_and_loses_one_save(tmp_path, monkeypatch):
     said: list[str] = []
     saver = saver_of(tmp_path)
     saver.warn = said.append

@@ -1,4 +1,4 @@
-"""What cannot go on is refused by the launcher, with what is wrong and what to do; what can, passes."""
+"""The launcher refuses runs that cannot continue, with the reason and a fix, and accepts the others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_missing_or_shortened_file_is_named(run, plan):
     told = _refusal(run, plan)
     assert f"{first}: is in the manifest but does not exist" in told
     assert f"{second}: has " in told
-    assert "start anew with another --run-dir" in told
+    assert "start a new run with another --run-dir" in told
     assert f"{first}: is in the manifest but does not exist" in _refusal(run, plan, str(_of(run)))
 
 
@@ -92,7 +92,7 @@ def test_the_previous_checkpoint_is_used(run, plan):
     assert check_resume(plan, run, "auto", is_local=True) == older
 
 
-def test_a_part_of_another_node_is_asked_for_where_all_workers_run_here(run, plan):
+def test_a_part_on_another_node_is_requested_if_all_workers_run_here(run, plan):
     _rewrite(_of(run), hosts=["node-a", "node-b"])
     assert "lacks the part of node-b" in _refusal(run, plan)
     assert check_resume(plan, run, "auto", is_local=False) == _of(run)  # node-b may have it

@@ -1,4 +1,4 @@
-"""Killed at any instant, `latest` names a whole checkpoint: the one before, or the new one."""
+"""After a kill at any moment, `latest` names a complete checkpoint: the previous or the new one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.helpers import killing
     [("kill", False), ("kill", True), ("half", False)],
     ids=["call", "taken back", "half a write"],
 )
-def test_a_kill_at_any_call_of_a_save_costs_that_save(kind, taken_back, quick_disk):
+def test_a_kill_at_any_call_of_a_save_loses_only_that_save(kind, taken_back, quick_disk):
     killing.at_every_call(quick_disk, kind, taken_back, every=4, seed=1)
 
 
-def test_a_full_disk_at_any_call_of_a_save_is_a_message(quick_disk):
+def test_a_full_disk_at_any_call_of_a_save_is_reported(quick_disk):
     assert killing.full_at_every_call(quick_disk, every=3) > 8
 
 
-def test_a_kill_at_any_instant_costs_the_save_that_it_hits(quick_disk):
+def test_a_kill_at_any_moment_loses_only_the_current_save(quick_disk):
     killing.at_random_instants(quick_disk / "checkpoints", kills=15, seed=2)
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(2, 4), (4, 2)])
-def test_a_killed_rank_costs_all_ranks_that_save(ranks, kills, quick_disk):
+def test_a_killed_rank_aborts_the_save_of_all_ranks(ranks, kills, quick_disk):
     killing.of_ranks(quick_disk, ranks, kills, seed=3)
 
 

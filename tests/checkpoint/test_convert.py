@@ -1,4 +1,4 @@
-"""A converted checkpoint is the same state, cut for another plan: each of its ranks reads its own files only."""
+"""A converted checkpoint has the same state, split for another plan: each of its ranks reads only its own files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_mark(name)) for name in PLANS])
-def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, checkpoint_for, tmp_path):
+def test_a_converted_checkpoint_has_the_same_state_and_each_rank_reads_its_own_files(name, checkpoint_for, tmp_path):
     source = checkpoint_for(name)
     ranks, fields = PLANS[name]
     plan = plan_under(fields, ranks, **_others(name))
@@ -96,7 +96,7 @@ def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, checkpoint
     assert len(told) == manifest.world_size == ranks
     assert read_plan(tmp_path / "out") == plan
     assert not list(tmp_path.glob(".*"))
-    # Replicas save a share each and read all of it; then a rank reads what the others of its kind wrote.
+    # Each replica saves a share and reads all shares; a rank then reads what its replicas wrote.
     own_only = all(file.private for path, file in manifest.files.items() if path.startswith("engine/rank"))
     for direct, converted in run_ranks(ranks, _next_losses, [source, tmp_path / "out"], name, [False, own_only]):
         assert converted == direct
@@ -142,7 +142,7 @@ def test_a_damaged_source_or_an_existing_target_leaves_nothing(checkpoint_for, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "full"]
 
 
-def test_half_precision_is_refused_with_what_to_do(checkpoint_for, tmp_path):
+def test_half_precision_is_refused_with_a_fix(checkpoint_for, tmp_path):
     fields = {"parallel.precision": "fp16", "parallel.zero_stage": 2, "batch.micro_batch_size": 4}
     plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="h100"))
     with pytest.raises(RecipeError, match="continue from it as it is"):
@@ -151,7 +151,7 @@ def test_half_precision_is_refused_with_what_to_do(checkpoint_for, tmp_path):
 
 
 @pytest.mark.parametrize("kib", [16, 128])
-def test_a_full_disk_is_a_message_and_leaves_nothing(kib, checkpoint_for, small_disk, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_nothing(kib, checkpoint_for, small_disk, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(small_disk)], check=True)
     plan = plan_under({"zero_stage": 1}, 2)

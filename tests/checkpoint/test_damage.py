@@ -1,4 +1,4 @@
-"""Damage of any kind is found before anything is loaded, named by file, and never costs the whole run."""
+"""Damage of any kind is found before anything is loaded, named by file, and never loses the whole run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_all_damaged_files_are_reported_at_once(shards):
     assert sorted(problem.rule for problem in raised.value.problems) == ["checkpoint.hash", "checkpoint.size"]
 
 
-def test_pieces_that_no_manifest_knows_are_refused(tmp_path):
+def test_pieces_missing_from_the_manifest_are_refused(tmp_path):
     made = save(saver_of(tmp_path), 1)
     save_file({"a": torch.ones(1)}, made / "engine" / "rank_00001.0.safetensors")
     with pytest.raises(CheckpointError, match="not in the manifest"):
@@ -102,13 +102,13 @@ def _choose(checkpoints):
     return choose_newest(checkpoints, RUN, probe(checkpoints))
 
 
-def test_a_new_run_has_nothing_to_go_on_from(tmp_path):
+def test_a_new_run_has_no_checkpoint_to_continue_from(tmp_path):
     assert _choose(tmp_path / "none") is None
     (tmp_path / ".step_00000001.partial-small").mkdir()  # the first save was killed
     assert _choose(tmp_path) is None
 
 
-def test_a_damaged_checkpoint_falls_back_on_the_one_before_and_says_so(tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path):
     saver = saver_of(tmp_path)
     made = [save(saver, step) for step in (1, 2, 3)]
     _remove(made[2] / "engine" / "model.safetensors", b"")
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_falls_back_on_the_one_before_and_says_so(tmp_path)
     assert load(choice.folder, saver.engine, saver.plan, "key").step == 1
 
 
-def test_a_run_never_starts_anew_because_nothing_can_be_read(tmp_path):
+def test_a_run_never_starts_from_scratch_because_nothing_can_be_read(tmp_path):
     made = save(saver_of(tmp_path), 1)
     _remove(made / "trainer.json", b"")
     with pytest.raises(CheckpointError, match=r"trainer\.json") as raised:
@@ -142,14 +142,14 @@ def test_a_dangling_latest_is_reported(tmp_path):
         _choose(tmp_path)
 
 
-def test_latest_decides_where_a_run_was_taken_back(tmp_path):
+def test_latest_decides_after_a_rollback(tmp_path):
     saver = saver_of(tmp_path)
     first, _ = save(saver, 1), save(saver, 2)
     (tmp_path / "latest").write_text(first.name)
     assert _choose(tmp_path).folder == first
 
 
-def test_the_checkpoint_of_another_run_is_not_taken_for_ones_own(tmp_path):
+def test_a_checkpoint_of_another_run_is_not_used(tmp_path):
     other = save(saver_of(tmp_path, run="other"), 9)
     with pytest.raises(CheckpointError, match="another run"):
         _choose(tmp_path)
@@ -178,7 +178,7 @@ class _Canary:
 
 
 def test_a_pickle_is_refused_and_does_not_run(tmp_path):
-    """Also one that the manifest knows, as somebody who means harm would have it."""
+    """Also one that the manifest lists, as an attacker would write it."""
     saver, canary = saver_of(tmp_path / "checkpoints"), tmp_path / "canary"
     made = save(saver, 1)
     torch.save({"step": torch.ones(2), "bad": _Canary(canary)}, made / "engine" / "model.pt")
@@ -226,7 +226,7 @@ def test_a_file_that_the_manifest_does_not_name_is_reported(name, tmp_path):
         assert _choose(tmp_path).folder == made  # nothing reads it
 
 
-def test_links_and_fifos_beside_the_files_are_reported(tmp_path):
+def test_links_and_fifos_among_the_files_are_reported(tmp_path):
     made = save(saver_of(tmp_path), 1)
     os.mkfifo(made / "fifo")
     (made / "loop").symlink_to("loop")
@@ -247,7 +247,7 @@ def test_a_pickle_that_the_manifest_names_otherwise_is_refused(tmp_path):
             use()
 
 
-def test_a_damaged_latest_is_reported_and_costs_nothing(tmp_path):
+def test_a_damaged_latest_is_reported_and_loses_nothing(tmp_path):
     made = save(saver_of(tmp_path), 1)
     (tmp_path / "latest").write_bytes(b"step_\xff\n")
     choice = _choose(tmp_path)
@@ -316,7 +316,7 @@ def test_the_state_of_a_generator_is_checked(shape, tmp_path):
 # Disks.
 
 
-def test_a_disk_that_fills_up_costs_no_checkpoint(small_disk):
+def test_a_disk_that_fills_up_damages_no_checkpoint(small_disk):
     saver = saver_of(small_disk / "checkpoints", elements=15_000)
     first = save(saver, 1)
     with pytest.raises(CheckpointError, match="No space left on device") as raised:
@@ -328,7 +328,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(small_disk):
     assert sorted(path.name for path in saver.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
 
 
-def test_a_disk_that_cannot_be_written_is_a_message(small_disk):
+def test_a_disk_that_cannot_be_written_is_reported(small_disk):
     saver = saver_of(small_disk / "checkpoints")
     first = save(saver, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

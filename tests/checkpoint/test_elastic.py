@@ -1,4 +1,4 @@
-"""What was written under one plan goes on under any other: the next losses are those of the uninterrupted run."""
+"""A checkpoint of one plan continues under any other: the next losses are those of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _go_on_from_all(rank: int, sources: list[str], target: tuple[int, dict], fol
 
 
 def _compare(pairs: list[tuple[str, str]], plans: dict, others: dict, folder, close: float = CLOSE) -> None:
-    """Saves under the first plan of each pair, goes on under the second, and compares with the plain loop."""
+    """Saves under the first plan of each pair, continues under the second, and compares with the plain loop."""
     micro = others.get("micro", 1)
     whole = plain_run(plan_under({}, 1, **others).recipe, STOP + NEXT, micro).losses
     for ranks in (1, 2, 4):
@@ -96,7 +96,7 @@ def every_source(tmp_path_factory):
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_all_pairs(target, every_source):
+def test_every_plan_continues_from_every_checkpoint(target, every_source):
     whole = plain_run(plan_under({}, 1).recipe, STOP + FEW).losses
     for found in run_ranks(LAYOUTS[target][0], _go_on_from_all, list(LAYOUTS), LAYOUTS[target], every_source):
         for source, losses in zip(LAYOUTS, found, strict=True):
@@ -107,14 +107,14 @@ def test_all_pairs(target, every_source):
     "part",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.breadth) for part in (1, 2))],
 )
-def test_to_other_engines_and_back(part, tmp_path):
+def test_checkpoints_of_other_engines_and_back(part, tmp_path):
     plans = BACKENDS | PLAIN
     _compare(_pairs(plans, len(plans), seed=13)[part::3], plans, {}, tmp_path)
 
 
 @pytest.mark.breadth
 @pytest.mark.slow
-def test_experts_are_spread_and_gathered(tmp_path):
+def test_experts_are_distributed_and_gathered(tmp_path):
     plans = EXPERTS | PLAIN
     pairs = [("dp2-ep2-zero3", "dp1-zero1"), ("dp2-zero3", "dp2-ep2-zero2"), ("dp2-ep2-zero0", "dp2-ep2-zero1")]
     _compare(pairs, plans, {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}, tmp_path)
@@ -122,7 +122,7 @@ def test_experts_are_spread_and_gathered(tmp_path):
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor"])
-def test_states_of_other_optimizers_go_anywhere(name, tmp_path):
+def test_states_of_other_optimizers_load_under_every_plan(name, tmp_path):
     """Their directions are less smooth functions of the gradient than Adam's: the bound is that of parity."""
     names = ["dp2-pp1-tp1-zero3", "dp1-pp2-tp1-zero1", "dp1-pp1-tp2-zero0", "dp2-pp1-tp1-zero2", "dp2-pp1-tp2-zero1"]
     pairs = list(zip(names, names[1:] + names[:1], strict=True))

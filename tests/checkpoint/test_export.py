@@ -1,4 +1,4 @@
-"""An exported folder holds the weights that the run evaluated with, of every stage and precision."""
+"""An exported folder contains the weights that the run evaluated with, for every stage and precision."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_exported_weights_are_the_engines_bit_for_bit(case, checkpoints, tokenizer, tmp_path):
+def test_exported_weights_equal_the_engines_bit_for_bit(case, checkpoints, tokenizer, tmp_path):
     folder, weights = checkpoints
     export(newest(folder / str(case)), tokenizer, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

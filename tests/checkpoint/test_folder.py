@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or it is not there; what is deleted is ours, and what is kept is what the recipe says."""
+"""A checkpoint is complete or absent, and only the run's own checkpoints are deleted, as the recipe says."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_a_half_made_checkpoint_is_never_found(tmp_path):
         verify_checkpoint(unfinished)
 
 
-def test_latest_that_names_nothing_falls_back_on_the_newest(tmp_path):
+def test_a_dangling_latest_falls_back_to_the_newest(tmp_path):
     made = save(saver_of(tmp_path), 5)
     (tmp_path / "latest").write_text("step_00000099\n")
     assert folder.newest(tmp_path) == made
 
 
-def test_a_manifest_that_cannot_be_read_is_a_message(tmp_path):
+def test_an_unreadable_manifest_is_reported(tmp_path):
     made = save(saver_of(tmp_path), 5)
     whole = json.loads((made / "MANIFEST.json").read_text())
     for text in ("", "{", "[]", json.dumps({"files": 3}), json.dumps({**whole, "schema_version": 2})):
@@ -57,7 +57,7 @@ def test_a_manifest_that_cannot_be_read_is_a_message(tmp_path):
             read_manifests(made)
 
 
-def test_a_save_removes_what_killed_ones_left_and_nothing_else(tmp_path):
+def test_a_save_removes_only_the_leftovers_of_killed_saves(tmp_path):
     for name in (
         ".step_00000001.view-0123abcd",
         ".step_00000003.partial-small",
@@ -80,7 +80,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
     assert _names(tmp_path) == ["latest", "step_00000004", "step_00000005"]
 
 
-def test_a_folder_that_is_in_the_way_and_not_ours_is_kept(tmp_path):
+def test_a_foreign_folder_is_not_replaced(tmp_path):
     save(saver_of(tmp_path, run="other"), 5)
     save(saver_of(tmp_path), 5)
     (kept,) = tmp_path.glob("step_00000005.replaced-*")
@@ -100,7 +100,7 @@ def test_old_checkpoints_are_removed_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_now(tmp_path):
+def test_a_run_that_rolled_back_keeps_its_new_checkpoints(tmp_path):
     saver = saver_of(tmp_path, **{"checkpoint.keep_last": 2})
     for step in (100, 200, 300, 150):
         made = save(saver, step)
@@ -117,7 +117,7 @@ def test_milestones_and_the_best_are_kept(tmp_path):
     assert [int(path.name[5:]) for path in folder.whole(tmp_path)] == [2, 4, 5, 7]
 
 
-def test_a_deletion_that_fails_costs_nothing(tmp_path, capsys, monkeypatch):
+def test_a_failed_deletion_loses_nothing(tmp_path, capsys, monkeypatch):
     saver = saver_of(tmp_path, **{"checkpoint.keep_last": 1})
     save(saver, 1)
 

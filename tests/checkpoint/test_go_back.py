@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes back to, and what it is told where it may not."""
+"""The checkpoint to which a run rolls back, and the message if it may not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.traces import plan_of
 
 @dataclass
 class Counter:
-    """A guard that keeps what it is told."""
+    """A guard that keeps its arguments."""
 
     total: int = 0
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_from_before_a_step_is_one_of_an_earlier_step(tmp_path, bef
     assert (choice and choice.manifests[0].step) == step
 
 
-def test_goes_back_to_before_the_first_skipped_step_and_past_the_data(tmp_path):
+def test_a_run_rolls_back_to_before_the_first_skipped_step_and_skips_the_data(tmp_path):
     saver = _saved(tmp_path, 4, 8)  # the last one lies among the skipped steps
     trouble = _trouble(7, 10)
     engine = _go_back(trouble, saver)
@@ -75,7 +75,7 @@ def test_goes_back_to_before_the_first_skipped_step_and_past_the_data(tmp_path):
     assert read_latest(tmp_path)[0] == "step_00000004"
 
 
-def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
+def test_a_later_checkpoint_is_used_if_no_earlier_one_was_kept(tmp_path):
     saver = _saved(tmp_path, 8)
     assert _go_back(_trouble(7, 10), saver).step == 8
 
@@ -88,7 +88,7 @@ def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
         (0, {}, (), "no checkpoint was saved to roll back to"),
     ],
 )
-def test_stops_where_it_may_not_go_back(tmp_path, rollbacks, fields, saved, told):
+def test_a_run_stops_if_it_may_not_roll_back(tmp_path, rollbacks, fields, saved, told):
     trouble = _trouble(7, 16, rollbacks, **fields)
     with pytest.raises(DivergedError, match=told) as refused:
         _go_back(trouble, _saved(tmp_path, *saved))

@@ -1,4 +1,4 @@
-"""What a run was trained with, from which step on, and what its model card makes of that."""
+"""The values that a run was trained with, by step, and their description in the model card."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _history(*starts) -> list[Segment]:
     return history
 
 
-def test_a_run_that_goes_on_as_it_was_has_one_segment():
+def test_an_unchanged_run_has_one_segment():
     history = _history((0, 0, {}), (4, 32, {}), (5, 40, {}))
     assert [(one.step, one.samples) for one in history] == [(0, 0)]
 
 
-def test_a_change_begins_another_segment():
+def test_a_change_starts_another_segment():
     history = _history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4}), (6, 40, {BATCH: 4, "train.max_steps": 9}))
     assert [(one.step, one.samples) for one in history] == [(0, 0), (4, 32), (6, 40)]
     assert changed_values(history[0].values, history[-1].values) == [f"{BATCH} 8 → 4", "train.max_steps 6 → 9"]
@@ -55,7 +55,7 @@ def test_a_change_without_a_step_leaves_no_segment():
     assert course(history, BATCH) == [(0, 8), (4, 2)]
 
 
-def test_a_history_is_read_as_it_was_written(tmp_path):
+def test_a_written_history_is_read_back(tmp_path):
     state = TrainerState(step=6, samples=40, history=_history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4})))
     (tmp_path / STATE_FILE).write_text(json.dumps(asdict(state)))
     assert read_state(tmp_path) == state
@@ -102,7 +102,7 @@ class KilledError(Exception):
 
 
 @pytest.mark.parametrize("call", range(1, 30))
-def test_a_folder_that_is_replaced_is_whole_or_not_there_at_any_instant(tmp_path, monkeypatch, call):
+def test_a_folder_that_is_replaced_is_always_complete_or_absent(tmp_path, monkeypatch, call):
     """It is killed before one call after the other that changes the disk."""
     out = tmp_path / "export"
     out.mkdir()

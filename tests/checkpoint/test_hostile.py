@@ -1,4 +1,4 @@
-"""Files that are whole by their hashes and wrong in content: each ends in one designed error that names the file."""
+"""Files with correct hashes but invalid content: each causes one designed error that names the file."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _only_designed(action, *named: Path) -> bool:
     return False
 
 
-def test_a_manifest(run):
+def test_mutated_manifests_are_read_or_refused(run):
     made = _made(run)
     file = made / "MANIFEST.json"
     whole, refused = json.loads(file.read_text()), 0
@@ -108,7 +108,7 @@ def test_a_manifest(run):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "trainer.json"])
-def test_plan_and_state(run, name):
+def test_mutated_plans_and_states_are_read_or_refused(run, name):
     made = _made(run)
     whole, refused = json.loads((made / name).read_text()), 0
     for seed in range(ROUNDS):
@@ -119,7 +119,7 @@ def test_plan_and_state(run, name):
     assert refused > 0
 
 
-def test_heads_of_pieces(run):
+def test_mutated_headers_of_pieces_are_read_or_refused(run):
     made = _made(run)
     listed, refused = pieces(), 0
     for seed in range(2 * ROUNDS):
@@ -138,7 +138,7 @@ def test_heads_of_pieces(run):
 
 
 @pytest.mark.parametrize("name", ["recipe.json", "plan.json", "run_id"])
-def test_the_files_of_a_run_directory(run, name):
+def test_mutated_files_of_a_run_directory_are_read_or_refused(run, name):
     file = run.path / name
     whole = file.read_text()
     readers = {"recipe.json": run.read_recipe, "plan.json": run.read_plan, "run_id": run.read_id}
@@ -197,7 +197,7 @@ def test_invalid_manifests_are_refused(run, fields, words):
     assert raised.value.exit_code == Exit.CHECKPOINT
 
 
-def test_many_machines_that_are_not_here_are_one_line(run):
+def test_many_missing_machines_are_reported_in_one_line(run):
     made = _made(run)
     file = made / "MANIFEST.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hosts": [f"node{one}" for one in range(1000)]}))
@@ -241,7 +241,7 @@ def _too_long(head, listed):
         (_too_long, "elements 1 to 7 of 6"),
     ],
 )
-def test_invalid_heads_of_pieces_are_refused(run, edit, words):
+def test_invalid_headers_of_pieces_are_refused(run, edit, words):
     made, listed = _made(run), pieces()
     head = head_of(listed)
     edit(head, listed)
@@ -254,7 +254,7 @@ def test_invalid_heads_of_pieces_are_refused(run, edit, words):
     assert str(made / PIECES) in str(raised.value)
 
 
-def test_a_head_that_claims_to_be_long_is_not_read(run):
+def test_a_header_with_an_excessive_length_is_not_read(run):
     file = _made(run) / PIECES
     file.write_bytes(struct.pack("<Q", 2**62) + b"{}")
     with pytest.raises(ValueError, match="has a head of"):
@@ -275,7 +275,7 @@ def two(tmp_path) -> RunDir:
     return run
 
 
-def test_a_flipped_byte_in_the_head_of_the_newest_falls_back(two):
+def test_a_flipped_byte_in_the_newest_header_falls_back(two):
     """Whichever byte it is: the launcher refuses the checkpoint by itself, or leaves it to the hashes."""
     file = two.checkpoints / "step_00000002" / PIECES
     content = file.read_bytes()
@@ -290,7 +290,7 @@ def test_a_flipped_byte_in_the_head_of_the_newest_falls_back(two):
 
 
 @pytest.mark.parametrize("how", ["byte", "folder", "fifo", "device", "binary", "empty", "loop", "long"])
-def test_a_damaged_latest_costs_nothing(two, how):
+def test_a_damaged_latest_loses_nothing(two, how):
     latest = two.checkpoints / "latest"
     latest.unlink()
     match how:
@@ -360,7 +360,7 @@ def test_an_impossible_folder_name_is_reported(name, tmp_path):
         check_new(tmp_path / name)
 
 
-def test_the_reader_accepts_what_a_save_writes(run):
+def test_the_reader_accepts_saved_files(run):
     """The limits are wide enough for what is written: nothing of a manifest is lost on the way."""
     (manifest,) = read_manifests(_made(run))
     assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest

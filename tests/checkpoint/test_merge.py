@@ -1,4 +1,4 @@
-"""A merged folder holds what PEFT's own merge gives, without ever holding the model."""
+"""A merged folder equals PEFT's own merge, without ever holding the whole model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _adapter(base, folder, **options) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_what_peft_merges(case, tokenizer, tmp_path):
+def test_a_merge_equals_that_of_peft(case, tokenizer, tmp_path):
     fields, options = CASES[case]
     _base(tmp_path / "base", **fields)
     _adapter(tmp_path / "base", tmp_path / "adapter", **options)
@@ -104,7 +104,7 @@ def _damaged(folder, tokenizer, change) -> str:
     return error.value.report()
 
 
-def test_what_belongs_to_another_model_is_refused(tokenizer, tmp_path):
+def test_an_adapter_of_another_model_is_refused(tokenizer, tmp_path):
     _base(tmp_path / "base")
     _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"

@@ -1,4 +1,4 @@
-"""Disks of the nodes' own: each has its part of a checkpoint, and together they are one."""
+"""Nodes with local disks: each has its part of a checkpoint, and together the parts are complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _shape(plan) -> tuple[int, int]:
 
 
 def _continued(rank: int, folder, stage: int, nodes):
-    """What a run computes that goes on with rank r on nodes[r]; the step it went on from."""
+    """Returns the results of a run that continues with rank r on nodes[r], and the step that it continued from."""
     plan, checkpoints = _plan(stage), _disk(folder, nodes[rank])
     storage = probe(checkpoints)
     try:
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_incomplete_on_a_node_is_skipped(nodes, tmp_path):
     assert [step for step, _ in results] == [2, 2]
 
 
-def test_a_node_that_was_replaced_does_not_start_the_run_anew(nodes, tmp_path):
+def test_a_replaced_node_does_not_restart_the_run_from_scratch(nodes, tmp_path):
     stage, folder, _ = nodes
     shutil.copytree(_disk(folder, 1), _disk(tmp_path, 1))  # node 0 is new
     for said in run_ranks(2, _continued, tmp_path, stage, (0, 1)):

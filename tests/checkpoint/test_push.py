@@ -75,7 +75,7 @@ def test_a_folder_is_pushed_in_one_commit_to_a_private_repository(hub, folder):
 
 
 @pytest.mark.slow
-def test_an_old_public_repository_gets_nothing_unasked(hub, folder):
+def test_nothing_is_pushed_to_an_existing_public_repository_unasked(hub, folder):
     assert _export(hub, str(folder), "--push", "me/open", "--public").returncode == 0
     assert not hub.repositories["me/open"].private
     refused = _export(hub, str(folder), "--push", "me/open")
@@ -96,7 +96,7 @@ def test_an_old_public_repository_gets_nothing_unasked(hub, folder):
         ("me/ti..ny", TOKEN, "[hub.name]"),
     ],
 )
-def test_what_the_hub_refuses(hub, folder, name, token, words):
+def test_refusals_of_the_hub_are_reported(hub, folder, name, token, words):
     done = _export(hub, str(folder), "--push", name, token=token)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded goes on as if nothing had happened, bit for bit."""
+"""A run that is saved and loaded continues bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _step(engine, step, shape):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), 2])
-def test_continued_is_uninterrupted_bit_for_bit(ranks, tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(ranks, tmp_path):
     _compare(run_ranks(ranks, _interrupted, ranks, tmp_path), CASES)
 
 

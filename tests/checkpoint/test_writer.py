@@ -1,4 +1,4 @@
-"""What a rank writes is on the disk with the hash that it was written with, or the rank has an error to tell."""
+"""A rank's files are on disk with the hash of what was written, or the rank reports an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mistake is one clear message and the designed exit code, and nothing is started or lost."""
+"""A user error causes one clear message and the documented exit code; nothing is started or lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _refused(result, code: int, *words: str) -> str:
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith(("{", "recipes")) else "",
 )
-def test_a_wrong_command_line_starts_nothing(arguments, words, small_recipe, tmp_path):
+def test_an_invalid_command_line_starts_nothing(arguments, words, small_recipe, tmp_path):
     filled = [argument.format(recipe=small_recipe) for argument in arguments]
     result = llmtrain("train", *filled, "--run-dir", tmp_path / "run")
     _refused(result, USAGE, *words)
@@ -275,7 +275,7 @@ def test_stages_in_json(small_recipe):
     assert sum(stage["cost_share"] for stage in stages) == pytest.approx(1)
 
 
-def test_plan_in_json_has_what_was_promised(small_recipe):
+def test_plan_in_json_has_the_documented_fields(small_recipe):
     answer = json.loads(llmtrain("plan", small_recipe, "--json").stdout)
     assert answer["legal"] is True
     assert answer["layout"] == {"dp": 1, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}

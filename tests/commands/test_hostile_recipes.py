@@ -1,4 +1,4 @@
-"""Whatever a recipe file does while it is read, and whatever `--set` holds: exit code 2 and a message, no traceback."""
+"""Any behaviour of a recipe file, and any value of `--set`, gives exit code 2 and a message, never a traceback."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NUMBER = "9" * 5000
     ],
     ids=lambda value: value[:24].replace("\0", "") if isinstance(value, str) else "",
 )
-def test_set_holds_anything(assignment, words, capfd):
+def test_any_value_of_set_is_handled(assignment, words, capfd):
     error = refusal(capfd, "plan", TINY, "--set", assignment)
     assert all(word in error for word in words), error
 
@@ -121,7 +121,7 @@ CASES = [(statement, inside) for statement in RAISED for inside in (True, False)
 
 
 @pytest.mark.parametrize(("statement", "inside"), CASES)
-def test_a_recipe_raises_anything(statement, inside, capsys, tmp_path):
+def test_any_exception_of_a_recipe_is_reported(statement, inside, capsys, tmp_path):
     text = f"def recipe():\n    {statement}\n" if inside else "if True:\n    " + statement
     (tmp_path / "mine.py").write_text(text + "\n")
     error = refusal(capsys, "plan", tmp_path / "mine.py")
@@ -149,7 +149,7 @@ class Told(BaseException):
 
 
 @pytest.mark.parametrize("handler", [None, Told], ids=["Python's", "another"])
-def test_a_signal_is_none_of_the_recipes_faults(handler, tmp_path):
+def test_a_signal_is_not_reported_as_a_fault_of_the_recipe(handler, tmp_path):
     """Ctrl-C while a recipe is read ends the command as it does elsewhere."""
 
     def tell(*_):

@@ -42,13 +42,13 @@ def _init(*words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere.txt", "/no/such/folder"])
-def test_a_file_that_does_not_exist_is_no_dataset_of_the_hub(folder, name):
+def test_a_missing_file_is_not_looked_up_on_the_hub(folder, name):
     code, message = refused("mine.yaml", "--data", name)
     assert (code, message) == (2, f"--data: '{name}' does not exist [init.data]")
     assert not Path("mine.yaml").exists()
 
 
-def test_it_says_that_a_name_is_looked_for_on_the_hub(folder, capsys):
+def test_a_hub_lookup_is_reported(folder, capsys):
     _init("mine.yaml", "--data", "owner/name")
     assert "text from owner/name, a dataset of the hub" in capsys.readouterr().out
     _init("here.yaml", "--data", "texts.jsonl")
@@ -69,7 +69,7 @@ def test_it_says_that_a_name_is_looked_for_on_the_hub(folder, capsys):
         (["--data", 'a "b" *.txt', "--kind", "text"], {"data.sources.0.name": 'a "b" *.txt'}),
     ],
 )
-def test_it_writes_a_recipe_for_what_the_data_hold(folder, capsys, suffix, options, fields):
+def test_init_writes_a_recipe_for_the_kind_of_data(folder, capsys, suffix, options, fields):
     _init(f"my recipe.{suffix}", *options)
     assert f"llmtrain train 'my recipe.{suffix}'" in capsys.readouterr().out
     recipe, _ = load_recipe(f"my recipe.{suffix}", [])
@@ -97,7 +97,7 @@ def test_faults_are_reported_together_and_nothing_is_written(folder):
     assert sorted(path.name for path in folder.iterdir() if path.suffix in (".py", ".toml")) == ["mine.py"]
 
 
-def test_it_asks_on_a_terminal(folder):
+def test_init_asks_on_a_terminal(folder):
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, "-m", "llmtrain", "init", "mine.py"])
@@ -119,7 +119,7 @@ def test_it_asks_on_a_terminal(folder):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_what_is_shown_is_the_recipe(path, tmp_path):
+def test_recipe_show_prints_the_recipe(path, tmp_path):
     recipe, cluster = load_recipe(str(path), [])
     recipe = recipe.with_(name="1e3")
     for with_defaults in (False, True):

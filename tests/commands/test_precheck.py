@@ -1,4 +1,4 @@
-"""What is found out before a worker starts."""
+"""Faults that are found before a worker starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
 
 
 @pytest.mark.slow
-def test_nothing_is_verified_where_no_plan_is_left():
+def test_nothing_is_verified_if_no_plan_remains():
     plans, refused = enumerate_plans(ZAYA, 2)
     with pytest.raises(RecipeError) as error:
         without_uncut([one for one in plans if one.plan.parallel.pipeline == 2], refused)
@@ -40,7 +40,7 @@ def test_a_family_that_can_be_cut_passes():
     check_stages(runnable_plan(TINY.with_(**PIPELINE), Cluster(devices_per_node=2)))
 
 
-def test_a_refused_plan_names_its_neighbours():
+def test_a_refused_plan_lists_the_nearest_legal_plans():
     with pytest.raises(RecipeError) as error:
         runnable_plan(TINY.with_(**PIPELINE, **{"batch.micro_batch_size": 5}), Cluster(devices_per_node=2))
     assert error.value.nearest[0] == "--set batch.micro_batch_size=4"

@@ -32,12 +32,12 @@ def _refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_the_page_of_a_run_lies_in_its_directory(run, capsys):
+def test_the_page_of_a_run_is_written_to_its_directory(run, capsys):
     assert f"wrote {run / 'report.html'}" in _printed(capsys, "report", run)
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_page_of_several_runs_lies_where_the_user_says(tmp_path, monkeypatch, capsys):
+def test_the_page_of_several_runs_is_written_to_the_given_file(tmp_path, monkeypatch, capsys):
     runs = [long_run(tmp_path / f"{seed}", 5, seed) for seed in range(2)]
     monkeypatch.chdir(tmp_path)
     _printed(capsys, "report", *runs)
@@ -90,7 +90,7 @@ def test_inspect_prints_one_json_document(run, capsys):
     assert document["scores"] == [{"step": 60, "scores": {"mine acc": 0.625}}]
 
 
-def test_inspect_follows_a_run_that_goes_on(tmp_path, capsys):
+def test_inspect_follows_an_active_run(tmp_path, capsys):
     folder = long_run(tmp_path / "run", 20)
     assert "running at step 20" in _printed(capsys, "inspect", folder)
     with (folder / "metrics.jsonl").open("a") as more:
@@ -115,7 +115,7 @@ def test_a_terminal_without_blocks_gets_letters(run, capsys, monkeypatch):
     assert _printed(capsys, "inspect", run).isascii()
 
 
-def test_compare_shows_what_differs(tmp_path, capsys):
+def test_compare_shows_the_differences(tmp_path, capsys):
     runs = [long_run(tmp_path / f"{seed}", 20, seed) for seed in range(2)]
     for number, folder in enumerate(runs):
         (folder / "environment.json").write_text(json.dumps({"packages": {"torch": f"2.1{number}"}, "python": "3.12"}))

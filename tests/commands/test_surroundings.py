@@ -1,4 +1,4 @@
-"""Odd surroundings: streams that are closed or full, locales, folders that are closed, names that nobody foresaw."""
+"""Unusual surroundings: closed or full streams, locales, inaccessible folders, unusual names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _one_line(result: subprocess.CompletedProcess[str], code: int, *words: str) 
         ("touch {folder}/file; $L checkpoint list {folder}/file", CHECKPOINT, "Not a directory"),
     ],
 )
-def test_a_command_says_what_is_wrong_or_works(script, code, words, tmp_path):
+def test_a_command_works_or_reports_the_fault(script, code, words, tmp_path):
     result = _shell(script.format(tiny=TINY, folder=tmp_path))
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
@@ -79,7 +79,7 @@ def test_lint_opens_regular_files_only(kind, tmp_path):
 
 @pytest.fixture
 def closed(tmp_path):
-    """A folder that nobody may enter, with a recipe and other files in it."""
+    """A folder without access rights, with a recipe and other files in it."""
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("root may enter any folder, and there is no setpriv to take that away")
     folder = tmp_path / "closed"
@@ -124,7 +124,7 @@ def test_a_closed_folder_is_one_line(arguments, code, words, closed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_outlives_all_of_it_at_once(tmp_path):
+def test_a_run_survives_all_faulty_surroundings_at_once(tmp_path):
     """Terminal full, no × in the locale, no HOME; a run directory that begins with a dash and is not UTF-8."""
     recipe = write_small_recipe(tmp_path)
     surroundings = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -143,13 +143,13 @@ def test_a_run_outlives_all_of_it_at_once(tmp_path):
 
 
 @pytest.mark.breadth
-def test_a_run_outlives_the_reader_of_its_output(tmp_path):
+def test_a_run_continues_without_the_reader_of_its_output(tmp_path):
     recipe = write_small_recipe(tmp_path)
     result = _shell(f"$L train {recipe} --run-dir {tmp_path}/run | head -n 1; exit ${{PIPESTATUS[0]}}")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-def test_a_mistake_is_told_on_a_terminal_without_utf_8():
+def test_an_error_is_reported_on_a_terminal_without_utf_8():
     result = llmtrain("plan", TINY, "--set", "optim.lr=×", PYTHONIOENCODING="ascii")
     _one_line(result, USAGE, "optim.lr")

@@ -1,4 +1,4 @@
-"""What the device for tests catches: a program with the fault is refused, and the right program passes."""
+"""The faults that the emulated device detects: faulty programs are refused, and correct ones pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "thread_on_device_0"])
-def test_a_fault_is_caught_and_the_right_program_passes(gpus, name):
+def test_a_faulty_program_is_detected_and_a_correct_one_passes(gpus, name):
     gpus(1, on_gpu, name)
     with pytest.raises(AssertionError, match=FAULTS[name]):
         gpus(1, on_gpu, f"{name}/planted")
@@ -196,7 +196,7 @@ def too_much(rank: int) -> list[str]:
     return said
 
 
-def test_a_full_device_says_what_it_holds(gpus):
+def test_an_out_of_memory_error_lists_the_allocations(gpus):
     ((said,),) = gpus(1, too_much)
     assert "Tried to allocate 8000 bytes" in said
     assert "1 × 4000 of aten::" in said
@@ -231,7 +231,7 @@ def draws(rank: int) -> list[bool]:
     return [torch.equal(*pair) for pair in ((first, again), (drops, drops_again), (host, host_again), (first, own))]
 
 
-def test_random_numbers_have_a_generator_of_their_own(gpus):
+def test_the_device_has_its_own_random_generator(gpus):
     assert gpus(1, draws) == [[True] * 4]
 
 
@@ -243,7 +243,7 @@ def timed(rank: int) -> float:
     return first.elapsed_time(second)
 
 
-def test_events_tell_the_time_between_them(gpus):
+def test_events_measure_the_time_between_them(gpus):
     assert gpus(1, timed)[0] > 0
 
 
@@ -269,7 +269,7 @@ GROUP_FAULTS = {
 
 
 @pytest.mark.parametrize("name", GROUP_FAULTS)
-def test_a_fault_of_two_ranks_is_caught_and_the_right_program_passes(gpus, name):
+def test_a_faulty_program_of_two_ranks_is_detected_and_a_correct_one_passes(gpus, name):
     gpus(2, on_two, name, False)
     with pytest.raises(AssertionError, match=GROUP_FAULTS[name]):
         gpus(2, on_two, name, True, timeout=30)

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs: within the limits of each, as the page says; a fault is named."""
+"""Triton kernels compiled for GPUs are within the limits of each GPU, as the page says; a fault is named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_page_lists_every_case():
 
 @needs_liger
 @pytest.mark.slow
-def test_kernels_are_compiled_and_what_a_gpu_cannot_run_is_named(libraries, tmp_path):
+def test_kernels_are_compiled_and_unsupported_ones_are_named(libraries, tmp_path):
     (tmp_path / "faults.py").write_text(FAULTS)
     given = environment_of(libraries, "a100") | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     given["PYTHONPATH"] += f":{tmp_path}"
@@ -97,7 +97,7 @@ def test_kernels_are_compiled_and_what_a_gpu_cannot_run_is_named(libraries, tmp_
 @pytest.mark.breadth
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("group", groups())
-def test_kernels_need_what_the_page_says(libraries, device, group):
+def test_resources_of_kernels_match_the_page(libraries, device, group):
     if group == "fp8":
         pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[fp8]'")
     results = compile_cases(libraries, device, groups()[group])

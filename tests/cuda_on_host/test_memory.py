@@ -253,7 +253,7 @@ def pinned(rank: int, plan: Plan, folder: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name", ["ZeRO-1, bf16", "ZeRO-1, bf16, offload", "ZeRO-2, offload", "ZeRO-3, bf16, offload all"]
 )
-def test_pinned_memory_is_not_more_than_is_predicted(gpus, tmp_path, name):
+def test_pinned_memory_does_not_exceed_the_prediction(gpus, tmp_path, name):
     plan = resolve(tiny_recipe(**MODEL | LARGE | TWO[name]), Cluster(devices_per_node=2, device="gpu"))
     memory = memory_of(plan)
     assert memory
@@ -302,7 +302,7 @@ def peak_alone(rank: int, plan: Plan) -> int:
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", OF_256)
-def test_one_rank_of_256_holds_what_is_predicted(gpus, name):
+def test_one_rank_of_256_uses_the_predicted_memory(gpus, name):
     """The server of the ranks asserts that it touches no device but its own."""
     plan = resolve(tiny_recipe(**MODEL | WIDE | OF_256[name]), Cluster(nodes=NODES, devices_per_node=8, device="h100"))
     found = gpus(DEVICE + 1, peak_alone, plan, timeout=600)[DEVICE]

@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers wait in host memory: the same numbers, no missing wait, and only two on the device."""
+"""Inputs of recomputed layers wait in host memory: the same results, no missing wait, and only two on the device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_offloaded_inputs_change_no_bit(gpus, name):
     assert memory
     for rank, (_, taken) in enumerate(offloaded):
         stage = memory.stages[rank if name == "stages" else 0]
-        # The emulated device counts what was ever pinned, and frees nothing to use it again.
+        # The emulated device counts all memory that was ever pinned; it does not reuse any.
         assert taken == passes * stage.host // stage.in_flight > 0
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2 reduce gradients while the backward pass goes on (`overlap_comm`): no missing wait, and the same bits.
+"""ZeRO-1 and 2 reduce gradients during the backward pass (`overlap_comm`): no missing wait, and the same bits.
 
 The device reports a missing wait whatever the speed of the ranks: it asks which order of kernels is guaranteed, and not
 which one occurs (`order.h`).

@@ -87,7 +87,7 @@ def train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else str(value),
 )
-def test_strategies_are_the_plain_loop(gpus, ranks, names):
+def test_strategies_match_the_plain_loop(gpus, ranks, names):
     by_rank = gpus(ranks, train, [recipe_of(name) for name in names], ranks)
     for name, *runs in zip(names, *by_rank, strict=True):
         fields = (TWO | FOUR)[name]

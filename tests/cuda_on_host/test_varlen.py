@@ -1,4 +1,4 @@
-"""Attention by the bounds of documents on the device for tests, in the graph of a compiled layer and outside of it.
+"""Attention by document boundaries on the emulated device, in the graph of a compiled layer and outside of it.
 
 The host has no kernel for it. A stand-in, by explicit masks, is called as torch calls the kernel of a GPU.
 """
@@ -109,7 +109,7 @@ def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[tuple[list[floa
     library = _install(given)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        # The graphs run as they are: no GPU runs what would be compiled.
+        # The graphs run uncompiled, because no GPU is there to run compiled kernels.
         patch.setattr(compiled, "_inductor", compiled.run_graph)
         patch.setattr(forward, "check_compiler", lambda fields, on_cpu: None)
         for recipe in recipes:
@@ -132,7 +132,7 @@ def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[tuple[list[floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_a_graph_it_is_given_the_same_and_nobody_waits(gpus, name):
+def test_varlen_in_a_graph_gets_the_same_arguments_without_waiting(gpus, name):
     """A selective checkpoint does not call the kernel again."""
     eager = tiny_recipe(**BF16 | CASES[name])
     recipes = [eager, eager.with_(**COMPILED), eager.with_(**COMPILED | SELECTIVE)]

@@ -1,4 +1,4 @@
-"""Where the host must not wait for a GPU: in a step that is not logged, and while a background save starts."""
+"""The host must not wait for a GPU in a step that is not logged, or while a background save starts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LEFT = {"ZeRO-3": Counter({"device": 1}), "tensor": Counter({"blocking copy to t
 whole. Ranks of a tensor parallel group but the first count no replicated weights in the norm, and copy a zero."""
 
 
-def test_a_step_waits_for_what_is_known_and_the_start_of_a_save_for_nothing(gpus, tmp_path):
+def test_a_step_has_only_the_known_waits_and_starting_a_save_has_none(gpus, tmp_path):
     recipes = [tiny_recipe(**fields) for fields in CASES.values()]
     for rank, found in enumerate(gpus(2, waits_in, recipes, 2, tmp_path, timeout=300)):
         for name, (of_step, of_save, after, resumed) in zip(CASES, found, strict=True):

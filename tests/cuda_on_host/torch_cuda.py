@@ -253,7 +253,7 @@ def install() -> None:
             **{name: getattr(cuda, name) for name in vars(module) if not name.startswith("_") and name in vars(cuda)},
         )
     replace(torch.version, cuda="13.0")
-    # Names that only a build with CUDA has. Functions of their own: for Dynamo their rules differ from those above.
+    # Names that only a build with CUDA has. They are separate functions, because Dynamo treats them differently.
     cuda._get_device_properties = properties
     for name, value in {
         "_cuda_getCurrentRawStream": lambda number: device.current_stream(number),

@@ -1,4 +1,4 @@
-"""Flat arrays on disk, and what is asked of the disk before they are read."""
+"""Flat arrays on disk, and the pages that are requested before they are read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(folder: Path, values: np.ndarray) -> np.ndarray:
     return open_array(folder, "numbers", values.dtype, len(values))
 
 
-def test_every_page_of_the_ranges_is_asked_for_and_no_other(advised: Advised) -> None:
+def test_exactly_the_pages_of_the_ranges_are_requested(advised: Advised) -> None:
     random = np.random.default_rng(1)
     values = np.zeros(1, np.uint16)
     for _ in range(50):
@@ -57,7 +57,7 @@ def test_every_page_of_the_ranges_is_asked_for_and_no_other(advised: Advised) ->
         assert max(map(len, advised.pages)) * PAGE <= 128 << 10
 
 
-def test_neighbours_are_asked_for_at_once(advised: Advised) -> None:
+def test_adjacent_ranges_are_requested_together(advised: Advised) -> None:
     items = PAGE // 8
     will_need(np.zeros(1, np.int64), np.array([5 * items, 0, items, 3]), np.array([5 * items + 1, 9, 2 * items, 4]))
     assert advised.pages == [range(2), range(5, 6)]
@@ -65,7 +65,7 @@ def test_neighbours_are_asked_for_at_once(advised: Advised) -> None:
     assert len(advised.pages) == 2
 
 
-def test_what_was_opened_is_read_as_before(tmp_path: Path) -> None:
+def test_opened_arrays_read_the_same_data(tmp_path: Path) -> None:
     values = np.arange(100_000, dtype=np.uint32)
     opened = written(tmp_path, values)
     assert arrays._mapping(opened) is not None

@@ -1,4 +1,4 @@
-"""Every kind of source, and everything that can be wrong with one."""
+"""Every kind of source, and every fault of a source."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_conversations_of_a_dataset_that_declares_its_columns(
     assert not isinstance(unknown, ConversationCorpus)
 
 
-def test_a_dataset_that_moved_since_it_was_first_used_is_refused(cache: Cache, tmp_path: Path) -> None:
+def test_a_dataset_that_changed_since_its_first_use_is_refused(cache: Cache, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     path = write_jsonl(folder / "train.jsonl", TEXTS)
     hub_corpus(Source(str(folder)), "data.sources.0", cache, "text")
@@ -182,7 +182,7 @@ def test_half_a_surrogate_pair_is_refused(cache: Cache, tmp_path: Path) -> None:
     assert "a.jsonl, line 1: contains a lone surrogate" in fault(cache, tmp_path / "a.jsonl", "data.utf8")
 
 
-def test_a_missing_column_is_named_with_those_there_are(cache: Cache, tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_the_existing_ones(cache: Cache, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
     pyarrow.feather.write_feather(table(), tmp_path / "a.arrow")
@@ -191,7 +191,7 @@ def test_a_missing_column_is_named_with_those_there_are(cache: Cache, tmp_path: 
         assert "no column 'texts'; did you mean 'text'? (columns: id, text)" in message
 
 
-def test_nulls_are_passed_over_and_numbers_refused(cache: Cache, tmp_path: Path) -> None:
+def test_nulls_are_skipped_and_numbers_refused(cache: Cache, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": null}\n\n{"text": "one"}\n')
     assert read(cache, path) == ["one"]
@@ -200,7 +200,7 @@ def test_nulls_are_passed_over_and_numbers_refused(cache: Cache, tmp_path: Path)
 
 
 @pytest.mark.parametrize("line", ['{"text": "cut', '["text"]', "plain"])
-def test_a_line_that_is_no_json_object_is_named(cache: Cache, tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_json_object_is_named(cache: Cache, tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + line)
     assert "a.jsonl, line 2: is" in fault(cache, tmp_path / "a.jsonl", "data.json")
 
@@ -264,7 +264,7 @@ def test_a_truncated_archive_is_named(cache: Cache, tmp_path: Path) -> None:
     assert "a.jsonl.gz" in fault(cache, tmp_path / "a.jsonl.gz", "data.read")
 
 
-def test_names_that_mean_nothing(cache: Cache, tmp_path: Path) -> None:
+def test_unknown_source_names_are_refused(cache: Cache, tmp_path: Path) -> None:
     assert f"matches {tmp_path}/nothing.jsonl" in fault(cache, tmp_path / "nothing.jsonl", "data.missing")
     assert "has no data files (.txt, .jsonl" in fault(cache, tmp_path / "*.jsonl", "data.missing")
     (tmp_path / "empty").mkdir()
@@ -281,7 +281,7 @@ def test_files_of_several_or_unknown_kinds(cache: Cache, tmp_path: Path) -> None
     assert "c.csv' has an unknown format" in fault(cache, tmp_path / "c.csv", "data.format")
 
 
-def test_the_faults_of_all_sources_are_told_at_once(cache: Cache, tmp_path: Path) -> None:
+def test_the_faults_of_all_sources_are_reported_at_once(cache: Cache, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         open_corpora([Source(str(tmp_path / "x.txt")), Source("stdlib"), Source(str(tmp_path / "y.txt"))], cache)
     assert [problem.field for problem in caught.value.problems] == ["data.sources.0.name", "data.sources.2.name"]
@@ -295,7 +295,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(cache: Cache, tmp_path:
         list(corpus.documents())
 
 
-def test_identity_is_the_content_wherever_it_lies(cache: Cache, tmp_path: Path) -> None:
+def test_the_identity_of_a_source_is_its_content(cache: Cache, tmp_path: Path) -> None:
     def identity(name: Path, **fields: Any) -> str:
         return open_corpora([Source(str(name), **fields)], cache)[0].identity
 

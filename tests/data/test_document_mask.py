@@ -1,4 +1,4 @@
-"""What the batches mean to a model of `transformers`: targets, and who attends to whom."""
+"""The batches as a model of `transformers` reads them: targets, and attention between documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is evaluated on: the end of a single text, or sources of its own."""
+"""The evaluation data: the end of a single text, or separate sources."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_only_a_single_text_has_a_new_store(make_recipe: MakeRecipe, corpus_file
         assert (prepared.tokenizer_dir.name == trained) == is_same
 
 
-def test_nothing_of_it_where_nothing_is_to_be(make_recipe: MakeRecipe, book: Path) -> None:
+def test_nothing_is_held_out_if_no_fraction_is_set(make_recipe: MakeRecipe, book: Path) -> None:
     prepared = prepare(make_recipe(book, eval_fraction=0.0))
     assert text(prepared, "train") == BOOK
     assert prepared.eval_sequences() == 0
 
 
-def test_the_tokenizer_does_not_see_the_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_the_tokenizer_is_not_trained_on_the_held_out_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(BOOK + "\n" + "qqzz " * 400)
     prepared = prepare(make_recipe(tmp_path / "a.txt", eval_fraction=0.3, tokenizer={"vocab_size": 400}))
     assert not any("qq" in token for token in AutoTokenizer.from_pretrained(prepared.tokenizer_dir).get_vocab())
@@ -80,7 +80,7 @@ def test_two_files_are_two_documents(make_recipe: MakeRecipe, tmp_path: Path) ->
     assert text(prepared, "eval") == ""
 
 
-def test_sources_of_their_own(make_recipe: MakeRecipe, corpus_file: Path, book: Path, tmp_path: Path) -> None:
+def test_separate_evaluation_sources(make_recipe: MakeRecipe, corpus_file: Path, book: Path, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(30, seed=9))
     alone = make_recipe(corpus_file, eval_fraction=0.0)
     fields = {"evaluation.every_steps": 1, "evaluation.sources": [{"name": str(book)}, {"name": str(other)}]}
@@ -92,7 +92,7 @@ def test_sources_of_their_own(make_recipe: MakeRecipe, corpus_file: Path, book: 
     assert prepared.unigram_loss() > 0
 
 
-def test_sets_by_name_are_evaluated_beside_the_held_out_documents(
+def test_named_sets_are_evaluated_in_addition_to_the_held_out_documents(
     make_recipe: MakeRecipe, corpus_file: Path, book: Path, tmp_path: Path
 ) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(30, seed=9))
@@ -140,7 +140,7 @@ def test_faults_of_evaluation_sources_name_them(make_recipe: MakeRecipe, corpus_
             prepare(recipe.with_(**{"evaluation.sources": [{"name": str(tmp_path / name)}]}))
 
 
-def test_sources_of_one_name_are_told_apart(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_sources_with_equal_names_are_distinguished(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three", "other": "four five six"}\n' * 3)
     recipe = make_recipe(str(path), {"name": str(path), "text_column": "other"}, str(path), eval_fraction=0.0)

@@ -28,7 +28,7 @@ def test_shares_are_exact_after_a_period_and_near_before(weights: tuple[float, .
     assert abs(counts - expected).max() < 2
 
 
-def test_far_samples_are_reached_directly() -> None:
+def test_distant_samples_are_found_directly() -> None:
     mixture = Mixture([2.0, 1.0])
     source, number = mixture.locate(np.array([3 * 10**15, 3 * 10**15 + 1, 3 * 10**15 + 2]))
     assert sorted(zip(source.tolist(), number.tolist(), strict=True)) == [

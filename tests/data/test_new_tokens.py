@@ -1,4 +1,4 @@
-"""New tokens of a tokenizer: how many rows a plan counts, and what data preparation and the export write."""
+"""New tokens of a tokenizer: the rows that a plan counts, and the output of data preparation and export."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_tokens_of_the_template_are_special_and_those_of_a_list_are_not(fold
         assert made.decode(made("It is 4.<|im_end|>")["input_ids"], skip_special_tokens=True) == shown
 
 
-def test_conversations_are_encoded_with_them(folders):
+def test_conversations_are_encoded_with_new_tokens(folders):
     tokenizer, model, size = folders
     prepared = prepare(grown(_recipe(tokenizer, model, "template", **{"data.special_tokens": "text"})))
     tokens = prepared.sources[0].store.streams["train"]
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_already_has_more_tokens_than_the_model(folders, tmp_pa
     assert (found.kept_rows, found.config) == (size - 1, {"vocab_size": 384})
 
 
-def test_rows_of_known_tokens_are_never_given_up(folders):
+def test_rows_of_known_tokens_are_never_removed(folders):
     tokenizer, model, size = folders
     recipe = grown(_recipe(tokenizer, model, "template"))
     with pytest.raises(DataError, match="already has") as error:
@@ -133,7 +133,7 @@ def test_rows_of_known_tokens_are_never_given_up(folders):
         ({"model.new_tokens": [""]}, "recipe.value"),
     ],
 )
-def test_what_means_nothing_is_refused(fields, rule):
+def test_meaningless_new_tokens_are_refused(fields, rule):
     with pytest.raises(RecipeError) as error:
         resolve(tiny_recipe(**fields), Cluster())
     assert {problem.rule for problem in error.value.problems} == {rule}
@@ -145,7 +145,7 @@ def test_a_tokenizer_without_a_template_is_refused(folders):
         grown(_recipe(tokenizer, model, "template", **{"data.chat_template": None}))
 
 
-def test_what_counts_as_a_special_token_of_a_template():
+def test_special_tokens_of_a_template():
     assert control_tokens(shipped_templates()["chatml"]) == CHATML
     text = "'<start_of_turn>' + role + '<|eot_id|>' <｜User｜> if a <b> and c|> '<|' + role + '|>' [INST]"
     assert control_tokens(text) == ("<start_of_turn>", "<|eot_id|>", "<｜User｜>")
@@ -155,7 +155,7 @@ def test_what_counts_as_a_special_token_of_a_template():
     assert control_tokens(assembled) == ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
 
-def test_a_template_without_special_tokens_is_said(folders):
+def test_a_template_without_special_tokens_is_reported(folders):
     tokenizer, model, _ = folders
     with pytest.raises(DataError, match="writes no text like"):
         grown(_recipe(tokenizer, model, "template", **{"data.chat_template": "plain"}))
@@ -171,7 +171,7 @@ def test_a_template_without_special_tokens_is_said(folders):
         ({}, None),
     ],
 )
-def test_rows_that_would_stay_alike_are_refused(fields, frozen, folders):
+def test_frozen_new_rows_are_refused(fields, frozen, folders):
     tokenizer, model, _ = folders
     recipe = _recipe(tokenizer, model, "template", **{"model.config.tie_word_embeddings": False}, **fields)
     refused = []

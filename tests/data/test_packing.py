@@ -84,12 +84,12 @@ def test_positions_restart_at_each_piece_and_in_the_padding(stream: Stream) -> N
     assert (labels == NO_TARGET).any()
 
 
-def test_positions_are_plain_where_documents_are_not_masked(stream: Stream) -> None:
+def test_positions_are_consecutive_if_documents_are_not_masked(stream: Stream) -> None:
     _, positions, _ = everything(pack(stream, 64, mask=False))
     assert (positions == np.arange(64)).all()
 
 
-def test_targets_are_known_without_reading(stream: Stream, length: int) -> None:
+def test_the_number_of_targets_is_known_without_reading(stream: Stream, length: int) -> None:
     samples = pack(stream, length)
     for index in ([0], [1, 1, 0], list(range(len(samples)))):
         _, _, labels, *_ = samples.read(np.array(index))
@@ -133,7 +133,7 @@ def test_concat_positions_restart_at_each_document(stream: Stream, length: int) 
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
-def test_a_stream_too_short_for_one_sequence_has_none(tokens: int) -> None:
+def test_a_stream_shorter_than_one_sequence_has_no_sequences(tokens: int) -> None:
     assert len(ConcatSamples(make_stream([tokens] if tokens else []), 8, True)) == 0
 
 

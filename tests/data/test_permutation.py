@@ -12,7 +12,7 @@ def test_is_a_bijection(size: int) -> None:
     assert np.array_equal(np.sort(out), np.arange(size))
 
 
-def test_a_place_does_not_depend_on_what_else_is_asked() -> None:
+def test_an_item_does_not_depend_on_other_queries() -> None:
     key = permutation_key(3)
     whole = permute(np.arange(1000), 1000, key)
     assert permute(np.array([[7, 999], [0, 7]]), 1000, key).tolist() == [[whole[7], whole[999]], [whole[0], whole[7]]]
@@ -31,7 +31,7 @@ def test_every_item_comes_in_every_place() -> None:
     assert abs(met - 400).max() < 100
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbours_are_separated() -> None:
     order = permute(np.arange(10_000), 10_000, permutation_key(5))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
 

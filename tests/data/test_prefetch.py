@@ -13,12 +13,12 @@ def running() -> int:
     return sum(thread.name == "prefetch" for thread in threading.enumerate())
 
 
-def test_gives_everything_in_order() -> None:
+def test_prefetched_items_keep_their_order() -> None:
     assert list(prefetched(range(100))) == list(range(100))
     assert running() == 0
 
 
-def test_an_error_arrives_after_what_came_before_it() -> None:
+def test_an_error_is_raised_after_the_earlier_items() -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise KeyError("lost")
@@ -30,7 +30,7 @@ def test_an_error_arrives_after_what_came_before_it() -> None:
     assert running() == 0
 
 
-def test_works_ahead_but_not_without_end() -> None:
+def test_prefetching_is_bounded() -> None:
     made = []
     enough = threading.Event()
 

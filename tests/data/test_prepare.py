@@ -1,4 +1,4 @@
-"""Stores are made once and whole, whatever happens meanwhile."""
+"""Stores are made once and are complete, whatever happens during preparation."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_the_first_call_loads_neither_torch_nor_datasets(make_recipe: MakeRecipe
     assert python(check, make_recipe(corpus_file)).communicate(timeout=60)[0] == "light\n"
 
 
-def test_only_what_a_change_affects_is_built_again(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
+def test_only_affected_stores_are_rebuilt_after_a_change(
+    make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path
+) -> None:
     first = prepare(make_recipe(corpus_file))
     longer = prepare(make_recipe(corpus_file, sequence_length=64))
     assert longer.made
@@ -130,7 +132,9 @@ def test_another_folder_gives_the_same_key(make_recipe: MakeRecipe, corpus_file:
     assert prepare(make_recipe(corpus_file, tokenizer={"vocab_size": 280})).key != first.key
 
 
-def test_processes_at_once_make_it_once(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
+def test_simultaneous_processes_prepare_the_store_once(
+    make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path
+) -> None:
     together = """
         print("ready", flush=True)
         sys.stdin.readline()
@@ -167,7 +171,7 @@ SLOW = """
 """
 
 
-def test_a_waiting_process_says_so_and_opens_the_result_of_the_other(
+def test_a_waiting_process_reports_it_and_opens_the_result_of_the_other(
     make_recipe: MakeRecipe, corpus_file: Path
 ) -> None:
     first = python(SLOW, make_recipe(corpus_file), "1.5")
@@ -181,7 +185,7 @@ def test_a_waiting_process_says_so_and_opens_the_result_of_the_other(
     assert first.returncode == 0
 
 
-def test_killed_in_the_middle_it_is_made_again(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
+def test_a_killed_preparation_is_repeated(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
     process = python(SLOW, make_recipe(corpus_file), "60")
     assert process.stdout is not None
     assert process.stdout.readline() == "tokenizing\n"
@@ -196,7 +200,7 @@ def test_killed_in_the_middle_it_is_made_again(make_recipe: MakeRecipe, corpus_f
     assert len(documents(prepared, "train")) > 100
 
 
-def test_a_temporary_folder_in_use_is_left_alone(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
+def test_a_temporary_folder_in_use_is_not_removed(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
     process = python(SLOW, make_recipe(corpus_file), "2")
     assert process.stdout is not None
     assert process.stdout.readline() == "tokenizing\n"
@@ -207,7 +211,7 @@ def test_a_temporary_folder_in_use_is_left_alone(make_recipe: MakeRecipe, corpus
     assert not prepare(make_recipe(corpus_file)).made
 
 
-def test_interrupted_from_the_keyboard_it_leaves_nothing(
+def test_an_interrupted_preparation_leaves_no_files(
     make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path
 ) -> None:
     process = python(SLOW, make_recipe(corpus_file), "60")
@@ -278,7 +282,7 @@ def test_a_cache_below_a_file(make_recipe: MakeRecipe, corpus_file: Path) -> Non
         prepare(make_recipe(corpus_file, cache_dir=str(corpus_file)))
 
 
-def test_a_store_that_was_cut_short_is_refused(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     store = prepare(make_recipe(corpus_file)).sources[0].store
     path = store.path / "train_tokens.bin"
     os.truncate(path, path.stat().st_size - 2)
@@ -301,7 +305,9 @@ def test_evaluation_without_anything_held_out(make_recipe: MakeRecipe, tmp_path:
         prepare(recipe.with_(**{"evaluation.every_steps": 10}))
 
 
-def test_the_faults_of_all_sources_are_told_at_once(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_faults_of_all_sources_are_reported_at_once(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("broken\n")
     folder = prepare(make_recipe(corpus_file)).tokenizer_dir

@@ -92,7 +92,7 @@ def test_sources_are_mixed_by_weight(prepared: Prepared) -> None:
     assert [(sources == number).sum() for number in (0, 1)] == [300, 100]
 
 
-def test_any_place_is_reached_at_once(prepared: Prepared) -> None:
+def test_any_position_is_reached_directly(prepared: Prepared) -> None:
     plan = schedule(prepared)
     started = time.perf_counter()
     far = plan.train_batch(10**12)
@@ -137,7 +137,7 @@ def test_steps_that_are_read_together_are_those_read_alone(prepared: Prepared, m
             assert micro.documents.bounds.tolist() == Documents.of(micro.position_ids).bounds.tolist()
 
 
-def test_tensors_are_as_promised(prepared: Prepared) -> None:
+def test_tensors_have_the_documented_shapes_and_types(prepared: Prepared) -> None:
     batch = schedule(prepared).train_batch(0)
     assert len(batch.micro_batches) == 2
     for micro in batch.micro_batches:
@@ -184,7 +184,7 @@ def test_evaluation_does_not_depend_on_seed_or_layout(prepared: Prepared) -> Non
     assert torch.equal(torch.stack(one), torch.stack(two))
 
 
-def test_a_short_evaluation_meets_all_sources(prepared: Prepared) -> None:
+def test_a_short_evaluation_includes_all_sources(prepared: Prepared) -> None:
     order = prepared.eval_order()
     assert set(order.sources[: len(order) // 2].tolist()) == {0, 1}
 
@@ -211,6 +211,6 @@ def test_a_corpus_shorter_than_a_batch_is_refused(make_recipe: MakeRecipe, tmp_p
     assert caught.value.problems[0].rule == "data.short"
 
 
-def test_a_wrong_batch_is_a_bug_of_the_caller(prepared: Prepared) -> None:
+def test_an_invalid_batch_raises(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match="9 != 4"):
         schedule(prepared, global_batch_size=9)

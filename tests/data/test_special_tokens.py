@@ -53,7 +53,7 @@ def test_a_template_in_the_text_is_refused_with_count_and_example(recipe: Recipe
     assert "if </s> separates documents" in said
 
 
-def test_as_text_they_are_characters_and_as_tokens_those_of_transformers(recipe: Recipe) -> None:
+def test_special_tokens_are_characters_as_text_and_tokens_when_parsed(recipe: Recipe) -> None:
     text, parsed = (prepare(recipe.with_(**{"data.special_tokens": how})) for how in ("text", "parse"))
     tokenizer = AutoTokenizer.from_pretrained(text.tokenizer_dir)
     texts = [json.loads(line)["text"] for line in Path(recipe.data.sources[0].name).read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_as_text_they_are_characters_and_as_tokens_those_of_transformers(recipe:
     assert "read as ordinary text" in notes(text, recipe)[-1]
 
 
-def test_a_store_made_as_text_is_refused_and_used_as_asked(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_made_as_text_follows_the_current_setting(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are the same, and so is their key: of an earlier version's store they are counted once."""
     text = prepare(recipe.with_(**{"data.special_tokens": "text"}))
     assert "in 40 of 60 documents" in refusal(recipe)
@@ -77,7 +77,7 @@ def test_a_store_made_as_text_is_refused_and_used_as_asked(recipe: Recipe, monke
     kept = json.loads(meta.read_text())
     meta.write_text(json.dumps({name: value for name, value in kept.items() if name != "special_tokens"}))
     assert "in 40 of 60 documents" in refusal(recipe)
-    monkeypatch.setattr("llmtrain.data.sources.files.FileCorpus.documents", None)  # whoever reads it again fails
+    monkeypatch.setattr("llmtrain.data.sources.files.FileCorpus.documents", None)  # reading it again fails
     assert "in 40 of 60 documents" in refusal(recipe)
     again = prepare(recipe.with_(**{"data.special_tokens": "text"}))
     assert (again.made, again.key) == (False, text.key)
@@ -112,14 +112,14 @@ def test_a_tokenizer_that_parses_is_not_trained_on_the_characters(make_recipe: M
     assert all(ids.count(prepared.eos_id) == 1 for ids in stored(prepared))
 
 
-def test_documents_that_begin_themselves_are_begun_once(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_start_token_in_the_text_is_not_added_again(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer", bos=True))
     path = write_jsonl(tmp_path / "a.jsonl", ["<s>one", "two"])
     prepared = prepare(make_recipe(path, tokenizer=tokenizer, special_tokens="parse", eval_fraction=0.0))
     assert [(ids[0], ids.count(0), ids[-1]) for ids in stored(prepared)] == [(0, 1, 1)] * 2
 
 
-def test_the_finder_finds_what_a_plain_search_does() -> None:
+def test_the_finder_equals_a_plain_search() -> None:
     draw = random.Random(0)
     for tokens in (["<s>", "</s>", "<s>x", "[A]", "[AB]", "[", "."], ["<|a|>"], [f"<|{n}|>" for n in range(300)], [""]):
         text = "".join(draw.choice([*tokens, "<|", "x", "[A", " "]) for _ in range(3000))
@@ -133,5 +133,5 @@ def test_the_finder_finds_what_a_plain_search_does() -> None:
 
 
 @pytest.mark.parametrize(("count", "characters", "few"), [(10, 0, True), (11, 10**6, False), (99, 10**8, True)])
-def test_a_handful_grows_with_the_corpus(count: int, characters: int, few: bool) -> None:
+def test_the_accepted_number_grows_with_the_corpus(count: int, characters: int, few: bool) -> None:
     assert Found(count, 1, 1, characters, {}, "").is_handful == few

@@ -28,7 +28,7 @@ HARD = [
 
 
 @pytest.mark.parametrize("text", [*HARD, "\n".join(make_texts(20))])
-def test_a_trained_tokenizer_gives_every_text_back(make_recipe: MakeRecipe, corpus_file: Path, text: str) -> None:
+def test_a_trained_tokenizer_restores_every_text(make_recipe: MakeRecipe, corpus_file: Path, text: str) -> None:
     prepared = prepare(make_recipe(corpus_file))
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
     ids = Encoder(prepared.tokenizer_dir).encode([text])[0]
@@ -62,7 +62,7 @@ def test_bytes_of_tokens_with_marks_for_spaces_or_without_a_rule(tmp_path: Path)
     assert token_bytes(tmp_path, len(vocabulary)) is None
 
 
-def test_a_trained_tokenizer_is_what_its_recipe_says(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_a_trained_tokenizer_follows_its_recipe(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     prepared = prepare(make_recipe(corpus_file, tokenizer={"vocab_size": 290}))
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
     assert prepared.vocab_size == len(tokenizer) == 290
@@ -70,7 +70,7 @@ def test_a_trained_tokenizer_is_what_its_recipe_says(make_recipe: MakeRecipe, co
     assert prepared.tokenizer.bos_id is None
 
 
-def test_a_tokenizer_is_not_trained_on_what_is_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_tokenizer_is_not_trained_on_held_out_documents(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     from llmtrain.data.sources.corpus import held_out
 
     texts = make_texts(100)
@@ -95,7 +95,9 @@ def test_long_texts_are_cut_without_changing_the_tokens(
     assert "".join(cut("x" * 5001)) == "x" * 5001
 
 
-def test_a_folder(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, texts: list[str]) -> None:
+def test_a_tokenizer_is_read_from_a_folder(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, texts: list[str]
+) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     prepared = prepare(make_recipe(corpus_file, tokenizer=str(folder), eval_fraction=0.0))
     assert (prepared.vocab_size, prepared.eos_id, prepared.tokenizer.bos_id) == (258, 1, None)
@@ -106,7 +108,7 @@ def test_a_folder(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, te
     assert tokenizer.decode(stream.tokens[: stream.documents[1] - 1].tolist()) == texts[0]
 
 
-def test_a_tokenizer_that_begins_texts(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_adds_a_start_token(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
     prepared = prepare(make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer", bos=True))))
     assert prepared.tokenizer.bos_id == 0
     stream = prepared.sources[0].store.streams["train"]
@@ -172,7 +174,7 @@ def test_a_tokenizer_larger_than_pretrained_weights_is_refused(
             prepare(recipe)
 
 
-def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
+def test_a_name_unknown_to_the_hub_is_looked_up_once(
     make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -189,7 +191,7 @@ def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = f"http://127.0.0.1:{server.server_port}"
-        close_session()  # one that was opened offline stays so
+        close_session()  # a session that was opened offline stays offline
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", where)
         monkeypatch.setattr(
@@ -216,7 +218,7 @@ def test_a_fault_in_the_corpus_ends_the_training_of_a_tokenizer(make_recipe: Mak
         prepare(make_recipe(tmp_path / "a.jsonl"))
 
 
-def test_nobody_is_asked_to_trust_the_code_beside_a_tokenizer(
+def test_code_beside_a_tokenizer_is_not_run(
     make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_tokenizer(tmp_path / "own")

@@ -1,4 +1,4 @@
-"""What is told of ranks that fail, hang or add wrong; and the formula."""
+"""The reports about ranks that fail, hang or add incorrectly, and the formula of the bus bandwidth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE = ({"at": "started"}, MET, {"at": "joined"}, DONE)
 
 
 class Scripted:
-    """A channel whose ranks say what they are told to, once they are started."""
+    """A channel whose ranks send given messages once they are started."""
 
     def __init__(self, name, says):
         self.name = name
@@ -48,7 +48,7 @@ def _reduce(says, seconds=0.3):
     return reduce_over(places, "10.0.0.1", True, seconds), hosts
 
 
-def test_the_formula():
+def test_bus_bandwidth_follows_the_formula():
     assert bus_bandwidth(2, 1000, 1.0) == 1000
     assert bus_bandwidth(4, 1000, 0.5) == 3000
     assert bus_bandwidth(1, 1000, 1.0) == 0
@@ -95,7 +95,7 @@ def test_a_wrong_sum_is_a_fault():
     assert (finding.level, finding.text) == ("fault", "wrong sums on ranks 3 (h2)")
 
 
-def test_real_ranks_of_this_machine_add_right():
+def test_an_all_reduce_of_real_ranks_is_correct():
     channel = beside()
     try:
         finding, measured = reduce_over([Place(channel, range(3))], "127.0.0.1", True, 120)

@@ -42,7 +42,7 @@ def test_this_machine_as_json():
         (("none.py", "--prebuild"), "none.py"),
     ],
 )
-def test_a_wrong_command_line_is_refused_at_once(arguments, said):
+def test_an_invalid_command_line_is_refused_at_once(arguments, said):
     result = _doctor(*arguments)
     assert result.returncode == 2
     assert said in result.stderr

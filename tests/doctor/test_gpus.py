@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi tells of them; torch sees none here."""
+"""GPUs as nvidia-smi reports them; torch sees none here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _levels(findings):
     return {one.check: one.level for one in findings}
 
 
-def test_all_is_well(programs, scene, seen):
+def test_healthy_gpus_have_no_findings(programs, scene, seen):
     programs("nvidia-smi", FOUR)
     seen += ["NVIDIA H100 80GB HBM3"] * 4
     first, second = devices.gpus(scene)
@@ -34,7 +34,7 @@ def test_all_is_well(programs, scene, seen):
     assert second.text == "torch sees 4 × NVIDIA H100 80GB HBM3"
 
 
-def test_without_nvidia_smi_it_says_so(scene, seen, monkeypatch, tmp_path):
+def test_missing_nvidia_smi_is_reported(scene, seen, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     [finding] = devices.gpus(scene)
     assert finding.text == "no GPU: nvidia-smi is not installed; torch sees none (no device)"
@@ -53,7 +53,7 @@ def test_a_torch_without_cuda_on_a_machine_with_gpus_is_a_fault(programs, scene,
     assert _levels(devices.gpus(scene))["devices.torch"] == "fault"
 
 
-def test_broken_and_busy_and_unlike_gpus_are_named(programs, scene, seen):
+def test_broken_busy_and_different_gpus_are_named(programs, scene, seen):
     lines = [H100.format(0, 0, 3, 0), H100.format(1, 1, 40000, 2), "2, GPU-2, NVIDIA L4, 23034, 1, 570.86.10, [N/A]"]
     programs("nvidia-smi", "\n".join(lines))
     seen += ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA L4"]

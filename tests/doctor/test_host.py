@@ -1,4 +1,4 @@
-"""Network, folders, limits, packages and tools of a host, one thing wrong at a time."""
+"""Network, folders, limits, packages and tools of a host, with one fault at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_interface_is_a_fault_for_several_hosts_only(scene, here):
     assert _only(network.interfaces(replace(scene, master="10.0.0.1"))).level == "fault"
 
 
-def test_a_name_on_the_loopback_is_a_trap_for_several_hosts_only(scene, here):
+def test_a_host_name_on_the_loopback_is_reported_only_for_several_hosts(scene, here):
     here(ETH0)
     assert _only(network.host_name(scene)).level == "ok"
     finding = _only(network.host_name(replace(scene, master="10.0.0.1")))
@@ -68,7 +68,7 @@ def test_a_name_on_the_loopback_is_a_trap_for_several_hosts_only(scene, here):
         ({NCCL: "ib"}, "network.nccl", "matches no interface here"),
     ],
 )
-def test_interfaces_that_a_user_names_wrong(scene, here, env, check, said):
+def test_invalid_interface_variables_are_faults(scene, here, env, check, said):
     here(ETH0)
     wrong = [one for one in network.choices(replace(scene, master="10.0.0.1", env=env)) if one.level == "fault"]
     assert said in _only(wrong).text
@@ -76,12 +76,12 @@ def test_interfaces_that_a_user_names_wrong(scene, here, env, check, said):
 
 
 @pytest.mark.parametrize("env", [{GLOO: "eth0"}, {NCCL: "eth"}, {NCCL: "=eth0"}, {NCCL: "^docker"}])
-def test_interfaces_that_a_user_names_right(scene, here, env):
+def test_valid_interface_variables_are_accepted(scene, here, env):
     here(ETH0, own="10.0.0.5")
     assert {one.level for one in network.choices(replace(scene, master="10.0.0.1", env=env))} == {"ok"}
 
 
-def test_folders_are_tried_and_left_as_they_were(scene, tmp_path):
+def test_folders_are_tested_for_writing_and_left_unchanged(scene, tmp_path):
     assert {one.level for one in limits.folders(scene)} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
@@ -117,14 +117,14 @@ def test_low_limits_are_reported(scene, monkeypatch):
     assert found["limits.limits"].text == "processes 65,536, locked memory 64.0 KiB"
 
 
-def test_locked_memory_matters_to_adapters_only(scene, monkeypatch):
+def test_the_limit_of_locked_memory_matters_only_with_network_adapters(scene, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
     assert {one.level for one in limits.limits(scene)} == {"ok"}
     (scene.sys / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert {one.check: one.level for one in limits.limits(scene)}["limits.locked_memory"] == "fault"
 
 
-def test_packages_are_compared_with_what_pyproject_asks(scene, monkeypatch):
+def test_packages_are_compared_with_pyproject(scene, monkeypatch):
     assert {one.level for one in versions.packages(scene)} == {"ok"}
     monkeypatch.setattr(versions, "requirements", lambda: (">=3.11", {"rich": ">=999", "no-such-package": ">=1"}))
     finding = next(iter(versions.packages(scene)))
@@ -146,7 +146,7 @@ def test_requirements_are_those_of_the_project():
     assert "wandb" not in needed
 
 
-def test_a_lock_that_a_killed_build_left_is_reported(scene, tmp_path):
+def test_a_lock_of_a_killed_build_is_reported(scene, tmp_path):
     scene = replace(scene, env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()
@@ -158,7 +158,7 @@ def test_a_lock_that_a_killed_build_left_is_reported(scene, tmp_path):
     assert (finding.level, finding.fix) == ("warning", f"rm {lock}")
 
 
-def test_the_folder_of_operators_is_torchs_own(scene, monkeypatch, tmp_path):
+def test_the_folder_of_operators_is_that_of_torch(scene, monkeypatch, tmp_path):
     program = "from torch.utils.cpp_extension import get_default_build_root as root; print(root())"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
@@ -171,13 +171,13 @@ def test_missing_compilers_are_reported(scene, monkeypatch, tmp_path):
     assert levels["tools.compiler"] == levels["tools.ninja"] == "warning"
 
 
-def test_a_program_that_hangs_is_given_up(programs):
+def test_a_hanging_program_is_abandoned(programs):
     file = programs("slow", "")
     file.write_text("#!/bin/sh\nexec sleep 60\n")
     assert ask("slow", seconds=0.2).refusal == "slow did not answer within 0 s"
 
 
-def test_a_check_that_fails_hides_no_other(scene):
+def test_a_failing_check_does_not_hide_others(scene):
     def fail(_):
         raise RuntimeError("strange machine")
 

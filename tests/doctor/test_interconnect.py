@@ -1,4 +1,4 @@
-"""Links as nvidia-smi draws them, and adapters as the kernel lists them."""
+"""Links as nvidia-smi prints them, and adapters as the kernel lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators are built, and what is said of one that cannot be."""
+"""The operators that are built, and the report about one that cannot be built."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from llmtrain.recipe import ParallelConfig
         ({"offload_param": "nvme"}, {}, DISK),
     ],
 )
-def test_a_recipe_needs_what_its_offload_does(fields, env, expected):
+def test_the_operators_of_a_recipe_depend_on_its_offload(fields, env, expected):
     assert operators_of(ParallelConfig(**fields), env) == expected
 
 
-def test_without_a_recipe_all_that_one_could_need():
+def test_without_a_recipe_all_operators_are_prebuilt():
     assert operators_of(None, {}) == DISK
 
 
 @pytest.mark.parametrize(("is_needed", "level"), [(True, "fault"), (False, "ok")])
-def test_a_host_without_libaio_does_without_unless_a_recipe_asks(is_needed, level):
+def test_missing_libaio_is_a_fault_only_if_the_recipe_needs_it(is_needed, level):
     lacking = {"operator": "async_io", "seconds": 0.0, "file": "", "error": "libaio was not found"}
     [finding], _ = build_operators(Answering(lacking), ["async_io"], on_cpu=True, is_needed=is_needed)
     assert finding.level == level

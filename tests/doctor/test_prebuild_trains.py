@@ -1,4 +1,4 @@
-"""What --prebuild compiles is what training finds: it starts no compiler."""
+"""Training finds the operators that --prebuild has compiled, and starts no compiler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _llmtrain(environment, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
 
 
-def test_training_after_it_does_not_compile(environment, tmp_path):
+def test_training_after_prebuild_does_not_compile(environment, tmp_path):
     fields = ("parallel.zero_stage=3", "parallel.offload_optimizer=nvme", f"parallel.nvme_path={tmp_path / 'disk'}")
     # Less than 1 MiB of states would stay in memory.
     fields += ("model.config.hidden_size=192", "model.config.intermediate_size=512")

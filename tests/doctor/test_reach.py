@@ -1,4 +1,4 @@
-"""Hosts that are not reached, and why; ssh is a program of the test's own."""
+"""Hosts that cannot be reached, and the reasons; ssh is replaced by a program of the test."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_silent_host_times_out(programs, monkeypatch):
         over_ssh("h2", {})
 
 
-def test_a_host_that_refuses_is_reported_in_its_own_words(programs):
+def test_the_message_of_a_refusing_host_is_reported(programs):
     programs("ssh", "").write_text("#!/bin/sh\necho 'h2: Permission denied (publickey).' >&2\nexit 255\n")
     with pytest.raises(UnreachableError, match="none of your keys is accepted"):
         over_ssh("h2", {})
 
 
-def test_an_agent_is_reached_past_a_talkative_shell_and_gets_the_variables(programs):
+def test_an_agent_behind_a_shell_that_prints_is_reached_and_gets_the_variables(programs):
     """Its variables are on no command line."""
     ssh = programs("ssh", "")
     ssh.write_text(f'#!/bin/sh\necho "$*" > {ssh}.line\necho Welcome to h2\nfor last; do :; done\neval "$last"\n')
@@ -65,7 +65,7 @@ def test_an_agent_is_reached_past_a_talkative_shell_and_gets_the_variables(progr
     assert "secret" not in (ssh.parent / "ssh.line").read_text()
 
 
-def test_an_agent_ends_with_its_input_whatever_it_is_at():
+def test_an_agent_ends_when_its_input_is_closed():
     """It was not so: a build went on for minutes after a Ctrl-C."""
     channel = beside()
     channel.ask("clock", 60)

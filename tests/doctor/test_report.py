@@ -1,4 +1,4 @@
-"""What people see, on terminals of several widths and in pipes, and what programs read."""
+"""The output for people, on terminals of several widths and in pipes, and for programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report():
     return DoctorReport([one, two, lost], [ok("all_reduce", "correct")])
 
 
-def test_what_hosts_share_is_said_once_and_faults_come_last(report):
+def test_common_findings_are_printed_once_and_faults_come_last(report):
     lines = _shown(report).splitlines()
     assert lines[0] == "2 hosts: h1, h2"
     assert [line for line in lines if "Python 3.11" in line] == ["  versions      Python 3.11"]
@@ -46,12 +46,12 @@ def test_what_hosts_share_is_said_once_and_faults_come_last(report):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_terminal_gets_lines_that_fit(report, width):
+def test_lines_fit_the_terminal(report, width):
     assert max(map(len, _shown(report, width).splitlines())) <= width
     assert LONG.split()[-1] in _shown(report, width)
 
 
-def test_a_healthy_machine_needs_no_names():
+def test_a_healthy_machine_is_reported_without_names():
     assert _shown(DoctorReport([HostReport("this machine", [SAME], FACTS)])).splitlines() == [
         "this machine",
         "  versions      Python 3.11",

@@ -1,4 +1,4 @@
-"""Hosts compared."""
+"""Comparison of hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _facts(**changes):
     return {"versions": {"python": "3.11.7", "torch": "2.13.0", **changes}, "devices": ["NVIDIA L4"]}
 
 
-def test_versions_that_differ_are_one_line():
+def test_different_versions_are_reported_in_one_line():
     facts = {"h1": _facts(), "h2": _facts(torch="2.12.0"), "h3": _facts(), "h4": _facts(apex="1")}
     [finding] = versions(facts)
     assert finding.level == "fault"
@@ -20,7 +20,7 @@ def test_versions_that_differ_are_one_line():
     )
 
 
-def test_hosts_alike():
+def test_equal_hosts_have_no_findings():
     facts = {"h1": _facts(), "h2": _facts()}
     assert [one.level for one in versions(facts)] == ["ok"]
     assert not list(devices(facts))
@@ -35,7 +35,7 @@ def test_devices_that_differ():
 @pytest.mark.parametrize(
     ("ahead", "doubt", "level"), [(0.3, 0.1, "ok"), (3.0, 0.1, "warning"), (3.0, 2.5, "ok"), (-3.0, 0.1, "warning")]
 )
-def test_clocks_apart_by_more_than_the_doubt(ahead, doubt, level):
+def test_clock_differences_beyond_the_uncertainty_are_reported(ahead, doubt, level):
     [finding] = clocks({"h1": Skew(0.0, 0.0), "h2": Skew(ahead, doubt)})
     assert finding.level == level
     if level == "warning":
@@ -43,7 +43,7 @@ def test_clocks_apart_by_more_than_the_doubt(ahead, doubt, level):
         assert ("h2 ahead of h1" in finding.text) == (ahead > 0)
 
 
-def test_the_quickest_round_trip_tells_the_skew(monkeypatch):
+def test_clock_skew_is_taken_from_the_fastest_round_trip(monkeypatch):
     """A host 5 s ahead, whose answers take 0.2 s there and 0.2 s back, and once 2 s."""
     now = [1000.0]
     monkeypatch.setattr("llmtrain.doctor.together.time.time", lambda: now[0])

@@ -48,7 +48,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_report_in_json_is_what_is_left(tmp_path):
+def test_the_json_report_equals_the_saved_one(tmp_path):
     recipe = f"{ROOT}/recipes/llama3_70b.py:pipeline"
     kernels = ("--set", "kernels=auto")  # the compiler takes longer than the run
     result = dry_run(recipe, "--nodes", 4, "--device", "h200", *kernels, "--json", folder=tmp_path)
@@ -64,7 +64,7 @@ def test_the_report_in_json_is_what_is_left(tmp_path):
     assert small["plan"]["batch"]["gradient_accumulation_steps"] == 4
     assert small["steps"][0]["lr"] == 0  # warmed up
     assert small["checkpoint"]["files"] > 4
-    # What the ranks read is what the order of a plan says: data rank 1 begins with the second micro-batch.
+    # The ranks read in the order of the plan: data rank 1 begins with the second micro-batch.
     assert [(one["data_rank"], one["samples"]) for one in small["ranks"]] == [
         (0, [0, 2, 4, 6]),
         (1, [1, 3, 5, 7]),
@@ -123,7 +123,7 @@ def test_a_failure_names_the_rank_and_the_cause_and_keeps_the_logs(broken, how, 
     ],
     ids=lambda value: " ".join(value),
 )
-def test_a_wrong_command_line_starts_nothing(arguments, words, tmp_path):
+def test_an_invalid_command_line_starts_nothing(arguments, words, tmp_path):
     command = [sys.executable, "-m", "llmtrain", "train", f"{ROOT}/recipes/tiny.py", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
@@ -133,7 +133,7 @@ def test_a_wrong_command_line_starts_nothing(arguments, words, tmp_path):
     assert not left_in(tmp_path)
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+def test_a_folder_with_other_content_is_not_changed(tmp_path):
     (tmp_path / "mine-dry-run").mkdir()
     (tmp_path / "mine-dry-run/thesis.txt").write_text("years of work")
     result = dry_run(f"{ROOT}/recipes/tiny.py", "--run-dir", "mine", "--json", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""The order that a dry run tells is the one that ranks read, and its random documents are documents."""
+"""The order that a dry run reports is the one that ranks read, and its random documents are packed as documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recipe(tmp_path_factory):
     return load_recipe(str(ROOT / "recipes/tiny.py"), [])[0].with_(**fields)
 
 
-def test_the_order_is_what_ranks_read(recipe):
+def test_the_reported_order_is_that_of_the_ranks(recipe):
     assert find_prepared(recipe) is None
     prepared = prepare(recipe)
     found = find_prepared(recipe)
@@ -67,7 +67,7 @@ def test_the_report_of_large_plans_is_short(recipe):
     assert order.reads[MICRO_BATCHES].first == 10**6
 
 
-def test_ranks_are_those_of_the_groups(recipe):
+def test_reported_ranks_are_those_of_the_groups(recipe):
     fields = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.sequence": 2, "parallel.zero_stage": 1}
     plan = resolve(recipe.with_(**fields), Cluster(devices_per_node=24))
     groups, order = Groups.of(plan), first_batches(plan, None)

@@ -1,4 +1,4 @@
-"""The small plan of a legal plan is legal, and has every kind of splitting that the plan has."""
+"""The small plan of a legal plan is legal, and has every kind of parallelism of the plan."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def has_replicas_of_experts(plan) -> bool:
     return plan.data_parallel_size > 1 and holders > plan.parallel.expert > 1
 
 
-def test_what_is_legal_stays_legal_and_keeps_its_kinds():
+def test_shrunk_plans_stay_legal_and_keep_their_kinds_of_parallelism():
     seen: set = set()
     for number, plan in enumerate(legal_plans(), 1):
         tiny_copy = tiny(plan.recipe.with_(name="x").model_dump_json(), layers_kept(plan))
@@ -148,7 +148,7 @@ UP = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_tiny_copy_is_what_the_library_makes_of_its_fields(family):
+def test_the_tiny_copy_has_the_sizes_that_transformers_builds(family):
     from transformers import AutoConfig
 
     recipe = base().with_(model={"architecture": family, "config": config_of(family)})
@@ -202,7 +202,7 @@ def test_changes_of_the_small_plan_are_reported():
         ({"model.adapter": {"rank": 8, "targets": ["mlp.up_proj"], "modules_to_save": ["lm_head"]}}, {*UP, "lm_head"}),
     ],
 )
-def test_the_copy_trains_the_same_part(fields, expected):
+def test_the_tiny_copy_trains_the_same_part(fields, expected):
     recipe, _ = load_recipe(str(ROOT / "recipes/llama3_8b.py:8gpu"), [])
     copy = tiny_model(recipe.with_(**fields), 2)
     adapter = copy.adapter
@@ -221,7 +221,7 @@ def test_a_model_of_its_own_code_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["compiled", "liger"])
-def test_kernels_that_a_laptop_may_lack_give_way(name):
+def test_kernels_that_a_cpu_may_lack_are_replaced(name):
     recipe = base().with_(**{"kernels.blocks": name, "kernels.loss": name})
     draft = Draft(recipe, Cluster(devices_per_node=8, device="h100"), model_facts(recipe.model, recipe.vocab_size))
     plan = assemble(draft)

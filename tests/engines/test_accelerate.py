@@ -1,4 +1,4 @@
-"""What Accelerate runs, DistributedDataParallel, FSDP2 and DeepSpeed, gives the run of a plain PyTorch loop."""
+"""DistributedDataParallel, FSDP2 and DeepSpeed under Accelerate match the plain loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FP32 = 1e-5  # as in test_parity.py
 SHARDED = [("fsdp2", 3), ("fsdp2", 2)]
 CASES = [("ddp", 0), *SHARDED, *(("deepspeed", stage) for stage in range(4))]
 
-SGD = {"optim.name": "sgd", "optim.lr": 0.1}  # Adam forgets the scale of a gradient, and so a wrong clipping
+SGD = {"optim.name": "sgd", "optim.lr": 0.1}  # Adam cancels the scale of a gradient, which hides wrong clipping
 VARIANTS = (
     {"model.config.tie_word_embeddings": False, "optim.clip_grad_norm": 0.0},
     {"parallel.activation_checkpointing": "full"},
@@ -96,7 +96,7 @@ def _assert_same(run: Trace, expected: Trace, case) -> None:
     [pytest.param(1, SGD, marks=pytest.mark.breadth), (2, SGD), pytest.param(2, {}, marks=pytest.mark.breadth)],
     ids=["1-sgd", "2-sgd", "2-adamw"],
 )
-def test_fp32_is_the_plain_loop(ranks, fields):
+def test_fp32_matches_the_plain_loop(ranks, fields):
     """Embeddings are tied, weights decay by group, clipping bites."""
     expected = _reference(**fields)
     for results in run_ranks(ranks, _train, [_recipe(*case, ranks, **fields) for case in CASES], ranks):
@@ -105,7 +105,7 @@ def test_fp32_is_the_plain_loop(ranks, fields):
 
 
 @pytest.mark.breadth
-def test_untied_unclipped_and_checkpointed_it_is_the_plain_loop_too():
+def test_untied_unclipped_and_checkpointed_runs_match_the_plain_loop():
     cases = [(case, fields) for fields in VARIANTS for case in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 0))]
     runs = run_ranks(2, _train, [_recipe(*case, 2, **fields) for case, fields in cases], 2)[0]
     for (case, fields), run in zip(cases, runs, strict=True):
@@ -124,7 +124,7 @@ def test_accumulation_makes_no_difference():
 
 
 @pytest.mark.breadth
-def test_a_mixture_of_experts_keeps_its_routers_loss():
+def test_a_mixture_of_experts_keeps_its_router_loss():
     """The router's loss is a mean within a micro-batch, so that their size is part of the run."""
     recipes = [_recipe(*case, 2, 4, **MOE) for case in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 1))]
     expected = plain_run(tiny_recipe(**MOE), STEPS)
@@ -198,7 +198,7 @@ def _fp16_on_a_cpu(rank: int):
 def test_fp16_is_refused_since_accelerate_ignores_it_on_cpus():
     rules, run = run_ranks(1, _fp16_on_a_cpu)[0]
     assert rules == ["backend.precision"]
-    assert worst(run.losses, _reference().losses) < FP32  # fp32, and not what was asked for
+    assert worst(run.losses, _reference().losses) < FP32  # fp32, not the requested precision
 
 
 def _what_runs(rank: int):
@@ -213,7 +213,7 @@ def _what_runs(rank: int):
     return found
 
 
-def test_accelerate_runs_what_it_was_asked_for():
+def test_accelerate_runs_the_requested_strategy():
     """On CPUs it takes FSDP's plugin and runs DistributedDataParallel."""
     for found in run_ranks(2, _what_runs):
         (ddp, replicated, whole), *sharded, zero1 = found[:3] + found[4:5]
@@ -283,7 +283,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(2, marks=pytest.mark.slow)])
-def test_continued_is_uninterrupted_and_exported_as_it_was_bit_for_bit(ranks, tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_and_its_export_bit_for_bit(ranks, tmp_path):
     for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
         for case, (whole, continued, same) in zip(RESUMED, results, strict=True):
             assert same, case
@@ -302,7 +302,7 @@ def _alone(rank: int):
     join_group(engine_of(plan_of(_recipe("ddp", 0, 2), 2)).device)
     accelerator = Accelerator(cpu=True)
     _checked(accelerator)
-    accelerator.state.num_processes = 1  # what it sees on a CPU when nobody says `cpu`
+    accelerator.state.num_processes = 1  # its value on a CPU unless `cpu` is given
     try:
         _checked(accelerator)
     except RecipeError as error:
@@ -310,7 +310,7 @@ def _alone(rank: int):
     return None
 
 
-def test_a_worker_that_accelerate_takes_for_a_single_process_refuses():
+def test_a_worker_that_accelerate_treats_as_a_single_process_fails():
     for rank, message in enumerate(run_ranks(2, _alone)):
         assert f"process as {rank} of 1" in message
 
@@ -336,7 +336,7 @@ def _shared_layers(rank: int):
     return failures
 
 
-def test_layers_that_share_weights_are_refused_before_fsdp2_breaks_off():
+def test_layers_that_share_weights_are_refused_before_fsdp2_fails():
     assert run_ranks(1, _shared_layers)[0] == ["RecipeError", "TypeError"]
 
 
@@ -380,7 +380,7 @@ def test_deepspeed_under_accelerate_has_the_same_configuration():
     assert render(plan_of(_recipe("ddp", 0, 2), 2)) == {}
 
 
-def test_without_the_package_it_is_refused(monkeypatch):
+def test_a_missing_package_is_refused(monkeypatch):
     plan = plan_of(_recipe("ddp", 0, 2), 2)
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"backend\.installed") as caught:

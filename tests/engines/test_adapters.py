@@ -1,4 +1,4 @@
-"""Adapters, and weights that a recipe freezes by name, give the run of plain PyTorch and PEFT under every strategy."""
+"""Adapters, and weights that a recipe freezes by name, match plain PyTorch and PEFT under every strategy."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def cases_of(ranks: int, trained: str) -> list[tuple[str, str]]:
         ),
     ],
 )
-def test_every_strategy_trains_what_peft_trains(ranks, cases):
+def test_every_strategy_trains_the_same_parameters_as_peft(ranks, cases):
     check(ranks, cases)
 
 
@@ -146,7 +146,7 @@ def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, np.ndar
     }
 
 
-def test_a_run_is_that_of_a_loop_with_peft():
+def test_a_run_matches_a_plain_loop_with_peft():
     recipe = tiny_recipe(**LORA, **{"parallel.backend": "data_parallel"})
     losses, weights = _by_hand(recipe, STEPS)
     run = run_ranks(1, run_recipes, [recipe], 1)[0][0]
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused(name):
+def test_untrainable_adapters_are_refused(name):
     fields, rule = REFUSED[name]
     with pytest.raises(RecipeError) as refusal:
         build_model(tiny_recipe(**fields), torch.float32, torch.device("cpu"))
@@ -182,7 +182,7 @@ def test_an_adapter_that_no_loss_depends_on_is_refused():
         build_model(tiny_recipe(model=model), torch.float32, torch.device("cpu"))
 
 
-def test_layers_that_peft_takes_for_experts_are_refused():
+def test_layers_that_peft_treats_as_experts_are_refused():
     """Dense layers of Qwen3 MoE have the names that its experts had in older files."""
     recipe = moe_recipe("qwen3_moe", **{"model.adapter": {"rank": 4}, "parallel.expert": 1})
     with pytest.raises(RecipeError, match=r"PEFT adapts other modules than requested.*experts"):

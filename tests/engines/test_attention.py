@@ -1,4 +1,4 @@
-"""Attention by the bounds of documents is the plain loop's under masks, whatever splits the model."""
+"""Attention by document boundaries matches the plain loop with masks, however the model is split."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def _compare(ranks: int, cases: dict, **fields) -> None:
 @pytest.mark.parametrize(
     "cases", [SHARED, pytest.param(OTHERS, marks=pytest.mark.breadth)], ids=["each way", "all others"]
 )
-def test_documents_by_their_bounds_are_the_plain_loop(cases):
+def test_attention_by_document_boundaries_matches_the_plain_loop(cases):
     _compare(2, cases)
 
 
 @pytest.mark.breadth
-def test_windows_within_documents_are_the_plain_loop():
+def test_windows_within_documents_match_the_plain_loop():
     _compare(2, SHARED, **WINDOW)
 
 
 @pytest.mark.breadth
-def test_ranks_that_share_stages_or_heads_are_the_plain_loop():
+def test_ranks_that_share_stages_or_heads_match_the_plain_loop():
     _compare(4, FOUR_RANKS)
 
 
-def test_one_rank_is_the_plain_loop():
+def test_one_rank_matches_the_plain_loop():
     """In rows that have other numbers of documents, in one micro-batch and in many."""
     expected = _reference()
     for micro_batch in (1, 4):
@@ -139,6 +139,6 @@ def _refusal(rank: int, recipe) -> str:
     return str(error.value)
 
 
-def test_a_family_that_loses_its_bounds_is_refused():
+def test_a_family_that_loses_document_boundaries_is_refused():
     (told,) = run_ranks(1, _refusal, tiny_recipe(**VARLEN, **{"model.architecture": "stablelm"}))
-    assert "the bounds of the documents do not reach its attention" in told
+    assert "the document boundaries do not reach its attention" in told

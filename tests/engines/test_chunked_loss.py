@@ -1,4 +1,4 @@
-"""A loss in chunks is the plain loop's, whoever reduces the gradients."""
+"""A chunked loss matches the plain loop under every engine."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def _trace(plan: Plan, steps: int) -> Trace:
 @pytest.mark.parametrize(
     "cases", [ZERO, PIPELINES, pytest.param(OTHERS, marks=pytest.mark.breadth)], ids=["ZeRO", "stages", "others"]
 )
-def test_chunks_are_the_plain_loop(cases, tied):
+def test_chunks_match_the_plain_loop(cases, tied):
     _compare(2, cases, {"model.config.tie_word_embeddings": tied})
 
 
 @pytest.mark.slow
-def test_one_chunk_is_the_plain_loop():
+def test_one_chunk_matches_the_plain_loop():
     of_all = {name: ZERO[name] for name in ("ZeRO-0", "ZeRO-3")} | {"stages": STAGES, "DDP": OTHERS["DDP"]}
     _compare(2, of_all, {}, chunk=CHUNK_TOKENS)
 
@@ -84,18 +84,18 @@ def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False, ch
         *(pytest.param(*case, marks=pytest.mark.breadth) for case in ((False, True), (True, False), (True, True))),
     ],
 )
-def test_chunks_on_stages_that_ranks_share_are_the_plain_loop(tied, recomputed):
+def test_chunks_on_stages_that_ranks_share_match_the_plain_loop(tied, recomputed):
     _compare(4, MORE_RANKS, {"model.config.tie_word_embeddings": tied}, recomputed)
 
 
 @pytest.mark.breadth
-def test_chunks_on_stages_without_zero_are_the_plain_loop():
+def test_chunks_on_stages_without_zero_match_the_plain_loop():
     without = {"stages, ZeRO-0": STAGES | {"parallel.zero_stage": 0}}
     _compare(2, without, {"optim.clip_grad_norm": 0.0})  # ZeRO-0 would clip by the first stage's norm
 
 
 @pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
-def test_a_routers_loss_is_kept(parallel):
+def test_the_router_loss_is_kept(parallel):
     expected = plain_run(tiny_recipe(**MIXTRAL), STEPS, 4)
     recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4}, **parallel)}
     for runs in run_ranks(2, _train, recipes, 2):
@@ -139,6 +139,6 @@ def test_bf16_stages_stay_near_the_fp32_loop():
             assert worst(run.grad_norms, expected.grad_norms) < 2**-6, name
 
 
-def test_both_ways_are_tried():
+def test_plans_with_and_without_recomputed_logits_are_tested():
     recipes = [tiny_recipe(**CHUNKED, **case) for case in (ZERO | OTHERS).values()]
     assert {recomputes_loss(recipe) for recipe in recipes} == {True, False}

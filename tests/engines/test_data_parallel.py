@@ -1,4 +1,4 @@
-"""`nn.DataParallel` trains what the plain loop does; what it does itself takes GPUs."""
+"""`nn.DataParallel` matches the plain loop; its own code needs GPUs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _same(run: Trace, expected: Trace) -> None:
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
-def test_the_arithmetic_is_that_of_the_plain_loop(fields):
+def test_data_parallel_matches_the_plain_loop(fields):
     expected = _reference(tiny_recipe(**fields), 2)
     for devices in (1, 2):
         engine = _engine(devices, CPU, micro_batch=2, **fields)
@@ -74,7 +74,7 @@ def test_the_arithmetic_is_that_of_the_plain_loop(fields):
         _same(trace(engine, range(STEPS), *engine.shape), expected)
 
 
-def test_it_continues_from_its_checkpoint(tmp_path):
+def test_data_parallel_continues_from_its_checkpoint(tmp_path):
     first, second = (_engine(1, CPU, micro_batch=2) for _ in range(2))
     for step in range(3):
         first.train_step(step_batch(step, *first.shape))
@@ -88,7 +88,7 @@ def test_it_continues_from_its_checkpoint(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel spreads work over two or more CUDA GPUs")
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
-def test_several_gpus_are_the_plain_loop(fields):
+def test_several_gpus_match_the_plain_loop(fields):
     gpu = torch.device("cuda", 0)
     engine = _engine(2, gpu, micro_batch=2, **fields)
     assert len(engine.distribution.devices) == 2

@@ -1,4 +1,4 @@
-"""Packed documents have no influence on each other, whichever attention keeps them apart: not a bit, in no gradient."""
+"""Packed documents do not influence each other under any attention: no bit of the logits, and no gradient."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_document_has_no_influence_on_another(family, attention, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_without_the_bounds_it_has(attention, monkeypatch):
+def test_without_boundaries_a_document_influences_another(attention, monkeypatch):
     """The test above would see it: here the bounds are those of the rows."""
     _make_runnable(attention, monkeypatch)
     own, rows = Documents.of, torch.arange(sum(LENGTHS[0])).expand(len(LENGTHS), -1)
@@ -143,7 +143,7 @@ def test_on_a_cpu_flex_attention_does_not_train():
         flex_attention.flex_attention(state, state, state)
 
 
-def test_bounds_are_those_of_all_rows():
+def test_boundaries_are_those_of_all_rows():
     documents = Documents.of(_positions())
     assert documents.bounds.tolist() == [0, 7, 8, 20, 24, 48, 61, 72]
     assert documents.bounds.dtype == torch.int32
@@ -151,7 +151,7 @@ def test_bounds_are_those_of_all_rows():
     assert not Documents.of(torch.arange(5).expand(3, -1)).several
 
 
-def test_slices_have_the_bounds_of_the_whole():
+def test_slices_have_the_boundaries_of_the_whole_sequence():
     with documents_known(_batch()) as whole, documents_known(_batch(_positions()[:, 12:])) as again:
         assert again is whole
 
@@ -167,5 +167,5 @@ def test_other_positions_have_other_documents():
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_with_a_mask_gets_no_bounds(attention):
+def test_attention_with_a_mask_gets_no_boundaries(attention):
     assert bounds_for(_model("llama", attention), _batch(), CPU) == {}

@@ -1,4 +1,4 @@
-"""An evaluation before the first step changes nothing of what is trained."""
+"""An evaluation before the first step does not change training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _both(rank: int, cases: list[dict]) -> list[tuple]:
 @pytest.mark.parametrize(
     "names", [["zero3", "fsdp2"], pytest.param(list(CASES), marks=pytest.mark.breadth)], ids=["some", "all"]
 )
-def test_a_run_that_evaluates_first_is_the_same_run(names):
+def test_an_evaluation_before_the_first_step_does_not_change_training(names):
     for found in run_ranks(RANKS, _both, [CASES[name] for name in names]):
         for name, ((first, ours), (_, theirs)) in zip(names, found, strict=True):
             assert first != ours.evaluation, name  # of the weights before the first step

@@ -1,4 +1,4 @@
-"""One forward pass: documents that do not see each other, sums over targets, the loss of a router."""
+"""One forward pass: separate documents, sums over targets, and the loss of a router."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_loss_is_a_sum_over_targets(model):
     assert forward(model, model, _batch(tokens, torch.full_like(labels, -100)), CPU)[0] == 0
 
 
-def test_the_routers_loss_is_kept_where_the_model_gives_it():
+def test_the_router_loss_is_kept_if_the_model_returns_it():
     fields = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "vocab_size": 256}
     fields |= {"num_experts_per_tok": 2}
@@ -76,7 +76,7 @@ def test_the_routers_loss_is_kept_where_the_model_gives_it():
         ("dbrx", {"attn_config": ATTENTION, "ffn_config": {"moe_loss_weight": 0.125}}, 0.125),
     ],
 )
-def test_the_routers_loss_is_weighed_by_whatever_name_a_family_has_for_it(family, fields, weight):
+def test_the_coefficient_of_the_router_loss_is_found_under_each_name(family, fields, weight):
     config = AutoConfig.for_model(family, **fields)
     attention = {"attn_config": ATTENTION} if family == "dbrx" else {}
     config = shrink_configuration(config, 2, output_router_logits=True, **attention)

@@ -81,7 +81,7 @@ def test_every_strategy_starts_from_the_weights_of_a_sharded_folder(names, tmp_p
     ],
     ids=["some", "all"],
 )
-def test_experts_one_by_one_in_the_files_are_joined(names, tmp_path):
+def test_separate_experts_in_the_files_are_joined(names, tmp_path):
     saved = build_model(tiny_recipe(**MIXTRAL, **UNTIED, **{"train.seed": 3}), torch.float32, CPU)
     saved.save_pretrained(tmp_path)
     assert any("experts.3.w2" in name for name in load_file(tmp_path / "model.safetensors"))
@@ -150,7 +150,7 @@ def test_another_shape_is_refused(tmp_path):
     assert "'model.norm.weight': [1] for [64]" in told
 
 
-def test_files_that_are_not_whole_are_refused(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
     saved = build_model(tiny_recipe(), torch.float32, CPU)
     saved.save_pretrained(tmp_path, max_shard_size=60_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

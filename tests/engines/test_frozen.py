@@ -1,4 +1,4 @@
-"""What gets no gradient stays as it is, under every strategy, and is saved and loaded."""
+"""Parameters without a gradient do not change under any strategy, and are saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank computes that is not finite, or far above the usual, reaches no weight on any rank."""
+"""Results of a rank that are not finite, or far above the usual, change no weight on any rank."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _run(rank: int, names: list[str], spoiled_rank: int):
 
 
 def _without(name: str):
-    """Losses and norms of the plain loop that never sees the bad step; its schedule goes on all the same."""
+    """Losses and norms of the plain loop that never sees the bad step; its schedule advances nevertheless."""
     engine = reference_of(_recipe(name))
     found = []
     for step in range(STEPS):

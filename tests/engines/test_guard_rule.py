@@ -1,4 +1,4 @@
-"""The guard's verdicts, and that all optimizers obey them; in one process."""
+"""The guard's verdicts, which all optimizers follow; in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Steps:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf), (math.inf, math.nan)])
-def test_non_finite_numbers_change_nothing(name, loss, grad_norm):
+def test_an_update_with_non_finite_numbers_is_skipped(name, loss, grad_norm):
     steps = Steps(name)
     steps.take()
     assert not steps.take(loss, grad_norm, gradient=math.nan)
@@ -77,7 +77,7 @@ def test_non_finite_numbers_change_nothing(name, loss, grad_norm):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_update_is_as_if_it_had_never_been(name):
+def test_a_skipped_update_changes_nothing(name):
     """Also the first one of all, for which an optimizer has no moments yet."""
     plain, disturbed = Steps(name), Steps(name)
     disturbed.take(math.nan, gradient=math.nan)
@@ -90,7 +90,7 @@ def test_a_skipped_update_is_as_if_it_had_never_been(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_spike_is_so_many_deviations_above_the_mean_in_logarithms(name):
+def test_the_limit_of_a_spike_is_in_deviations_of_logarithms(name):
     steps = Steps(name, spike_norm_ratio=1.0)
     steps.settle()
     loss = math.sqrt(1.9 * 2.1) * (2.1 / 1.9) ** (6 / 2)  # two values: half of their distance is a deviation
@@ -104,7 +104,7 @@ def test_a_spike_is_so_many_deviations_above_the_mean_in_logarithms(name):
     assert [one.why() for one in skipped] == ["loss 2.7 above 2.697", "gradient norm 1.818 above 1.817"]
 
 
-def test_a_norm_below_a_multiple_of_the_usual_is_not_a_spike():
+def test_a_norm_below_the_ratio_is_not_a_spike():
     """Its limit: eight times the geometric mean, unless the deviations are so large that six of them are more."""
     steps = Steps()
     steps.settle()
@@ -119,7 +119,7 @@ def test_a_norm_below_a_multiple_of_the_usual_is_not_a_spike():
 
 
 def test_a_zero_is_applied_but_excluded_from_the_statistics():
-    """A gradient of zeros is no reason to skip an update, or to judge none for a window."""
+    """A gradient of zeros neither skips an update nor stops the guard for a window."""
     steps = Steps()
     steps.settle()
     assert steps.take(grad_norm=0.0)
@@ -134,14 +134,14 @@ def test_nothing_is_a_spike_before_the_window_is_full():
     assert steps.total == 0
 
 
-def test_skipped_updates_leave_the_statistics_alone():
+def test_skipped_updates_do_not_change_the_statistics():
     steps = Steps()
     steps.settle()
     assert not any([steps.take(loss=50.0), steps.take(loss=math.nan), steps.take(loss=3.0)])
     assert steps.take(loss=2.6)
 
 
-def test_numbers_that_do_not_move_are_not_judged_by_their_rounding():
+def test_rounding_of_constant_numbers_is_not_a_spike():
     steps = Steps()
     for _ in range(WINDOW):
         steps.take()
@@ -149,7 +149,7 @@ def test_numbers_that_do_not_move_are_not_judged_by_their_rounding():
     assert not steps.take(loss=2.2)
 
 
-def test_sigma_0_lets_spikes_through_and_nothing_that_is_not_finite():
+def test_sigma_0_accepts_spikes_but_no_non_finite_numbers():
     steps = Steps(spike_sigma=0.0, spike_norm_ratio=1.0)
     steps.settle()
     assert steps.take(loss=1e6)
@@ -203,7 +203,7 @@ def test_a_run_continues_from_the_statistics_of_a_checkpoint(window):
     assert second.total == 1 + (window <= WINDOW)  # a longer window has to fill up
 
 
-def test_what_was_handed_out_to_be_saved_is_not_written_to_again():
+def test_saved_statistics_are_not_overwritten_later():
     steps = Steps()
     steps.settle()
     state = steps.guard.state()
@@ -212,12 +212,12 @@ def test_what_was_handed_out_to_be_saved_is_not_written_to_again():
     assert all(torch.equal(state[name].nan_to_num(), copies[name].nan_to_num()) for name in state)
 
 
-def test_the_mark_of_deepspeed_is_not_taken_for_a_norm():
+def test_the_overflow_mark_of_deepspeed_is_not_a_norm():
     assert finite_or_infinite(torch.tensor(-1.0)) == math.inf
     assert finite_or_infinite(torch.tensor(2.0)) == 2.0
 
 
-def test_an_optimizer_that_would_not_obey_is_refused():
+def test_an_optimizer_that_cannot_skip_updates_is_refused():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with pytest.raises(TypeError, match="AdamW is not fused"):
         Guard(GuardConfig(), CPU).watch(optimizer)

@@ -1,4 +1,4 @@
-"""Horovod trains what the plain loop does."""
+"""Horovod matches the plain loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_run_is_that_of_the_plain_loop(ranks):
+def test_horovod_matches_the_plain_loop(ranks):
     cases = [(fields, accumulation) for fields in VARIANTS for accumulation in (1, 4)]
     by_rank = run_ranks(ranks, _train, [_recipe(ranks, steps, **fields) for fields, steps in cases], ranks)
     references = [_reference(tiny_recipe(**fields)) for fields in VARIANTS]
@@ -75,7 +75,7 @@ def test_the_run_is_that_of_the_plain_loop(ranks):
                     np.testing.assert_allclose(value, expected.weights[weight], rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_the_load_balance_of_experts_is_a_mean_over_ranks():
+def test_the_load_balance_loss_is_a_mean_over_ranks():
     fields = {**MIXTRAL, **SGD}
     run = run_ranks(2, _train, [_recipe(2, 2, **fields)], 2)[0][0]
     # The same micro-batches, since the loss of a router is a mean within each.
@@ -118,5 +118,5 @@ def test_a_run_that_is_saved_and_loaded_continues_bit_for_bit(tmp_path, precisio
             np.testing.assert_array_equal(continued.weights[name], value, err_msg=name)
 
 
-def test_texts_are_those_of_the_weights_and_training_is_the_same(tmp_path):
+def test_samples_match_the_weights_and_do_not_change_training(tmp_path):
     check_texts(2, {"horovod": {"parallel.backend": "horovod"}}, tmp_path)

@@ -1,4 +1,4 @@
-"""Between two logged steps the host never asks a device for a number: it would wait for all that is queued there.
+"""Between two logged steps, the host reads no number from a device: it would wait for all queued work.
 
 On CPUs nobody waits, but the questions are the same, so they are counted here: `Tensor.item` and its kin end in one
 operator, which a dispatch mode sees.
@@ -138,7 +138,7 @@ LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
     ],
     ids=lambda value: "-".join(str(one) for one in value.values()) if isinstance(value, dict) else str(value),
 )
-def test_the_host_asks_only_where_a_step_is_logged(world, fields):
+def test_the_host_reads_from_the_device_only_in_logged_steps(world, fields):
     found = asked(world, **fields)
     assert found >= LOGGING
     assert found == LOGGING

@@ -1,4 +1,4 @@
-"""The formulas in the documentation of `optim.schedule` are what the engines run, and the picture shows them."""
+"""The documented formulas of `optim.schedule` are those of the engines, and the picture shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, and blocks of experts that ZeRO-3 gathers as a whole."""
+"""Experts that are separate modules, and blocks of experts that ZeRO-3 gathers as a whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 DDP = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "parallel.zero_stage": 0}
 
 
-def test_an_expert_that_no_token_met_is_not_updated(folder):
+def test_an_expert_without_tokens_is_not_updated(folder):
     recipe = _recipe(folder, **DDP)
     expected = plain_run(recipe, STEPS)
     start = dict(build_model(recipe, torch.float32, torch.device("cpu")).named_parameters())
@@ -51,7 +51,7 @@ def test_an_expert_that_no_token_met_is_not_updated(folder):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_engines_that_would_decay_it_are_refused(folder, stage):
+def test_engines_that_would_decay_unused_experts_are_refused(folder, stage):
     with pytest.raises(RecipeError) as error:
         plan_of(_recipe(folder, **{"parallel.zero_stage": stage}), 2)
     assert [problem.rule for problem in error.value.problems] == ["expert.modules"]
@@ -69,7 +69,7 @@ def _leaves(rank: int, recipes: list[Recipe]) -> list[set[str]]:
     ]
 
 
-def test_blocks_that_the_configuration_names_are_gathered_as_a_whole():
+def test_leaf_modules_of_the_configuration_are_gathered_as_a_whole():
     named = {name: family.moe_block for name, family in FAMILIES.items() if family.moe_block}
     assert named.keys() <= CONFIGS.keys()
     recipes = [moe_recipe(name, **{"parallel.expert": 1, "parallel.zero_stage": 3}) for name in named]

@@ -1,4 +1,4 @@
-"""Liger's layers and loss train as the plain loop does, whoever reduces the gradients."""
+"""Liger's layers and loss match the plain loop under every engine."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ def _compare(ranks: int, cases: dict, fields: dict) -> None:
 @needs_liger
 @pytest.mark.breadth
 @pytest.mark.parametrize("cases", [{name: case} for name, case in CASES.items()], ids=lambda one: [*one][-1])
-def test_ligers_kernels_are_the_plain_loop(cases):
+def test_ligers_kernels_match_the_plain_loop(cases):
     _compare(2, cases, {"model.config.tie_word_embeddings": "stages" not in cases})
 
 
 @needs_liger
 @pytest.mark.breadth
-def test_stages_that_ranks_share_are_the_plain_loop():
+def test_stages_that_ranks_share_match_the_plain_loop():
     _compare(4, {"stages of tensor ranks": STAGES | {"parallel.tensor": 2} | BLOCKS}, {})
 
 
 @needs_liger
 @pytest.mark.breadth
 @pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
-def test_a_routers_loss_is_kept(parallel):
+def test_the_router_loss_is_kept(parallel):
     """Its norms and rotations are Liger's; the engine's experts are the engine's."""
     expected = plain_run(tiny_recipe(**MIXTRAL), STEPS, 4)
     recipes = {"experts": tiny_recipe(**MIXTRAL | LIGER | parallel | {"batch.micro_batch_size": 4})}

@@ -1,4 +1,4 @@
-"""A vocabulary that grows starts from the same rows under every strategy, and trains as the plain loop does."""
+"""A grown vocabulary starts from the same rows under every strategy, and matches the plain loop."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _steps(engine, plan, steps):
     ],
     ids=["tied", "untied", "all, tied", "all, untied", "bias"],
 )
-def test_every_strategy_is_the_plain_loop(names, model, tmp_path):
+def test_every_strategy_matches_the_plain_loop(names, model, tmp_path):
     folder = _saved(tmp_path, **model)
     expected = plain_run(_from(folder), STEPS)
     by_rank = run_ranks(RANKS, _runs, [_from(folder, **LAYOUTS[name]) for name in names])
@@ -156,7 +156,7 @@ def _saved_run(rank: int, recipe, folder) -> None:
     Saver(folder, plan, engine).save(TrainerState(step=1))
 
 
-def test_the_exported_folder_talks_through_its_template(tmp_path):
+def test_the_exported_folder_answers_with_its_template(tmp_path):
     inner = Tokenizer.from_str(base_tokenizer())
     inner.add_special_tokens(["<|endoftext|>"])
     tokenizer, size = tmp_path / "tokenizer", inner.get_vocab_size()

@@ -1,4 +1,4 @@
-"""Every strategy continues a text as the plain loop does, and trains as if it had not been asked to."""
+"""Every strategy continues a text as the plain loop does, and training does not change by it."""
 
 from __future__ import annotations
 
@@ -120,5 +120,5 @@ def check_texts(ranks: int, cases: dict[str, dict], folder: Path) -> None:
     ],
     ids=["some", "one rank", "two ranks", "four ranks"],
 )
-def test_the_text_is_that_of_the_weights_and_training_is_the_same(ranks, names, tmp_path):
+def test_samples_match_the_weights_and_do_not_change_training(ranks, names, tmp_path):
     check_texts(ranks, {name: CASES[name][1] for name in names}, tmp_path)

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bit: every strategy gives the run of a plain loop that holds the values they stand for."""
+"""Frozen weights in 4 bit: every strategy matches a plain loop that holds the dequantized values."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_values_are_those_of_the_levels_and_of_both_scales():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_multiplies_and_differentiates_like_one_with_the_same_values(dtype):
+def test_a_4_bit_layer_equals_a_layer_with_the_dequantized_values(dtype):
     generator = torch.Generator().manual_seed(2)
     weight, bias = (torch.randn(shape, generator=generator) for shape in ((33, 31), (33,)))
     layer = nf4.Nf4Linear(weight, torch.nn.Parameter(bias), torch.float32, nf4.make_tables(CPU)).to(dtype)

@@ -23,7 +23,7 @@ def test_a_large_tensor_is_summed_exactly():
     assert squared_norm([large], CPU).sqrt().item() == pytest.approx((len(large) / 1024) ** 0.5, rel=1e-9)
 
 
-def test_what_a_norm_of_many_numbers_is_rounded_by():
+def test_the_rounding_error_of_a_norm_of_many_numbers():
     """By the rounding of a piece, and not of the whole tensor."""
     drawn = torch.randn(6_000_000, generator=torch.Generator().manual_seed(0))
     exact = drawn.double().square().sum().item()
@@ -88,7 +88,7 @@ def _norms_of(ranks: int, fields: dict[str, object]) -> list[tuple[float, float,
     ],
     ids=["alone", "two ranks"],
 )
-def test_zeros_norm_is_deepspeeds_and_is_summed_once(ranks, cases):
+def test_the_norm_of_zero_equals_deepspeeds_and_is_summed_once(ranks, cases):
     for found in run_ranks(ranks, _norms, ranks, cases):
         for fields, steps in zip(cases, found, strict=True):
             for ours, own, sums in steps:
@@ -110,5 +110,5 @@ def _are_ours(rank: int) -> list[bool]:
     return [engine_of(plan)._norm_with_loss is not None for plan in plans]
 
 
-def test_elsewhere_deepspeeds_norm_stays():
+def test_the_norm_of_deepspeed_is_kept_elsewhere():
     assert run_ranks(2, _are_ours) == [[False] * len(ELSEWHERE)] * 2

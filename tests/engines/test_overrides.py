@@ -1,4 +1,4 @@
-"""What llmtrain replaces in other libraries is there, and is listed."""
+"""The parts of other libraries that llmtrain replaces exist, and are listed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _name(place: str) -> str:
 
 
 @pytest.mark.parametrize("one", OVERRIDES, ids=lambda one: one.places[0])
-def test_every_place_is_there_and_is_used_and_tested(one):
+def test_every_override_exists_and_is_used_and_tested(one):
     assert not one.missing()
     used = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != PACKAGE / "overrides/__init__.py")
     assert all(re.search(rf"\b{_name(place)}\b", used) for place in one.places)
@@ -103,7 +103,7 @@ def test_other_modules_do_not_touch_private_parts_of_libraries():
 
 
 @pytest.mark.parametrize("place", ["deepspeed.no.such.module:name", "deepspeed.utils.groups:_NO_SUCH_GROUP"])
-def test_a_version_without_a_place_is_refused_before_an_engine_is_built(monkeypatch, place):
+def test_a_version_without_an_overridden_part_is_refused_before_an_engine_is_built(monkeypatch, place):
     monkeypatch.setattr(overrides, "OVERRIDES", (*OVERRIDES, replace(OVERRIDES[0], places=(place,))))
     plan = plan_of(tiny_recipe(), 1)
     with pytest.raises(RecipeError, match=r"versions\.override") as error:
@@ -112,12 +112,12 @@ def test_a_version_without_a_place_is_refused_before_an_engine_is_built(monkeypa
     assert f"pip install deepspeed=={TRIED['deepspeed']}" in str(error.value)
 
 
-def test_an_untried_version_is_named_with_the_possible_differences(monkeypatch):
+def test_an_untested_version_is_named_with_the_possible_differences(monkeypatch):
     assert list(untried_versions()) == []
     installed = {**TRIED, "deepspeed": "0.20.1", "torch": "2.13.1+cu130"}
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
     (line,) = untried_versions()
-    assert line.startswith("deepspeed 0.20.1 was not tried")
+    assert line.startswith("deepspeed 0.20.1 is untested")
     assert "DeepSpeedEngine.allreduce_no_retain" in line
 
 

@@ -343,7 +343,7 @@ def test_every_override_is_removed_once():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: removal.place)
-def test_without_it_a_test_fails(removal, tmp_path):
+def test_without_the_override_a_test_fails(removal, tmp_path):
     for folder in ("llmtrain", "tests", "recipes", "tools", "docs", "ds_configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

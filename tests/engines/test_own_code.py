@@ -50,7 +50,7 @@ def _train(rank: int, folder: Path) -> Trace:
     return trace_plan(plan_of(_pipeline(folder), 2), STEPS, rank=0)
 
 
-def test_a_plan_knows_its_size(folder):
+def test_a_plan_has_the_size_of_own_code(folder):
     recipe = _pipeline(folder)
     facts = model_facts(recipe.model, recipe.vocab_size)
     assert (facts.model_type, facts.layers, facts.tied_embeddings) == ("own_of_the_tests", 3, True)
@@ -59,7 +59,7 @@ def test_a_plan_knows_its_size(folder):
     assert facts.parameters == 3 * layer + 256 * 32 + 64 * 32 + 64
 
 
-def test_two_stages_of_it_are_the_plain_loop(folder):
+def test_two_stages_of_own_code_match_the_plain_loop(folder):
     expected = plain_run(_recipe(folder), STEPS)
     for run in run_ranks(2, _train, folder):
         assert worst(run.losses, expected.losses) < FP32
@@ -104,7 +104,7 @@ def test_a_parameter_without_a_gradient_is_refused(tmp_path):
 
 
 @pytest.mark.breadth
-def test_a_frozen_parameter_stays_as_it_is(tmp_path):
+def test_a_frozen_parameter_does_not_change(tmp_path):
     folder = write_folder(tmp_path, {NORM: FROZEN})
     expected = plain_run(_recipe(folder), STEPS)
     strategies = [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3}, DDP, FSDP2]
@@ -113,7 +113,7 @@ def test_a_frozen_parameter_stays_as_it_is(tmp_path):
             assert_same(run, expected, number)
 
 
-def test_a_mask_finds_it_where_the_code_asks_for_values():
+def test_parameters_without_gradient_are_found_in_code_that_reads_positions():
     """`transformers` looks at positions where it is given no mask."""
     config = AutoConfig.for_model("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A rank's own time leaves out what it waits for others, and nothing else."""
+"""A rank's own time excludes exactly the time for which it waits for others."""
 
 import threading
 import time
@@ -19,10 +19,10 @@ SLOW_S = 0.5
 
 def _steps(rank, collective):
     """Rank 1 is late for a collective; (own seconds, whether it was seen to wait)."""
-    heart = Heartbeat()
-    waits = Waits(heart)
+    heartbeat = Heartbeat()
+    waits = Waits(heartbeat)
     waits.attach()
-    reader, seen = heart.reader(), []
+    reader, seen = heartbeat.reader(), []
     stop = threading.Event()
 
     def look():
@@ -47,7 +47,7 @@ def _steps(rank, collective):
 
 
 @pytest.mark.parametrize("collective", ["sync", "async"])
-def test_a_waiting_rank_works_less_than_a_late_one(collective):
+def test_a_waiting_rank_has_less_working_time_than_a_late_one(collective):
     (quick, waited, total), (slow, _, _) = run_ranks(2, _steps, collective)
     assert slow >= SLOW_S
     assert quick < slow
@@ -56,11 +56,11 @@ def test_a_waiting_rank_works_less_than_a_late_one(collective):
 
 
 def _in_the_background(rank):
-    heart = Heartbeat()
-    waits = Waits(heart)
+    heartbeat = Heartbeat()
+    waits = Waits(heartbeat)
     waits.attach()
     waits.begin()
-    reader, seen = heart.reader(), []
+    reader, seen = heartbeat.reader(), []
 
     def save():
         if rank == 1:
@@ -75,7 +75,7 @@ def _in_the_background(rank):
     return waits.end(0.0), any(seen)
 
 
-def test_a_wait_in_another_thread_is_not_the_trainers():
+def test_waits_in_other_threads_are_not_counted():
     for own, waited in run_ranks(2, _in_the_background):
         assert own > 0
         assert not waited

@@ -1,4 +1,4 @@
-"""Every ZeRO stage, rank count, accumulation, offload and precision gives the run of a plain PyTorch loop."""
+"""Every ZeRO stage, rank count, accumulation, offload and precision matches the plain loop."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OFFLOADED = [case for case in _cases(range(4)) if case[2]]
     ],
     ids=["two ranks", "two ranks, offloaded", "one rank"],
 )
-def test_fp32_is_the_plain_loop(ranks, cases, reference):
+def test_fp32_matches_the_plain_loop(ranks, cases, reference):
     for name, run in _runs(ranks, cases):
         assert worst(run.losses, reference.losses) < FP32, name
         assert worst(run.grad_norms, reference.grad_norms) < FP32, name
@@ -107,7 +107,7 @@ VARIANTS = (
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("stages", [[1], [0, 3]], ids=str)
-def test_optimizers_schedules_and_checkpointing_are_the_plain_loop(stages):
+def test_optimizers_schedules_and_checkpointing_match_the_plain_loop(stages):
     cases = [(variant, stage) for variant in VARIANTS for stage in stages]
     recipes = [_recipe(stage, 2, 4, **variant) for variant, stage in cases]
     runs = run_ranks(2, _train, recipes, 2)[0]
@@ -139,7 +139,7 @@ def test_bf16_stays_near_the_fp32_loop(ranks, stages, reference):
         assert run.rates == reference.rates, name
 
 
-def test_the_comparison_can_fail(reference):
+def test_the_comparison_detects_a_deviation(reference):
     """Another clipping, decay or seed is seen."""
     sgd = VARIANTS[1]
     plain_sgd = _reference(**sgd)

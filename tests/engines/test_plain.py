@@ -1,4 +1,4 @@
-"""The plain loop in bf16: fp32 master weights behind a rounded model."""
+"""The plain loop in bf16: fp32 master weights of a rounded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _engine() -> PlainLoop:
     return PlainLoop(build_model(RECIPE, torch.bfloat16, CPU), RECIPE)
 
 
-def test_master_weights_start_rounded_and_keep_what_bf16_cannot():
+def test_master_weights_start_rounded_and_stay_in_fp32():
     engine = _engine()
     norm = engine.model.model.norm.weight
     master = engine.masters[norm]
@@ -39,7 +39,7 @@ def test_gradients_of_micro_batches_are_collected_in_fp32():
     assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
 
 
-def test_a_saved_bf16_reference_continues_as_it_was(tmp_path):
+def test_a_saved_bf16_loop_continues_bit_for_bit(tmp_path):
     engine, again = _engine(), _engine()
     engine.train_step(step_batch(0, 4, 2))
     engine.train_step(step_batch(1, 4, 2))
@@ -51,7 +51,7 @@ def test_a_saved_bf16_reference_continues_as_it_was(tmp_path):
         assert torch.equal(mine, other)
 
 
-def test_a_weight_that_no_token_met_is_left_alone():
+def test_a_weight_without_a_gradient_is_not_updated():
     model = build_model(RECIPE, torch.float32, CPU)
     model.unmet = torch.nn.Parameter(torch.ones(2, 2))
     engine = PlainLoop(model, RECIPE.with_(**{"parallel.precision": "fp32", "optim.lr": 1e-2}))

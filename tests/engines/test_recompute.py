@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass changes no number, under every strategy."""
+"""Recomputation in the backward pass changes no number, under every strategy."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def test_recomputation_changes_no_bit(name):
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", FOUR)
-def test_on_four_ranks_too(name):
+def test_recomputation_on_four_ranks_changes_no_bit(name):
     compare(4, tiny_recipe(**FOUR[name]), [*AGAIN.values()])
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", EXPERTS)
-def test_with_distributed_experts_too(name):
+def test_recomputation_with_distributed_experts_changes_no_bit(name):
     ranks, family, fields = EXPERTS[name]
     compare(ranks, moe_recipe(family, **fields), [*AGAIN.values()])
 
@@ -149,7 +149,7 @@ def _unmarked(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
 
 
 @pytest.mark.slow
-def test_sums_of_autotp_overwrite_what_would_be_kept():
+def test_results_that_autotp_sums_in_place_are_not_kept():
     """It is why its rows are computed again: kept, they would be summed twice. With the marks, no bit changes."""
     ranks, family, fields = EXPERTS["experts of tensor ranks"]
     recipe = moe_recipe(family, **fields)
@@ -160,7 +160,7 @@ def test_sums_of_autotp_overwrite_what_would_be_kept():
 
 @needs_liger
 @pytest.mark.breadth
-def test_the_rotation_of_liger_overwrites_what_would_be_kept():
+def test_results_that_liger_rotates_in_place_are_not_kept():
     """It is why `recompute.selective` refuses Liger's layers."""
     triton_on_cpu.complete()
     model = reference(model_configuration(tiny_recipe()), "eager").train()
@@ -204,7 +204,7 @@ def test_selective_recomputation_in_a_graph_with_varlen_changes_no_bit(name):
     compare(2, tiny_recipe(**COMPILED[name]), [AGAIN["selective"]], _traced)
 
 
-def test_layers_without_switches_of_their_own_are_refused():
+def test_layers_without_a_checkpointing_switch_are_refused():
     model = build_model(tiny_recipe(), torch.float32, torch.device("cpu"))
     layers = decoder_layers(model)[1]
     layers[1] = torch.nn.Identity()

@@ -1,4 +1,4 @@
-"""At ZeRO-0 gradients are copied together where somebody shares in their sum, and nowhere else."""
+"""At ZeRO-0, gradients are copied to a bucket only if several ranks share the sum."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _buffers(rank: int, ranks: int, fields: dict[str, object]) -> int:
     ],
     ids=["alone", "data", "tensor", "pipeline", "sequence"],
 )
-def test_a_buffer_is_filled_where_somebody_shares_in_it(ranks, fields, expected):
+def test_gradients_are_copied_to_a_bucket_only_in_groups_of_several_ranks(ranks, fields, expected):
     assert [bool(found) for found in run_ranks(ranks, _buffers, ranks, fields)] == [expected] * ranks
 
 
@@ -53,5 +53,5 @@ def _divided(rank: int) -> list[int | None]:
     return taken
 
 
-def test_a_rank_alone_with_its_experts_still_divides_by_all_that_have_tokens():
+def test_gradients_of_unshared_experts_are_divided_by_all_data_parallel_ranks():
     assert run_ranks(1, _divided) == [[None, 2]]

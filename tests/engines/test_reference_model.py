@@ -75,7 +75,7 @@ def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list
         pytest.param("dp2-fsdp2-acc2", 2, marks=pytest.mark.breadth),
     ],
 )
-def test_references_are_those_of_the_initial_weights(name: str, world: int, tmp_path: Any) -> None:
+def test_reference_log_probabilities_are_those_of_the_initial_weights(name: str, world: int, tmp_path: Any) -> None:
     recipe = small_pairs(write_pairs(tmp_path, 40))
     plan = job_of(recipe, [name]).plans[name]
     for found, expected, *rewards in run_ranks(world, _work, plan):
@@ -87,7 +87,7 @@ def test_references_are_those_of_the_initial_weights(name: str, world: int, tmp_
             assert 0 <= right <= pairs
 
 
-def test_other_weights_have_other_references(tmp_path: Any) -> None:
+def test_other_weights_have_other_reference_log_probabilities(tmp_path: Any) -> None:
     recipe, cache = small_pairs(write_pairs(tmp_path, 1)), Cache(tmp_path / "cache", Progress())
     identity = reference_model._identity(recipe, cache)
     assert reference_model._identity(recipe.with_(**{"optim.lr": 1.0, "parallel.zero_stage": 3}), cache) == identity

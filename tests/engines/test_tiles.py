@@ -1,4 +1,4 @@
-"""Feed-forward layers in tiles along the sequence are the plain ones, up to the order of sums over tokens."""
+"""Feed-forward layers in tiles along the sequence equal the plain ones, up to the order of sums over tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _train(rank: int, recipe: Recipe, ranks: int) -> Trace:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.breadth) for name in CASES]
 )
-def test_tiles_are_the_plain_loop(name):
+def test_tiles_match_the_plain_loop(name):
     """The bound is that of every strategy in fp32."""
     expected = plain_run(tiny_recipe(), STEPS)
     for run in run_ranks(2, _train, tiny_recipe(**CASES[name], **TILES), 2):
@@ -66,11 +66,11 @@ def test_tiles_are_the_plain_loop(name):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_families_of_which_each_token_is_fed_forward_alone(family):
+def test_families_with_token_wise_feed_forward_layers_can_be_tiled(family):
     check_tiles(model_configuration(tiny_recipe(**MODELS[family])))
 
 
-def test_families_without_such_a_part_are_refused():
+def test_families_without_a_feed_forward_part_are_refused():
     opt = {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     recipe = tiny_recipe(**{"model.architecture": "opt", "model.config": opt | {"max_position_embeddings": 32}})
     with pytest.raises(FamilyError, match=r"recompute\.tiles"):

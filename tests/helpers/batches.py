@@ -1,4 +1,4 @@
-"""Batches for parity tests: packed documents, and another number of target tokens in every sample."""
+"""Batches for parity tests: packed documents, with a different number of target tokens in each sample."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def global_batch(step: int, size: int = GLOBAL_BATCH, length: int = T, vocab: in
 
 
 def with_pairs(batch: StepBatch) -> StepBatch:
-    """The batch with the two documents of each sample as a pair, with made-up references."""
+    """Returns the batch with the two documents of each sample as a pair, with made-up reference log-probabilities."""
     micro_batches = []
     for one in batch.micro_batches:
         segments = ((one.position_ids == 0).cumsum(1) - 1).clamp(max=1)
@@ -87,7 +87,7 @@ def step_batch(
     size: int = GLOBAL_BATCH,
     **shape: int,
 ) -> StepBatch:
-    """The part of a rank: sample (m·dp + rank)·micro_batch + k in row k of micro-batch m.
+    """Returns a rank's part: sample (m·dp + rank)·micro_batch + k is row k of micro-batch m.
 
     size: of the global batch; shape: `length` and `vocab` of its samples.
     """
@@ -98,7 +98,7 @@ def step_batch(
 def part_of(
     samples: list[MicroBatch], step: int, micro_batch: int, accumulation: int, dp_rank: int, dp: int
 ) -> StepBatch:
-    """The part of a rank of the samples of a step."""
+    """Returns a rank's part of the samples of a step."""
     micro_batches = []
     for m in range(accumulation):
         start = (m * dp + dp_rank) * micro_batch

@@ -1,4 +1,4 @@
-"""A Chromium without a window, driven by Selenium; Debian's packages chromium and chromium-driver."""
+"""A headless Chromium, driven by Selenium; needs Debian's packages chromium and chromium-driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = (
 
 
 def missing() -> str | None:
-    """What a test lacks that needs a browser, as the reason to skip it."""
+    """Returns what is missing for tests that need a browser, as the reason to skip them."""
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"needs {' and '.join(absent)} (Debian's chromium and chromium-driver)" if absent else None
 

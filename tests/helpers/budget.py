@@ -1,4 +1,4 @@
-"""`pytest --shuffle-by ID --budget-minutes N`: of many tests as many as there is time for, in an order drawn from ID.
+"""`pytest --shuffle-by ID --budget-minutes N`: runs as many tests as fit into the time, in an order drawn from ID.
 
 The order is the same on every machine, so that a failure can be repeated. No test starts after the minutes are over.
 At the end, pytest says which tests were run.
@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Budget:
-    """Orders and ends the tests of this process, which may be a worker of xdist; its controller says what was run."""
+    """Orders and ends the tests of this process, which may be a worker of xdist; the controller reports what was
+    run."""
 
     def __init__(self, order: str | None, minutes: float | None) -> None:
         self.order = order

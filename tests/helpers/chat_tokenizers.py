@@ -1,4 +1,4 @@
-"""Chat templates of many kinds, each with a small tokenizer that has its tokens, and the turns it trains on.
+"""Chat templates of many kinds, each with a small tokenizer for its tokens, and the turns that are trained on.
 
 Each file in `chat_templates/` is written here after the structure of a family's public template. The comment at its
 beginning holds its special tokens, its added tokens that are not special, and the turns expected to be trained on.
@@ -23,7 +23,7 @@ TEXTS = ["It is 4.", "Be brief.", "What is 2+2?", "Thanks", "Bye.", "the weather
 
 
 class Case(NamedTuple):
-    """A template, what its file says of it, and a folder with a tokenizer for it."""
+    """A template, the facts in its file, and a folder with a tokenizer for it."""
 
     source: str
     about: dict[str, Any]
@@ -34,7 +34,7 @@ class Case(NamedTuple):
         return ChatEncoder(self.folder, self.template, **options)
 
     def trained(self, encoded: Encoded) -> list[str]:
-        """The runs of tokens that are trained on, as text."""
+        """Returns the text of each contiguous span of trained tokens."""
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         runs: list[list[int]] = []
         before = False
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 @cache
 def base_tokenizer() -> str:
-    """A byte-level BPE tokenizer without special tokens, as JSON."""
+    """Returns a byte-level BPE tokenizer without special tokens, as JSON."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def write_chat_tokenizer(folder: Path, about: dict[str, Any], source: str | None
 
 
 def about_template(name: str) -> dict[str, Any]:
-    """What the file of a template says of it."""
+    """Returns the facts in the file of a template."""
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.jinja").read_text().split("{#-", 1)[1].split("-#}", 1)[0])
     return found
 

@@ -1,4 +1,4 @@
-"""Sees every collective and message of a rank, whichever library sends it."""
+"""Records every collective and message of a rank, whichever library sends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "send": ("p2p", 0),
     "recv_": ("p2p", 0),
 }
-"""Operation of torch → kind, and which argument has the whole tensors."""
+"""Operation of torch → kind, and the argument with the whole tensors."""
 
 
 class Seen(NamedTuple):
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
 
 class Collectives(TorchDispatchMode):
-    """Within this context, `seen` grows by each collective in which the rank takes part with others."""
+    """Within this context, `seen` records each collective in which this rank takes part with other ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""libaio, as far as DeepSpeed uses it, for machines that lack it: the kernel's own calls under its names."""
+"""The part of libaio that DeepSpeed uses, for machines that lack it: the kernel's system calls under libaio's names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ int io_pgetevents(io_context_t context, long least, long most, struct io_event* 
 
 
 def disk_library(folder: Path) -> dict[str, str]:
-    """Builds it; the variables by which compilers and programs find it."""
+    """Builds the library; returns the environment variables with which compilers and programs find it."""
     folder.mkdir()
     (folder / "libaio.h").write_text(HEADER)
     (folder / "aio.c").write_text(SOURCE)

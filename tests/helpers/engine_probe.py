@@ -38,12 +38,12 @@ def batches(case):
 
 
 def loss_of(model, inputs, dtype):
-    """Small enough that a gradient scaled by 2**16, where loss scales start, is finite in fp16."""
+    """The loss is so small that a gradient scaled by 2**16, the initial loss scale, is finite in fp16."""
     return 0.3 * (model(inputs.to(dtype)).float() - inputs).square().mean()
 
 
 def param_groups(parameters):
-    """With and without decay, as the trainer groups them."""
+    """Groups parameters with and without decay, as the trainer does."""
     parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -112,7 +112,8 @@ def engine_run(case):
 
 
 def outcome(case):
-    """Largest deviations of a weight after the run, relative to how far the run moved the weights."""
+    """Returns the largest deviations of a weight after the run, relative to the distance that the run moved the
+    weights."""
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed keeps it for the life of a process
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
     get_accelerator().is_fp16_supported = lambda: case.get("allow_fp16", False)

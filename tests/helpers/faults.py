@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "fchmod", "symlink")
-"""What `pathlib`, `shutil`, `tempfile` and `llmtrain.system.durable` change a filesystem with."""
+"""The calls with which `pathlib`, `shutil`, `tempfile` and `llmtrain.system.durable` change a filesystem."""
 
 
 class Faults:
-    """Counts the calls; at number `at` it does what `kind` says."""
+    """Counts the calls; at number `at`, injects the fault that `kind` names."""
 
     def __init__(self, at: int | None = None, kind: str = "kill") -> None:
         """kind: `kill` before the call; `half`: after it, of a write after half of it; `full`: ENOSPC instead of it."""
@@ -40,7 +40,7 @@ class Faults:
 
 @contextmanager
 def injected(faults: Faults) -> Iterator[Faults]:
-    """Has every filesystem call of this process go past `faults`."""
+    """Sends every filesystem call of this process through `faults`."""
     originals = {name: getattr(os, name) for name in CALLS}
     for name, original in originals.items():
         setattr(os, name, faults.wrap(name, original))
@@ -52,6 +52,6 @@ def injected(faults: Faults) -> Iterator[Faults]:
 
 
 def die_after(seconds: float) -> None:
-    """Has the kernel end this process after some time, in the midst of whatever it does then."""
+    """Lets the kernel kill this process after some time, whatever it is doing then."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)

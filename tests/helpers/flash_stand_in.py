@@ -1,4 +1,4 @@
-"""In the place of flash-attn, which needs a GPU: a function of its signature, by explicit masks, on any device.
+"""A stand-in for flash-attn, which needs a GPU: a function with its signature that uses explicit masks, on any device.
 
 Everything around it is the code of `transformers` itself, which calls it with the bounds that it is given.
 """
@@ -21,15 +21,15 @@ _STATE = (
     *("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn"),
     *("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"),
 )
-"""What `transformers` keeps of the library that it has found."""
+"""Where `transformers` keeps the functions of the library that it has found."""
 
 
 FACTS = json.loads(Path(__file__).with_name("flash_attn.json").read_text(encoding="utf-8"))
-"""What `tools/render_flash_attn.py` has read in the source of flash-attn."""
+"""Written by `tools/render_flash_attn.py` from the source of flash-attn."""
 
 
 def signature_of(attention: str) -> inspect.Signature:
-    """The signature of the function for documents of several lengths."""
+    """Returns the signature of the function for documents of several lengths."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return inspect.Signature(
         inspect.Parameter(name, kind, default=required if default is None else ast.literal_eval(default))
@@ -38,7 +38,7 @@ def signature_of(attention: str) -> inspect.Signature:
 
 
 def install(patch: pytest.MonkeyPatch, attention: str = "flash_attention_2") -> list[list[int]]:
-    """Has `transformers` find it as FlashAttention; returns the list of the bounds that it will be called with."""
+    """Lets `transformers` find the stand-in as FlashAttention; returns a list that records the bounds of each call."""
     seen: list[list[int]] = []
     signature = signature_of(attention)
 
@@ -92,7 +92,7 @@ def install(patch: pytest.MonkeyPatch, attention: str = "flash_attention_2") -> 
         patch.setattr(flash, name, None)
     functions = (one_row_one_document, varlen, None, flash._pad_input, flash._unpad_input)
     patch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
-    # It takes fp32 too, so nothing is looked for that tells another type.
+    # It takes fp32, too, so no type to cast to is looked up.
     patch.setattr(flash_attention, "get_target_dtype", lambda *_: None)
     patch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
     return seen

@@ -1,4 +1,4 @@
-"""A small checkpoint that is written by hand, without torch and in a moment."""
+"""A small checkpoint that is written by hand, quickly and without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pieces() -> list[dict[str, Any]]:
 
 
 def head_of(listed: list[dict[str, Any]], dtype: str = "F32") -> dict[str, Any]:
-    """The head of a safetensors file that holds these pieces."""
+    """Returns the header of a safetensors file with these pieces."""
     head: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(listed)}}
     at = 0
     for index, piece in enumerate(listed):
@@ -42,13 +42,13 @@ def head_of(listed: list[dict[str, Any]], dtype: str = "F32") -> dict[str, Any]:
 
 
 def write_head(file: Path, head: Any, size: int) -> None:
-    """A safetensors file with `size` bytes of tensors."""
+    """Writes a safetensors file with `size` bytes of tensors."""
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
 
 
 def make_run(folder: Path, step: int = 1) -> RunDir:
-    """A run directory with one checkpoint."""
+    """Makes a run directory with one checkpoint."""
     run = RunDir(folder)
     run.create(small_plan(), {})
     run.id_file.write_text(RUN + "\n")
@@ -64,7 +64,7 @@ def make_run(folder: Path, step: int = 1) -> RunDir:
 
 
 def seal(made: Path, step: int = 1) -> None:
-    """Writes the manifest of what is there: whole by its hashes, whatever the files hold."""
+    """Writes the manifest of the existing files: their hashes are right, whatever they contain."""
     files = {
         path.relative_to(made).as_posix(): File(**vars(fingerprint(path)), rank=0, private=False)
         for path in sorted(made.rglob("*"))

@@ -1,4 +1,4 @@
-"""Runs a function in several ranks at once: of gloo, or of the device in `tests/cuda_on_host`.
+"""Runs a function on several ranks at once, with gloo or with the device of `tests/cuda_on_host`.
 
 The processes are forked from a server that has torch, deepspeed and transformers imported already,
 since importing them costs each process some seconds.
@@ -21,7 +21,7 @@ _context.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 400) -> list[Any]:
-    """`function(rank, *arguments)` on each rank of a new process group; the results by rank.
+    """Runs `function(rank, *arguments)` on each rank of a new process group; returns the results by rank.
 
     The first exception of any rank is raised here with its traceback; the other ranks are ended.
     """
@@ -94,7 +94,7 @@ def _rank_main(
 
 
 def _silence() -> None:
-    """Sends what torch and DeepSpeed print to nowhere; a failure comes back through the pipe."""
+    """Discards the output of torch and DeepSpeed; a failure is returned through the pipe."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

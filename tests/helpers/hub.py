@@ -1,4 +1,5 @@
-"""A hub on the loopback: creates repositories, takes files by LFS, commits them, and refuses as the real one does."""
+"""A hub on the loopback interface: creates repositories, accepts files by LFS, commits, and refuses as the real hub
+does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ LARGE_BYTES = 4096
 
 @dataclass
 class Repository:
-    """What a repository has."""
+    """The contents of a repository."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
@@ -29,19 +30,19 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The content of the hub, and what was asked of it."""
+    """The contents of the hub, and the requests that it received."""
 
     endpoint: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     failing: str = ""
-    """A path that contains this is answered with 500."""
+    """Requests whose path contains this text are answered with 500."""
 
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Runs a hub on a free port of the loopback."""
+    """Runs a hub on a free port of the loopback interface."""
     hub = Hub()
 
     class Handler(_Handler):

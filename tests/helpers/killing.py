@@ -1,4 +1,4 @@
-"""Saves that are killed, at every filesystem call or at random instants, and what must be left of them.
+"""Kills saves at every filesystem call or at random instants, and checks what is left of them.
 
 `tests/checkpoint/test_chaos.py` and `benchmarks/chaos.py` run these. Each campaign returns how often it killed
 and raises AssertionError where a kill has cost more than the save that it hit.
@@ -84,7 +84,7 @@ def _batch(step: int):
 
 
 def _forked(now: Path, base: Path, plan, engine, faults: Faults) -> int:
-    """Exit status of a fork that saves step 3 into a copy of `base`."""
+    """Returns the exit status of a fork that saves step 3 into a copy of `base`."""
     shutil.rmtree(now, ignore_errors=True)
     shutil.copytree(base, now)
     child = os.fork()
@@ -102,7 +102,7 @@ def _killed(status: int) -> bool:
 
 
 def at_random_instants(folder: Path, kills: int, seed: int) -> int:
-    """One rank that saves step after step, of a fork each, and is killed at a random instant."""
+    """One rank saves step after step; each attempt is a fork that is killed at a random instant."""
     return run_ranks(1, _at_random_instants, folder, kills, seed)[0]
 
 
@@ -128,7 +128,7 @@ def _at_random_instants(rank: int, folder: Path, kills: int, seed: int) -> int:
 
 
 class Shards:
-    """A stand-in for an engine of which each rank holds a shard; its values tell step and rank."""
+    """A stand-in for an engine of which each rank holds a shard; the values identify step and rank."""
 
     def __init__(self, rank: int, step: int) -> None:
         self.rank = rank
@@ -152,7 +152,7 @@ def _values(rank: int, step: int) -> torch.Tensor:
 
 
 def of_ranks(folder: Path, world_size: int, kills: int, seed: int, real: bool = False) -> int:
-    """Several ranks that save together, of which a random one is killed at a random call or instant.
+    """Several ranks save together; a random one is killed at a random call or instant.
 
     real: DeepSpeed's engine instead of a stand-in.
     """
@@ -167,7 +167,7 @@ def of_ranks(folder: Path, world_size: int, kills: int, seed: int, real: bool = 
             run_ranks(world_size, _save_until_killed, checkpoints, world_size, victim, fault, real, timeout=60)
             raise RuntimeError("nobody was killed")
         except AssertionError as error:
-            # Whichever is heard first: the end of the victim, or what gloo says to another rank.
+            # Whichever is reported first: the death of the victim, or gloo's error on another rank.
             if "died without a word" not in str(error) and "gloo" not in str(error):
                 raise
         now = assert_whole(checkpoints, at_least=last)
@@ -199,7 +199,7 @@ def _save_until_killed(rank: int, checkpoints: Path, world_size: int, victim: in
 
 
 def assert_whole(checkpoints: Path, at_least: int) -> int:
-    """What must hold after a kill at any instant; returns the step that would be continued from, 0 for none."""
+    """Checks the state after a kill at any moment; returns the step to continue from, 0 for none."""
     for one in find(checkpoints):
         verify_checkpoint(one.folder)  # no half of a checkpoint looks like one
     latest, _ = read_latest(checkpoints)
@@ -215,13 +215,13 @@ def assert_whole(checkpoints: Path, at_least: int) -> int:
 
 
 def assert_goes_on(checkpoints: Path, plan, engine) -> None:
-    """The next save works, and leaves nothing of the killed one."""
+    """Checks that the next save works, and removes what the killed one has left."""
     Saver(checkpoints, plan, engine, RUN).save(_state(9))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000009"]
 
 
 def full_at_every_call(folder: Path, every: int = 1) -> int:
-    """One rank; each `every`-th call of a save finds the disk full. The save fails, and nothing is lost."""
+    """One rank; at each `every`-th call of a save, the disk is full. The save must fail without losing anything."""
     return run_ranks(1, _full_at_every_call, folder, every)[0]
 
 

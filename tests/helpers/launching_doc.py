@@ -1,4 +1,4 @@
-"""The commands of docs/guides/launching.md, which tests run as they stand there."""
+"""The commands of docs/guides/launching.md, which tests run unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TEXT = (REPOSITORY / "docs/guides/launching.md").read_text(encoding="utf-8")
 
 
 def shell_lines(text: str) -> list[str]:
-    """The lines of the blocks of a page that a shell can run."""
+    """Returns the lines of a page's shell blocks."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def commands(title: str, *holding: str) -> list[str]:
-    """The commands of a section, without those of its subsections, that hold all of these words."""
+    """Returns the commands of a section, without its subsections, that contain all of these words."""
     section = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", TEXT, flags=re.DOTALL | re.MULTILINE)
     found = [line for line in shell_lines(section[1]) if all(word in line for word in holding)] if section else []
     if not found:

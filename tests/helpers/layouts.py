@@ -1,4 +1,4 @@
-"""Plans of one model on up to four ranks, and checkpoints that were written under them."""
+"""Plans of one model on up to four ranks, and checkpoints written under them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = {
     for stage in range(4)
     if world % (pp * tp) == 0 and (pp == 1 or stage == 1)
 }
-"""Data parallel 1, 2, 4 × pipeline 1, 2 × tensor 1, 2 × ZeRO 0 to 3, as far as it is legal on four ranks."""
+"""Data parallel 1, 2, 4 × pipeline 1, 2 × tensor 1, 2 × ZeRO 0 to 3, where legal on four ranks."""
 BACKENDS = {
     "dp2-ddp": (2, {"backend": "accelerate", "accelerate": "ddp"}),
     "dp2-fsdp2": (2, {"backend": "accelerate", "accelerate": "fsdp2", "zero_stage": 3}),

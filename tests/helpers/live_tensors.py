@@ -1,4 +1,4 @@
-"""Bytes of what an engine holds, counted from the tensors that are alive."""
+"""Counts the bytes that an engine holds, from the live tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.batches import step_batch
 from tests.helpers.traces import engine_of
 
 SCALARS = 32
-"""Bytes up to which a storage is no state of a weight: step counts, norms."""
+"""Storages of at most this many bytes are not states of weights, but step counts or norms."""
 
 
 def live_bytes(without: set[int]) -> int:
@@ -23,7 +23,7 @@ def live_bytes(without: set[int]) -> int:
 
 
 def live_storages(dimensions: int | None = None) -> dict[int, int]:
-    """Address → bytes of every such storage; or of those of tensors with so many dimensions."""
+    """Returns address → bytes of every such storage, or only of those of tensors with this number of dimensions."""
     gc.collect()
     found: dict[int, int] = {}
     for one in gc.get_objects():
@@ -34,19 +34,19 @@ def live_storages(dimensions: int | None = None) -> dict[int, int]:
                     continue
                 if tensor.device.type != "meta" and storage.nbytes() > SCALARS:
                     found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)  # what has no memory of its own
+    found.pop(0, None)  # storages without memory
     return found
 
 
 def _held(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor and its gradient, which has no Python object of its own until somebody asks for it."""
+    """Yields a tensor and its gradient, which has no Python object until it is first accessed."""
     yield _local(tensor)
     if tensor.is_leaf and tensor.grad is not None:
         yield _local(tensor.grad)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Returns the part that this rank holds."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -55,7 +55,7 @@ def measure(rank: int, plan: Plan) -> tuple[int, int]:
 
     Of a pipeline, whose passes are interleaved, before the update: what has passed and is kept, and all else.
     """
-    # Held, since what an engine before left would be freed by and by, and its addresses used again.
+    # Kept alive: storages of an earlier engine would be freed meanwhile, and their addresses reused.
     left = [
         _local(one).untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor) and not one.is_meta
     ]
@@ -89,23 +89,23 @@ def measure(rank: int, plan: Plan) -> tuple[int, int]:
 
 
 def statistics(engine: Any) -> set[int]:
-    """Addresses of what the guard remembers of steps: some kilobytes, whatever the model."""
+    """Returns the addresses of the guard's statistics: a few kilobytes, whatever the model."""
     return {tensor.untyped_storage().data_ptr() for tensor in engine.guard.state().values()}
 
 
 def buffers() -> set[int]:
-    """Addresses of what modules hold beside weights: frequencies of rotary positions."""
+    """Returns the addresses of buffers of modules: frequencies of rotary positions."""
     modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
     return {tensor.untyped_storage().data_ptr() for one in modules for tensor in one.buffers(recurse=False)}
 
 
 def passed_storages() -> dict[int, int]:
-    """Activations and their gradients: tensors of three dimensions, which no weight of a dense model is."""
+    """Returns activations and their gradients: tensors of three dimensions, which no weight of a dense model has."""
     return live_storages(dimensions=3)
 
 
 def _watch(engine: Any, look: Callable[[], None]) -> None:
-    """Looks after each backward pass."""
+    """Measures after each backward pass."""
     inner = getattr(engine, "engine", engine)
     backward = inner.backward
 
@@ -117,7 +117,7 @@ def _watch(engine: Any, look: Callable[[], None]) -> None:
 
 
 def _watch_pipeline(engine: Any, look: Callable[[], None]) -> None:
-    """Looks before each update."""
+    """Measures before each update."""
     inner = engine.engine
     update = inner._exec_optimizer_step
 

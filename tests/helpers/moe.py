@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"bos_token_id": 0, "eos_token_id": 1, "dense_intermediate_size": 48, "shared_intermediate_size": 24}
     | {"layer_types": ["full_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
 }
-"""Tiny configurations of the families whose experts can be spread over ranks."""
+"""Tiny configurations of the families whose experts can be distributed over ranks."""
 
 INDEXED = {
     **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -56,10 +56,10 @@ INDEXED = {
     **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
     **{"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "max_position_embeddings": 32},
 }
-"""DeepSeek V3.2: the indexer's choice has no gradient."""
+"""DeepSeek V3.2, whose indexer's choice has no gradient."""
 
 
 def moe_recipe(architecture: str = "mixtral", **fields: Any) -> Recipe:
-    """A recipe with `expert` ranks in a group, whose clipping bites at every step of SGD."""
+    """Returns a recipe with `expert` ranks in a group, whose clipping is active at every step of SGD."""
     model = {"architecture": architecture, "config": CONFIGS[architecture]}
     return tiny_recipe(**{"model": model, "parallel.expert": 2, **fields})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 CANARY = "executed"
-"""A file of this name in the working folder is what an executed word leaves."""
+"""An executed word leaves a file of this name in the working folder."""
 WORDS = (
     *("", " ", "a b", "it's", '"', "`touch executed`", "$(touch executed)", "; touch executed;", "| touch executed"),
     *("\ntouch executed\n", "'; touch executed; '", '"; touch executed; "', "&& touch executed", "> executed"),
@@ -17,7 +17,7 @@ CHARACTERS = sorted({one for word in WORDS for one in word})
 
 
 def words(seed: int, count: int = 60) -> list[str]:
-    """`WORDS`, and some drawn from their characters and from one another: the same ones for a seed."""
+    """Returns `WORDS`, and others drawn from their characters and parts; the same ones for the same seed."""
     draw = random.Random(seed)
     drawn = ["".join(draw.choices(CHARACTERS, k=draw.randint(1, 30))) for _ in range(count)]
     joined = ["".join(draw.choices(WORDS, k=3)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A folder of pretrained weights whose model is code of its own, as a hub repository ships it."""
+"""A folder of pretrained weights whose model has its own code, as in some hub repositories."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ SPARSE = {
         "        return out"
     ),
 }
-"""A model of own code whose tokens each run one of 256 modules, so that some meet no token."""
+"""A model with its own code. Each token runs one of 256 modules, so that some modules run for no token."""
 
 
 def write_folder(folder: Path, replaced: dict[str, str] | None = None, **config: object) -> Path:
-    """Code, configuration and weights. replaced: pieces of the code, and what is there instead."""
+    """Writes code, configuration and weights. replaced: parts of the code → their replacements."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

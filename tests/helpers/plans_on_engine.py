@@ -1,4 +1,4 @@
-"""What a drawn plan does on the real engine, past the rules, beside a plain PyTorch loop.
+"""Compares what a drawn plan does on the real engine, without the rules, with a plain PyTorch loop.
 
 Each plan has processes of its own: DeepSpeed keeps much for the life of a process, and a refused plan may hang.
 """
@@ -42,20 +42,21 @@ STEPS = 3
 HELD_OUT = 999
 """Number of the batch that is evaluated at the end."""
 REFERENCES = 6
-"""Plain loops in other orders, micro-batches and attentions, whose spread a refused plan exceeds below fp32."""
+"""Plain loops with other orders, micro-batches and attention kernels; below fp32, a refused plan exceeds their
+spread."""
 LOWER = Deviation(loss=2**-8, grad_norm=2**-6, weights=math.sqrt(2 * 2**-6), same_lr=True)
 """What a legal plan in a lower precision may deviate. A loss by a unit in its last place, norms of rounded gradients by
 four (as in `test_parity`), and so weights by what `verify.compare` derives for Adam from the error of a gradient."""
 PATIENCE = 180
-"""Seconds until a plan counts as hanging."""
+"""Seconds after which a plan counts as hanging."""
 CPU = torch.device("cpu")
 
 Did = dict[str, Any]
-"""What an engine really does of what a plan asks."""
+"""What an engine actually does for each field of a plan."""
 
 
 def verdict(case: Case) -> str:
-    """What the engine does otherwise than the plan says; empty where it trains it as the plain loop does."""
+    """Returns how the engine deviates from the plan; empty if it trains as the plain loop does."""
     if not case.rules:
         return _probed(case.draft, LOWER)
     return _wrong(case) or _without_effect(case)
@@ -99,7 +100,7 @@ def _probed(draft: Draft, least: Deviation | None = None) -> str:
 
 
 def _without_effect(case: Case) -> str:
-    """Of a refused plan that came out right, the refused field that changes nothing at all."""
+    """For a refused plan whose results are right, returns the refused field that has no effect."""
     plain = ParallelConfig()
     for field in sorted({problem.field for problem in broken(case.draft, LEGALITY)[0]}):
         name = field.removeprefix("parallel.")
@@ -112,7 +113,7 @@ def _without_effect(case: Case) -> str:
 
 
 def _same(ours: list[Any], theirs: list[Any]) -> bool:
-    """Whether two runs agree in every bit."""
+    """Returns whether two runs agree in every bit."""
     (_, first), (_, second) = ours[0], theirs[0]
     a, b = _torch(first), _torch(second)
     numbers = (a.losses, a.grad_norms) == (b.losses, b.grad_norms)
@@ -120,7 +121,7 @@ def _same(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 def _run(draft: Draft) -> list[tuple[Did, Trace]]:
-    """On every rank: what the engine did, and the run. Raises what the first rank that failed raised."""
+    """Returns, for every rank, what the engine did and the run. Raises the exception of the first rank that failed."""
     plan = assemble(draft)
     return run_ranks(plan.workers, _train, draft, timeout=PATIENCE)
 
@@ -132,7 +133,7 @@ def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
     for layer in again:
         # The layer's first module, since a selective checkpoint is within the layer's own call.
         next(layer.children()).register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    # A plan that is none may have more ranks than readers.
+    # An invalid plan may have more ranks than readers.
     reader = engine.data_parallel_rank % plan.readers
     shape = (plan.read_size, plan.batch.gradient_accumulation_steps, reader, plan.readers)
     run, passes = _trace(engine, draft.recipe, *shape, calls=calls)
@@ -140,7 +141,7 @@ def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
 
 
 def _layers_again(engine: Any, parallel: ParallelConfig) -> list[torch.nn.Module]:
-    """Layers of this rank that are to be computed again, if any are."""
+    """Returns the layers of this rank that are recomputed."""
     models = [one for one, _ in engine.models()] if hasattr(engine, "models") else [engine.model]
     layers = [layer for model in models for layer in list(decoder_layers(model)[1])[:: parallel.checkpoint_every]]
     return [layer for layer in layers if next(layer.parameters(), None) is not None]
@@ -230,7 +231,7 @@ def _scaled_wrong(run: Trace, expected: Trace) -> str:
 
 
 def _plain(recipe: Recipe) -> Recipe:
-    """What the reference reads of a recipe; it is found again under that."""
+    """Returns the recipe with only the fields that the reference reads; runs of the reference are cached by it."""
     routed = recipe.model.config.get("output_router_logits")
     micro = recipe.batch.micro_batch_size if routed else 1
     return recipe.with_(
@@ -323,8 +324,9 @@ def _trace(
 
 
 def _numpy(run: Trace) -> Trace:
-    """A tensor would travel through shared memory that dies with its process."""
-    return Trace(run.losses, run.grad_norms, run.rates, run.evaluation, {n: w.numpy() for n, w in run.weights.items()})  # type: ignore[misc]
+    """Returns an array: a tensor would be passed through shared memory, which ends with its process."""
+    return Trace(run.losses, run.grad_norms, run.rates, run.evaluation, {n: w.numpy() for n, w in run.weights.items()})
+    # type: ignore[misc]
 
 
 def _torch(run: Any) -> Trace:
@@ -333,7 +335,7 @@ def _torch(run: Any) -> Trace:
 
 
 def _reason(error: BaseException) -> str:
-    """What a rank raised, out of the traceback that came back; a verdict of our own has its fix in the last line."""
+    """Returns the error of a rank from its traceback; our own errors have their fix in the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|FamilyError)\b", line)]
     return (raised or lines or [type(error).__name__])[-1][:200]

@@ -1,4 +1,5 @@
-"""Bugs as strategies have them, planted into the real engine. Each is `bug(patch)`, `patch` a `pytest.MonkeyPatch`."""
+"""Typical bugs of parallel strategies, planted into the real engine. Each is `bug(patch)`, `patch` a
+`pytest.MonkeyPatch`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _on_ds_config(patch, change):
 
 
 def loss_by_micro_batch(patch):
-    """Each micro-batch weighs the same, however many targets it has."""
+    """Each micro-batch has the same weight, however many targets it has."""
     original, seen = engine.forward, {}
 
     def note(plan, batch):
@@ -113,7 +114,7 @@ def ignored_clipping(patch):
 
 
 def clipping_per_rank(patch):
-    """Each rank clips to the whole limit by its own part: √2 too much is left where the parts are alike."""
+    """Each rank clips its own part to the whole limit: if the parts are alike, the norm is √2 times too large."""
     _on_ds_config(patch, lambda config: {**config, "gradient_clipping": config["gradient_clipping"] * 2**0.5})
 
 
@@ -137,7 +138,7 @@ def wrong_schedule(patch):
 
 
 def stale_tied_copy(patch):
-    """The head keeps the embedding that it started with."""
+    """The head keeps the initial embedding."""
     original = DeepSpeedEngine._build
 
     def build(self, ds_config):
@@ -203,4 +204,4 @@ COARSE = (
     wrong_schedule,
     forgotten_micro_batch,
 )
-"""Those that show through the rounding of bf16 in a few steps."""
+"""Those that are larger than bf16's rounding after a few steps."""

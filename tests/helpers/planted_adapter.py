@@ -1,4 +1,4 @@
-"""Bugs in how strategies freeze weights and add adapters, planted into the real engines."""
+"""Bugs in freezing weights and adding adapters, planted into the real engines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapter_of_another_seed(patch):
 
 
 def module_not_saved(patch):
-    """What is trained as a whole stays frozen."""
+    """Modules that should be trained fully stay frozen."""
 
     def freeze(result, arguments):
         for name, one in arguments[0].named_parameters():
@@ -91,7 +91,7 @@ def adapter_of_one_stage_frozen(patch):
 
 
 def gradient_of_a_not_summed(patch):
-    """Each tensor parallel rank keeps what its own rows of B make of the gradient of A."""
+    """Each tensor parallel rank keeps the part of A's gradient that its own rows of B give."""
     original = split.TensorParallel.adapt
 
     def adapt(self, name, base, inner, outer, config):

@@ -1,4 +1,4 @@
-"""Bugs in what happens to weights that a step gives no gradient; each as in `planted`."""
+"""Bugs in the treatment of weights without a gradient in a step; each as in `planted`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.models import build
 
 
 def choosers_are_trained(patch):
-    """DeepSpeed sums zeros for them, and the optimizer decays them."""
+    """DeepSpeed sums zeros for indexers, and the optimizer decays them."""
     patch.setattr(build, "freeze_choosers", lambda model: model)
 
 

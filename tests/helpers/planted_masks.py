@@ -1,4 +1,4 @@
-"""Bugs of the masks of conversations, planted into the real engine; as in `planted`."""
+"""Bugs in the loss masks of conversations, planted into the real engine; each as in `planted`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.planted import _on_batch, _on_micro_batch, loss_by_micro_batc
 
 
 def _with_mask(change):
-    """Trains on the next tokens where `change(is_trained)` says so."""
+    """Trains on the tokens that `change(is_trained)` selects."""
 
     def masked(rows):
         following = torch.cat([rows.input_ids[:, 1:], rows.labels[:, -1:]], dim=1)
@@ -42,7 +42,7 @@ def questions_trained_on(patch):
 
 
 def mean_over_all_inputs(patch):
-    """The loss is divided by the tokens that are read."""
+    """The loss is divided by the number of all input tokens."""
 
     def count(plan, batch):
         return replace(batch, target_tokens=batch.samples * plan.recipe.data.sequence_length)

@@ -1,4 +1,4 @@
-"""Bugs as trainers of preferences have them, planted into the real engine. Each is `bug(patch)`, as in `planted`."""
+"""Typical bugs of preference training, planted into the real engine. Each is `bug(patch)`, as in `planted`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reference_of_another_pair(patch):
 
 
 def pairs_by_micro_batch(patch):
-    """Each micro-batch weighs the same, however many pairs it has."""
+    """Each micro-batch has the same weight, however many pairs it has."""
     original, train, seen = engine.forward, DeepSpeedEngine.train_step, {}
 
     def train_step(self, batch):
@@ -89,7 +89,7 @@ def sft_ignored(patch):
 
 
 def mean_over_tokens(patch):
-    """As in IPO, for a loss that is defined by sums."""
+    """A loss that is defined with sums uses means over tokens, as IPO does."""
 
     def mean(config, log_probs, lengths, references):
         counts = lengths.clamp(min=1)
@@ -99,12 +99,12 @@ def mean_over_tokens(patch):
 
 
 def slices_not_summed(patch):
-    """Each rank compares the slices that it holds."""
+    """Each rank compares only its own slices."""
     patch.setattr(objective._SummedOverSlices, "apply", staticmethod(lambda log_probs, group: log_probs))
 
 
 def slices_summed_without_gradient_of_others(patch):
-    """The gradient of a share, as if the other ranks computed nothing from the sum."""
+    """The gradient is that of this rank's share, as if the other ranks did not use the sum."""
 
     def backward(ctx, gradient):
         return gradient, None
@@ -130,7 +130,7 @@ def label_swapped_on_one_rank(patch):
 
 
 def divergence_per_micro_batch(patch):
-    """As TRL has it: all ranks, but one micro step."""
+    """As in TRL: over all ranks, but only one micro-batch."""
     estimate, original, found = engine.estimate_divergence, engine.forward, []
 
     def each(own, batches):
@@ -192,7 +192,7 @@ def divergence_of_own_completions(patch):
 
 
 def divergence_after_the_update(patch):
-    """That of the step before, whose weights were others."""
+    """The divergence of the previous step, with its weights."""
     original, train = engine.estimate_divergence, DeepSpeedEngine.train_step
 
     def train_step(self, batch):
@@ -225,7 +225,7 @@ COMPARED = (
     mean_over_tokens,
 )
 SLICED = (slices_not_summed, slices_summed_without_gradient_of_others, every_slice_counts_the_whole_loss)
-"""Those of ranks that share sequences."""
+"""For ranks that share sequences."""
 JUDGED = (
     label_swapped_on_one_rank,
     divergence_per_micro_batch,

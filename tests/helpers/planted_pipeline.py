@@ -1,4 +1,4 @@
-"""Bugs as pipelines have them, planted into the stages, their engine and what they are fed with."""
+"""Typical bugs of pipelines, planted into the stages, their engine and their inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.planted_zero import clipping_per_partition
 
 
 def norm_per_stage(patch):
-    """Each stage knows, and clips by, the norm of its own gradients."""
+    """Each stage reports the norm of its own gradients, and clips by it."""
     patch.setattr(DeepSpeedZeroOptimizer, "_model_parallel_all_reduce", lambda *_, **__: None)
 
 
@@ -24,7 +24,7 @@ def tied_gradient_not_summed(patch):
 
 
 def tied_gradient_counted_twice(patch):
-    """In the norm: no copy is marked as one that another stage counts."""
+    """The norm counts a tied gradient twice: no copy is marked as counted by another stage."""
     original = StagePipeline._index_tied_modules
 
     def index(self):
@@ -37,7 +37,7 @@ def tied_gradient_counted_twice(patch):
 
 
 def stale_tied_copy(patch):
-    """The last stage goes on with the tied weight that it started with, the first one is right."""
+    """The last stage keeps its initial tied weight; the first one is right."""
     original, started = PipelineAxis.train_step, {}
 
     def train_step(self, batch):
@@ -63,7 +63,7 @@ def loss_by_micro_batch(patch):
 
 
 def loss_of_one_replica(patch):
-    """Scaled as if there were one replica: a mean over replicas where the sum is meant."""
+    """The loss is scaled as if there were one replica: the mean over replicas instead of the sum."""
     original = PipelineAxis._begin
 
     def begin(self, batch):
@@ -80,7 +80,7 @@ def replicas_read_the_same(patch):
 
 
 def labels_in_another_order(patch):
-    """The last stage takes its labels from the end."""
+    """The last stage reads the labels of the micro-batches in reverse order."""
     original = PipelineAxis._begin
 
     def reverse(self, batch):
@@ -102,7 +102,7 @@ def one_stage_with_another_seed(patch):
 
 
 def _on_stage(patch, change):
-    """Changes a stage that is built; the cut itself is proved on a tiny copy before."""
+    """Changes a stage after it is built; the division into stages was already tested on a tiny copy."""
     original = RankSpec.build
 
     def build(self, log=False):
@@ -115,7 +115,7 @@ def _on_stage(patch, change):
 
 
 def later_documents_see_each_other(patch):
-    """The bounds of documents are lost on the way to the second stage."""
+    """The bounds of documents do not reach the second stage."""
 
     def flatten(stage):
         inputs = stage.inputs

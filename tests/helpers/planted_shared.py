@@ -1,4 +1,4 @@
-"""Bugs in what all engines share, planted wherever it is imported. The reference is made with them in force."""
+"""Bugs in the code that all engines share, planted in each module that imports it, before the reference runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _everywhere(patch, function, bug):
 
 
 def _on_rows(patch, change):
-    """Reads `change(rows)` from the packed sequences, of training and of evaluation."""
+    """Reads `change(rows)` from the packed sequences, in training and in evaluation."""
     original = samples.PackedSamples.read
     patch.setattr(samples.PackedSamples, "read", lambda self, index: change(original(self, index)))
 
@@ -41,7 +41,7 @@ def smoothed_loss(patch):
 
 
 def loss_of_padding(patch):
-    """Places without a target count as targets of token 0."""
+    """Positions without a target are counted as targets with token 0."""
     original = loss.target_loss_sum
     _everywhere(patch, original, lambda logits, labels: original(logits, labels.clamp(min=0)))
 
@@ -78,18 +78,18 @@ def late_schedule(patch):
 
 
 def wrong_norm(patch):
-    """Clipping follows it."""
+    """The squared norm is 1% too large, also for clipping."""
     original = squared_norm
     _everywhere(patch, original, lambda *arguments: original(*arguments) * 1.01)
 
 
 def no_document_mask(patch):
-    """Positions begin again in each document, attention goes on."""
+    """Positions restart in each document, but attention does not."""
     patch.setattr(forward, "_find", lambda position_ids: None)
 
 
 def late_document_mask(patch):
-    """The first token of each document counts as the last one of the document before."""
+    """The first token of each document belongs to the previous document."""
     original = forward._find
 
     def late(position_ids):
@@ -100,12 +100,12 @@ def late_document_mask(patch):
 
 
 def joined_documents(patch):
-    """The sampler reads sequences as one document."""
+    """The sampler treats each sequence as one document."""
     _on_rows(patch, lambda rows: rows._replace(position_ids=rows.position_ids * 0 + range(rows.position_ids.shape[1])))
 
 
 def late_positions(patch):
-    """They begin again one token late."""
+    """Positions restart one token late."""
     _on_rows(patch, lambda rows: rows._replace(position_ids=_rolled(rows.position_ids)))
 
 
@@ -128,7 +128,7 @@ def labels_shifted_twice(patch):
 
 
 def miscounted_targets(patch):
-    """Each sequence counts a target more than it has."""
+    """Each sequence counts one target too many."""
     original = sampler._counts
 
     def counts(*arguments):
@@ -139,7 +139,7 @@ def miscounted_targets(patch):
 
 
 def lost_model_field(patch):
-    """Of the recipe's fields for the model one does not arrive."""
+    """One of the recipe's fields for the model is lost."""
     original = build.model_configuration
 
     def configuration(recipe):
@@ -166,4 +166,4 @@ SHARED = (
     lost_model_field,
 )
 ROUTED = (router_loss_counted_twice,)
-"""Where there are experts, with the loss of their router."""
+"""For models with experts, with the router's loss."""

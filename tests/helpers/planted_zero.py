@@ -1,4 +1,4 @@
-"""Bugs as ZeRO has them, planted into DeepSpeed's optimizers: what is partitioned, reduced and gathered."""
+"""Typical bugs of ZeRO, planted into DeepSpeed's optimizers: in partitioning, reducing and gathering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.small_verify import STEPS
 
 
 def clipping_per_partition(patch):
-    """Each rank clips what it owns by the norm of that, while the reported norm is right."""
+    """Each rank clips its partition by the partition's own norm; the reported norm is right."""
     original = DeepSpeedZeroOptimizer.unscale_and_clip_grads
 
     def clip(self, grads, total_norm):
@@ -36,7 +36,7 @@ def dropped_group(patch):
 
 
 def gradients_of_one_rank_lost(patch):
-    """The loss of the last rank counts, its gradients do not."""
+    """The last rank's loss is counted, but its gradients are not."""
     original = engine.forward
 
     def forward(*arguments):
@@ -48,7 +48,7 @@ def gradients_of_one_rank_lost(patch):
 
 
 def partition_not_reduced(patch):
-    """The last rank goes on with its own gradients."""
+    """The last rank continues with its own gradients."""
     original = DeepSpeedZeroOptimizer.average_tensor
 
     def average(self, tensor, dtype):
@@ -61,7 +61,7 @@ def partition_not_reduced(patch):
 
 
 def gather_forgotten_once(patch):
-    """After the second step the ranks keep the old weights of the others; the next gather makes it good."""
+    """After the second step, the ranks keep old weights of other ranks; the next gather corrects this."""
     original, calls = stage_1_and_2.all_gather_dp_groups, count()
 
     def gather(*arguments, **more):
@@ -81,7 +81,7 @@ def clipping_per_shard(patch):
 
 
 def stale_gather(patch):
-    """What is gathered after the second step is from before it."""
+    """The weights that are gathered after the second step are those from before it."""
     original, calls = DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters, count()
 
     def reassign(self, group):
@@ -93,7 +93,7 @@ def stale_gather(patch):
 
 
 def dropped_shard(patch):
-    """The last rank takes the update of what it owns back."""
+    """The last rank reverts the update of its partition."""
     original = DeepSpeedZeroOptimizer_Stage3._optimizer_step
 
     def step(self, group):

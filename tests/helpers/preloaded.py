@@ -1,4 +1,4 @@
-"""What a server of ranks imports before it forks them, since it would cost each of them some seconds.
+"""The imports of the server that forks ranks; without it, they would take each rank several seconds.
 
 Some is only imported when an engine is built: inductor, which DeepSpeed's Muon asks torch to compile for, and what the
 overrides look at. What is there already is never garbage, and `see_memory_usage` of DeepSpeed collects all the time.

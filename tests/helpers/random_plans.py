@@ -1,4 +1,4 @@
-"""Draws plans over every field that the rules of legality speak of, legal ones and their illegal neighbours.
+"""Draws plans over every field that the rules of legality use: legal plans and their illegal neighbours.
 
 Pure: what a plan does on the engine is asked in `plans_on_engine`. A draw depends on its seed and number alone.
 """
@@ -29,7 +29,7 @@ BACKENDS = [
     *[("horovod", "ddp")] * is_installed("horovod"),
 ]
 CLIP = 0.3
-"""Bites at every step."""
+"""Clipping is active at every step."""
 CHOICES: dict[str, Sequence[Any]] = {
     "parallel.zero_stage": (0, 1, 2, 3),
     "parallel.hierarchical_partition": (1, 1, 1, 2, 3, 4),
@@ -54,7 +54,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "data.sequence_length": (32, 24, 18),
     "model.attention": ("sdpa", "varlen", "eager"),
 }
-"""Field → its values, the likelier ones several times."""
+"""Field → its values; likelier values are listed several times."""
 SIZES: dict[str, Sequence[Any]] = {
     "num_hidden_layers": (1, 2, 3, 4),
     "heads": ((2, 1), (2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (4, 1)),
@@ -64,27 +64,28 @@ SIZES: dict[str, Sequence[Any]] = {
     "architecture": ("llama", "llama", "llama", "qwen3", "gpt2", "mixtral", "qwen3_moe"),
     "router": (None, "output_router_logits"),
 }
-"""The same of the model; `heads`: of queries, and of keys and values; `router`: whether its loss is trained."""
+"""The same for the model; `heads`: of queries, and of keys and values; `router`: whether the router's loss is
+trained."""
 HEAD_DIM = 8
 HAS_AIO = find_library("aio") is not None
 NEIGHBOURS = 60
-"""Neighbours of a legal plan that are looked at for a refused one."""
+"""Number of neighbours of a legal plan that are tried to find a refused one."""
 LONGEST = max(CHOICES["data.sequence_length"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan that can be made, legal or not."""
+    """A plan that can be constructed, legal or not."""
 
     name: str
-    """Seed and number of its draw."""
+    """Seed and number of the draw."""
     draft: Draft
     rules: frozenset[str]
     """Rules that refuse it; none for a legal plan."""
 
     @property
     def told(self) -> str:
-        """The plan in a line: what is not at its default."""
+        """Returns the plan in one line: the fields that differ from their defaults."""
         recipe, parallel = self.draft.recipe, self.draft.parallel
         plain = type(parallel)()
         values = {name: value for name, value in parallel.model_dump().items() if value != getattr(plain, name)}
@@ -97,12 +98,12 @@ class Case:
 
 
 def cases(seed: int, count: int, worlds: Sequence[int]) -> list[Case]:
-    """`count` plans, legal and refused ones by turns."""
+    """Returns `count` plans, alternating between legal and refused ones."""
     return [case(seed, number, worlds) for number in range(count)]
 
 
 def case(seed: int, number: int, worlds: Sequence[int]) -> Case:
-    """One of them: a legal plan, or one that is a single field away from legal."""
+    """Returns one case: a legal plan, or one that differs from a legal plan in one field."""
     draw = random.Random(f"{seed}:{number}")
     while True:
         world = draw.choice(worlds)
@@ -126,7 +127,7 @@ def case(seed: int, number: int, worlds: Sequence[int]) -> Case:
 
 
 def plan_of(fields: Fields, sizes: Fields, world: int) -> Case:
-    """A plan of one's own, legal or not, beside what is plain."""
+    """Returns a drawn plan, legal or not, with defaults for all other fields."""
     plain = {field: values[0] for field, values in CHOICES.items()} | {"optim.clip_grad_norm": CLIP}
     plain |= {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp"}
     model = {name: values[0] for name, values in SIZES.items()} | {"num_hidden_layers": 2, "heads": (4, 2)}
@@ -166,7 +167,7 @@ def _change(draw: random.Random, fields: Fields, sizes: Fields) -> None:
 
 
 def _refusals(draft: Draft | None) -> frozenset[str] | None:
-    """Rules that refuse a draft; None where no plan can be made of it, whatever the rules say."""
+    """Returns the rules that refuse a draft; None if no plan can be constructed from it, whatever the rules are."""
     if draft is None or draft.accumulation is None:
         return None
     if draft.facts is not None and draft.parallel.stages > draft.facts.layers:
@@ -175,18 +176,18 @@ def _refusals(draft: Draft | None) -> frozenset[str] | None:
 
 
 def rules_of(draft: Draft) -> frozenset[str]:
-    """Rules that refuse a draft."""
+    """Returns the rules that refuse a draft."""
     return frozenset(problem.rule for problem in broken(draft, LEGALITY)[0])
 
 
 def _is_runnable(draft: Draft | None) -> bool:
-    """Whether DeepSpeed's operator for disks, where it is asked for, can be built here."""
+    """Returns whether DeepSpeed's operator for disks can be built here, if the plan needs it."""
     swaps = draft is not None and "nvme" in (draft.parallel.offload_optimizer, draft.parallel.offload_param)
     return HAS_AIO or not swaps
 
 
 def _draft(fields: Fields, sizes: Fields, world: int) -> Draft | None:
-    """None where the model's own sizes are at fault."""
+    """Returns a draft; None if the model's own sizes are invalid."""
     recipe = changed(_recipe(sizes), fields)
     try:
         facts = model_facts(recipe.model, recipe.vocab_size)

@@ -1,4 +1,4 @@
-"""Run directories made by hand, for what looks at them."""
+"""Hand-made run directories, for tests of commands that read them."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def step_record(step: int, loss: float | None, **more) -> dict:
 
 
 def long_run(folder: Path, rows: int, seed: int = 0, name: str | None = None) -> Path:
-    """A run with a spike in its loss and one loss that is not finite, and an evaluation at every hundredth step."""
+    """Makes a run with a spike in its loss, one loss that is not finite, and an evaluation every 100 steps."""
     folder.mkdir(parents=True)
     (folder / "recipe.json").write_text(json.dumps({"name": name or f"run_{seed}", "optim": {"lr": seed}}))
     draw, records = random.Random(seed), []
@@ -48,7 +48,7 @@ def long_run(folder: Path, rows: int, seed: int = 0, name: str | None = None) ->
 
 
 def short_run(folder: Path) -> Path:
-    """A run of 60 steps with events, a sample, a profile and scores."""
+    """Makes a run of 60 steps with events, a sample, a profile and scores."""
     long_run(folder, 60, name="short")
     events = [("started", 0, "2 workers"), ("skipped", 17, "loss 9 above 4"), ("stopped", 40, "on SIGTERM")]
     events += [("started", 40, "2 workers"), ("finished", 60, "")]

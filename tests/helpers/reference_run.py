@@ -1,4 +1,4 @@
-"""The independent reference of `llmtrain verify`, driven as an engine is."""
+"""The independent reference of `llmtrain verify`, with the interface of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class ReferenceRun:
-    """Takes whole global batches. A router's loss is a mean within the micro-batches that come."""
+    """Takes whole global batches. A router's loss is a mean within the given micro-batches."""
 
     def __init__(self, recipe: Recipe, device: torch.device = CPU, together: bool = False) -> None:
         self.loop = ReferenceLoop(recipe, drawn_weights(recipe, device), device, together=together)
@@ -32,7 +32,7 @@ class ReferenceRun:
 
 
 def documents_of(micro_batches: list[MicroBatch]) -> Sequences:
-    """Of each row its documents, which begin where the positions begin."""
+    """Returns the documents of each row; a document begins where positions restart."""
     sequences = []
     for micro_batch in micro_batches:
         for tokens, positions, labels in zip(

@@ -1,4 +1,4 @@
-"""A real Slurm on one machine: a controller and a few nodes, each a `slurmd` on a port of its own.
+"""A real Slurm on one machine: a controller and several nodes, each a `slurmd` on its own port.
 
 The nodes share files and processes, as they would a file system; their names resolve to nothing, so
 that whoever wants to meet has to ask Slurm for an address. Everything lives in one folder and listens
@@ -27,16 +27,16 @@ T = TypeVar("T")
 Daemon = subprocess.Popen[bytes]
 NODES = ("n1", "n2", "n3")
 CPUS = 16
-"""Of each node; more than the machine may have, as the tests count tasks and no speed."""
+"""Of each node; may exceed the machine's, because the tests do not measure speed."""
 GPUS = 8
-"""Of each node, by name only."""
+"""Of each node; they exist only by name."""
 PACKAGES = {
     **dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue"), "slurm-wlm"),
     "munged": "munge",
 }
 """Program → Debian package."""
 NODE_VARIABLE = "LLMTRAIN_TEST_NODE"
-"""In the environment of a node's daemon, and so of what that starts."""
+"""In the environment of a node's daemon, which the processes that it starts inherit."""
 
 SLURM_CONF = """
 ClusterName=llmtrain
@@ -75,7 +75,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
 
 def missing() -> str | None:
-    """What this machine lacks for a cluster, and what to do about it; None where nothing."""
+    """Returns what this machine lacks for a cluster, and how to install it; None if nothing is missing."""
     if os.geteuid() != 0:
         return "slurmd needs root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -88,16 +88,16 @@ class SlurmCluster:
     """A running cluster, and how to use it."""
 
     folder: Path
-    """Configuration, state and logs; thrown away with the cluster."""
+    """Configuration, state and logs; removed with the cluster."""
     nodes: dict[str, Daemon]
     """Name → its daemon."""
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """For a program that submits jobs, and so for these."""
+        """Returns the environment of a program that submits jobs, and thus of the jobs."""
         return {**os.environ, **(extra or {}), **_path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: object, check: bool = True, **env: str) -> str:
-        """Standard output of a command of Slurm's, or of one that calls them."""
+        """Returns the standard output of a Slurm command, or of a command that calls one."""
         line = [str(part) for part in command]
         result = subprocess.run(line, capture_output=True, text=True, timeout=120, env=self.environment(env))
         if check and result.returncode:
@@ -105,17 +105,17 @@ class SlurmCluster:
         return result.stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` knows of a job: JobState, Restarts, NodeList, ExitCode, …"""
+        """Returns the output of `scontrol show job` for a job: JobState, Restarts, NodeList, ExitCode, …"""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait(self, job: str, *states: str, seconds: float = 120) -> dict[str, str]:
-        """The job once it is in one of the states; `("COMPLETED",)` unless named."""
+        """Waits until the job is in one of the states (default `("COMPLETED",)`), and returns the job."""
         wanted = states or ("COMPLETED",)
         return self.until(lambda: (found := self.job(job))["JobState"] in wanted and found, seconds, job)
 
     def until(self, condition: Callable[[], T], seconds: float, job: str = "") -> T:
-        """The first true value of a condition."""
+        """Waits until a condition has a true value, and returns it."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < deadline, f"waited {seconds} s: {self.told(job)}"
@@ -123,19 +123,19 @@ class SlurmCluster:
         return value
 
     def told(self, job: str) -> str:
-        """All that explains why a job is where it is."""
+        """Returns everything that explains the state of a job."""
         about = self.run("scontrol", "show", "job", job, check=False) if job else ""
         logs = [path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log"))]
         return "\n".join([about, self.run("sinfo", "-N", "-l", check=False), *logs])
 
     def kill_node(self, name: str) -> None:
-        """Ends a node's daemon and all that it started, as a power cut would."""
+        """Kills a node's daemon and all processes that it started, like a power failure."""
         self.nodes[name].kill()
         self.nodes[name].wait()
         _kill(self.folder, lambda env: env.get(NODE_VARIABLE) == name or env.get("SLURMD_NODENAME") == name)
 
     def start_node(self, name: str) -> None:
-        """Starts it, and waits until jobs may run on it."""
+        """Starts a node, and waits until it accepts jobs."""
         self.nodes[name] = _start(self.folder, f"slurmd-{name}", ["slurmd", "-D", "-N", name], {NODE_VARIABLE: name})
         self.until(lambda: self.run("sinfo", "-h", "-n", name, "-o", "%t", check=False).strip() == "idle", 30)
 
@@ -210,7 +210,7 @@ def _path() -> dict[str, str]:
 
 
 def _kill(folder: Path, which: Callable[[dict[str, str]], bool]) -> None:
-    """Kills those processes of a cluster, which know its configuration, whose environment is meant."""
+    """Kills the processes of a cluster, recognized by its configuration, whose environment satisfies the condition."""
     mine = str(folder / "slurm.conf")
     while victims := [pid for pid, env in _processes() if env.get("SLURM_CONF") == mine and which(env)]:
         for pid in victims:
@@ -220,7 +220,7 @@ def _kill(folder: Path, which: Callable[[dict[str, str]], bool]) -> None:
 
 
 def _processes() -> Iterator[tuple[int, dict[str, str]]]:
-    """Id and initial environment of every process but this one."""
+    """Yields the id and the initial environment of every process except this one."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with suppress(OSError):
@@ -229,7 +229,7 @@ def _processes() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Neighbouring TCP ports that nobody listens on."""
+    """Returns neighbouring free TCP ports."""
     for first in range(21000 + os.getpid() % 5000, 32000, count):
         with ExitStack() as held, suppress(OSError):
             for port in range(first, first + count):

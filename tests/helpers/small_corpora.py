@@ -1,4 +1,4 @@
-"""Small corpora for the tests of the data."""
+"""Small corpora for the tests of data preparation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS = [
 
 
 def make_texts(count: int, seed: int = 0, longest: int = 120) -> list[str]:
-    """Different documents of 1 to `longest` words."""
+    """Returns different documents of 1 to `longest` words."""
     rng = random.Random(seed)
     return [f"{n} " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for n in range(count)]
 
@@ -46,7 +46,7 @@ def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
 
 
 def write_tokenizer(folder: Path, bos: bool = False, **config: Any) -> Path:
-    """A byte-level tokenizer as a model folder has it."""
+    """Writes a byte-level tokenizer in the format of a model folder."""
     names = {"<s>": 0, "</s>": 1}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {**names, **{token: number + 2 for number, token in enumerate(alphabet)}}

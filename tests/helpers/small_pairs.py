@@ -1,4 +1,4 @@
-"""Short completions, and a recipe that compares or judges them, small enough to train some dozen times in a test."""
+"""Short completions, and a preference recipe that is small enough to train dozens of times in a test."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TEMPLATE = (
 
 
 def write_pairs(folder: Path, number: int = 300, judged: bool = False) -> Path:
-    """Pairs of many lengths, one to a few of which fit into a sequence, and a tokenizer with a chat template.
+    """Writes pairs of many lengths, of which one or a few fit into a sequence, and a tokenizer with a chat template.
 
-    judged: one of the completions instead, with its label.
+    judged: one labelled completion instead of each pair.
     """
     case("chatml", folder / "tokenizer")
     draw = random.Random(1)
@@ -45,7 +45,7 @@ def write_pairs(folder: Path, number: int = 300, judged: bool = False) -> Path:
 
 
 def small_pairs(pairs: Path, **fields: Any) -> Recipe:
-    """As `small`, with pairs that `write_pairs` has written."""
+    """Like `small`, with pairs that `write_pairs` has written."""
     own = {
         "data.tokenizer": str(pairs.parent / "tokenizer"),
         "data.chat_template": TEMPLATE,

@@ -1,4 +1,4 @@
-"""A small plan, for what reads one and trains nothing."""
+"""A small plan, for tests that read a plan but do not train."""
 
 from llmtrain.cluster import Cluster
 from llmtrain.plan import Plan
@@ -12,7 +12,7 @@ MODEL = {
 
 
 def small_plan(**fields: object) -> Plan:
-    """A plan of two ranks whose run is never started. fields: of its recipe."""
+    """Returns a plan for two ranks whose run is never started. fields: of its recipe."""
     recipe = Recipe(
         name="small",
         model=ModelConfig(architecture="llama", config=MODEL),

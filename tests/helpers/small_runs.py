@@ -52,7 +52,7 @@ RUN = (
     *("--nproc", "2", "--set", "parallel.zero_stage=1", "--set", f"train.max_steps={STEPS}"),
     *("--set", "checkpoint.every_steps=1000", "--set", "evaluation.every_steps=0", "--set", "export.at_end=false"),
 )
-"""Two ranks, and no save but that of a stop."""
+"""Two ranks, without saves except when stopped."""
 
 
 def write_small_recipe(folder: Path) -> Path:
@@ -67,7 +67,8 @@ def write_small_recipe(folder: Path) -> Path:
 
 
 def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
-    """A run that has taken a step, and waits in each, so that it does not end before it is told to stop."""
+    """Starts a run, and returns after its first step; each step waits, so that the run does not end before its
+    signal."""
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir)]
     env = {**os.environ, "FAULT": "slow:0:1", "PYTHONPATH": BREAKABLE}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -16,7 +16,7 @@ RUN = "small"
 
 
 class Tensors:
-    """A stand-in for an engine: some files of tensors that tell the step."""
+    """A stand-in for an engine: a few files of tensors whose values identify the step."""
 
     def __init__(self, elements: int = 1000) -> None:
         self.elements = elements
@@ -31,12 +31,12 @@ class Tensors:
 
 
 def saver_of(checkpoints: Path, run: str = RUN, elements: int = 1000, **fields) -> Saver:
-    """A saver of a run whose recipe has these fields."""
+    """Returns the saver of a run whose recipe has these fields."""
     return Saver(checkpoints, plan_of(tiny_recipe(**fields), 1), Tensors(elements), run, pauses=())
 
 
 def save(saver: Saver, step: int, eval_loss: float | None = None) -> Path:
-    """Saves a step; the folder."""
+    """Saves a step; returns the folder."""
     saver.engine.step = step
     saver.save(TrainerState(step=step, samples=8 * step, data="key", eval_loss=eval_loss, eval_step=step))
     return saver.checkpoints / f"step_{step:08d}"

@@ -1,4 +1,4 @@
-"""A job small enough to train some dozen times in a test."""
+"""A job that is small enough to train dozens of times in a test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHATS = {"data.chat_template": "chatml", "data.sequence_length": 96, "model.conf
 
 
 def write_chats(folder: Path) -> Path:
-    """Conversations of uneven lengths."""
+    """Writes conversations of different lengths."""
     path = folder / "chats.jsonl"
     roles = ("user", "assistant")
     rows = [
@@ -59,7 +59,7 @@ def write_chats(folder: Path) -> Path:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Documents that fill many sequences, and others of which several share one."""
+    """Writes documents that fill many sequences, and short ones of which several share a sequence."""
     path = folder / "corpus.jsonl"
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"))
     texts = [file.read_text(encoding="utf-8") for file in modules]
@@ -94,7 +94,7 @@ def job_of(recipe: Recipe, names: list[str], nproc: int = 2) -> VerifyJob:
 
 
 def certified(rank: int, job: VerifyJob, folder: Path) -> dict[str, bool]:
-    """On each rank: plan → whether it stayed within its tolerances."""
+    """Runs on each rank; returns plan → whether it stayed within its tolerances."""
     batches = Batches(job.recipe, prepare(job.recipe), STEPS)
     references = read_references(folder)
     return {
@@ -104,12 +104,13 @@ def certified(rank: int, job: VerifyJob, folder: Path) -> dict[str, bool]:
 
 
 def refer(rank: int, job: VerifyJob, folder: Path) -> None:
-    """Makes the reference of a job, without training its plans of one worker."""
+    """Makes the reference of a job, without training its plans with one worker."""
     train.verify_rank(job.model_copy(update={"plans": {}}), folder, CPU, lambda text: None)
 
 
 def plant(rank: int, job, folder, module: str, bugs: tuple[str, ...] | str) -> dict[str, list[str]]:
-    """Bug → the plans that are certified with it; `none` without any. bugs: names, or the name of a list of them."""
+    """Returns bug → the plans that are certified although it is planted; `none`: without a bug. bugs: names, or the
+    name of a list of them."""
     planted = importlib.import_module(f"tests.helpers.{module}")
     chosen = getattr(planted, bugs) if isinstance(bugs, str) else [getattr(planted, name) for name in bugs]
     found = {"none": certified(rank, job, folder)}

@@ -33,7 +33,7 @@ class Trace:
     rates: list[float]
     evaluation: float
     weights: dict[str, NDArray]
-    """Numpy, since a tensor would travel through shared memory that dies with its process."""
+    """Numpy arrays: a tensor would be passed through shared memory, which ends with its process."""
 
 
 def plan_of(recipe: Recipe, ranks: int) -> Plan:
@@ -49,7 +49,7 @@ def reference_of(recipe: Recipe) -> ReferenceRun:
 
 
 def trace(engine, steps: range, micro_batch: int, accumulation: int, rank: int = 0, ranks: int = 1) -> Trace:
-    """Takes the steps, then evaluates."""
+    """Trains the steps, then evaluates."""
 
     def batch(step: int):
         return step_batch(step, micro_batch, accumulation, rank, ranks)
@@ -69,7 +69,7 @@ _plain_runs: dict[tuple[str, int, int], Trace] = {}
 
 
 def plain_run(recipe: Recipe, steps: int, micro_batch: int = 1) -> Trace:
-    """The run of the plain loop, computed once in a process: many cases and ranks are compared with the same one."""
+    """Returns the run of the plain loop, computed once per process: many cases and ranks are compared with it."""
     key = repr(recipe), steps, micro_batch
     if key not in _plain_runs:
         _plain_runs[key] = trace(reference_of(recipe), range(steps), micro_batch, GLOBAL_BATCH // micro_batch)
@@ -77,7 +77,7 @@ def plain_run(recipe: Recipe, steps: int, micro_batch: int = 1) -> Trace:
 
 
 def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
-    """The run of a plan on one rank, from its first step."""
+    """Returns the run of a plan on one rank, from its first step."""
     batch = plan.batch
     return trace(
         engine_of(plan),
@@ -90,7 +90,7 @@ def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
 
 
 def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, in the type that the plan's forward pass reads."""
+    """Returns the weights of a checkpoint, in the data type of the plan's forward pass."""
     dtype = weight_dtype(plan.recipe.parallel.precision)
     shapes = empty_model(model_configuration(plan.recipe), dtype).state_dict()
     source = StateSource(checkpoint)
@@ -98,12 +98,12 @@ def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def worst(ours: list[float], theirs: list[float]) -> float:
-    """Largest relative difference."""
+    """Returns the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def assert_same(run: Trace, expected: Trace, name: object, tolerance: float = 1e-5) -> None:
-    """An fp32 run is another one up to the rounding of sums in another order; as derived in `test_parity`."""
+    """Checks that two fp32 runs differ only by the rounding of sums in another order, as derived in `test_parity`."""
     assert worst(run.losses, expected.losses) < tolerance, name
     assert worst(run.grad_norms, expected.grad_norms) < tolerance, name
     assert run.rates == expected.rates, name

@@ -1,4 +1,4 @@
-"""Triton's interpreter: kernels on CPU tensors, a program at a time. `conftest.py` turns it on."""
+"""Triton's interpreter: kernels on CPU tensors, one program at a time. `conftest.py` enables it."""
 
 from __future__ import annotations
 

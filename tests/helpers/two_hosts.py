@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces joined by a virtual cable, an ssh server in each.
+"""Two hosts on one machine: network namespaces joined by a virtual cable, with an ssh server in each.
 
 What runs in a namespace sees its own loopback and the cable, and nothing else: programs on the two
 hosts meet over the network or not at all. They share files, process numbers and the host name, as
@@ -25,7 +25,8 @@ from pathlib import Path
 INTERFACE = "cable"
 """Name of the network interface on both hosts."""
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
-"""Of the range kept for documentation (RFC 5737). The namespaces share nothing with the machine, nor with others."""
+"""From the range reserved for documentation (RFC 5737). The namespaces share no network with the machine or each
+other."""
 SSHD = "/usr/sbin/sshd"  # it insists on being started by its absolute path
 PACKAGES = {
     **{"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"},
@@ -54,7 +55,7 @@ LogLevel ERROR
 
 
 def missing() -> str | None:
-    """What this machine lacks for two hosts, and what to do about it; None where nothing."""
+    """Returns what this machine lacks for two hosts, and how to install it; None if nothing is missing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     packages = {package for program, package in PACKAGES.items() if shutil.which(program) is None}
@@ -74,29 +75,29 @@ class Host:
     address: str
 
     def command(self, *arguments: object) -> list[str]:
-        """A command line that runs `arguments` on this host."""
+        """Returns a command line that runs `arguments` on this host."""
         return ["ip", "netns", "exec", self.namespace, *map(str, arguments)]
 
     def processes(self) -> list[int]:
-        """What runs on this host, its ssh server included."""
+        """Returns the processes of this host, including its ssh server."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def listening(self) -> list[int]:
-        """TCP ports, open to other hosts, that anything but the ssh server listens on."""
+        """Returns the TCP ports that are open to other hosts, without the ssh server's."""
         lines = _run(*self.command("ss", "-H", "-ltnp")).splitlines()
         places = [line.split()[3].rpartition(":") for line in lines if '"sshd"' not in line]
         return [int(port) for address, _, port in places if not address.startswith("127.")]
 
     def add_address(self, address: str) -> None:
-        """One more, as a third machine has it: what is sent from there comes from no host of the job."""
+        """Adds the address of a third machine: its messages come from no host of the job."""
         _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
 
     def cut_off(self) -> None:
-        """Pulls the cable: connections stay open, and nothing comes through."""
+        """Disconnects the cable: connections stay open, but nothing is transmitted."""
         _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "down")
 
     def kill_all(self) -> None:
-        """Ends everything that runs here, as a power cut would; returns when it is gone."""
+        """Kills every process of this host, like a power failure; returns when they are gone."""
         while pids := self.processes():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -106,14 +107,14 @@ class Host:
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Both, and how to use them."""
+    """The two hosts, and methods to use them."""
 
     hosts: tuple[Host, Host]
     folder: Path
-    """Keys and configurations; thrown away with them."""
+    """Keys and configurations; removed with the hosts."""
 
     def hostfile(self, slots: int) -> Path:
-        """A hostfile with so many workers on each host."""
+        """Writes a hostfile with this number of workers on each host."""
         path = self.folder / "hostfile"
         path.write_text("".join(f"{host.address} slots={slots}\n" for host in self.hosts))
         return path
@@ -150,7 +151,7 @@ def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> I
 
 
 def _name(host: Host, undo: ExitStack) -> None:
-    """What `ip netns exec` puts in the place of /etc/hosts."""
+    """Writes the file that `ip netns exec` mounts over /etc/hosts."""
     folder = Path("/etc/netns") / host.namespace
     folder.mkdir(parents=True)
     undo.callback(shutil.rmtree, folder)

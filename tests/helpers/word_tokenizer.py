@@ -1,4 +1,4 @@
-"""A tokenizer of which each token is the text of its number."""
+"""A tokenizer whose tokens are the texts of their ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def write_word_tokenizer(folder: Path, size: int) -> Path:
-    """Writes it to a folder, which is returned."""
+    """Writes the tokenizer to a folder, and returns the folder."""
     words = Tokenizer(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What accelerate's launcher was asked for, and the configuration that we write for it."""
+"""The number of processes requested from accelerate's launcher, and the configuration that we write for it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.helpers.small_plan import small_plan
         (["--num_processes", "many"], None),
     ],
 )
-def test_accelerate_was_asked_for_processes(arguments, number):
+def test_the_number_of_processes_requested_from_accelerate(arguments, number):
     env = {"ACCELERATE_MIXED_PRECISION": "no"}
     parent = ["python", "accelerate", "launch", *arguments, "recipes/tiny.py"]
     assert processes_asked(env, parent) == number
 
 
-def test_without_accelerate_nothing_was_asked_for():
+def test_without_accelerate_no_number_of_processes_is_requested():
     assert processes_asked({}, ["accelerate", "launch", "--num_processes", "2"]) is None
     assert processes_asked({"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"}, ["--num_processes", "2"]) is None
 
 
-def test_the_parent_is_really_asked():
+def test_the_number_of_processes_is_read_from_the_parent():
     """A parent with accelerate's arguments starts a child as accelerate does."""
     child = "from llmtrain.launch.jobs.accelerate import processes_asked; print(processes_asked())"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
@@ -43,7 +43,7 @@ def test_the_parent_is_really_asked():
 
 
 @pytest.mark.parametrize("text", ["distributed_type: MULTI_CPU\nnum_processes: 3\n", '{\n  "num_processes": 3\n}'])
-def test_what_a_configuration_asks_for(text, tmp_path):
+def test_the_number_of_processes_in_a_configuration(text, tmp_path):
     file = tmp_path / "accelerate" / "default_config.yaml"
     file.parent.mkdir()
     file.write_text(text)

@@ -142,7 +142,7 @@ def test_the_width_is_that_of_the_terminal(script, run_dir):
     assert "".join(part for _, part in seen).strip() == "77"
 
 
-def test_a_spinner_lets_nothing_through(script, run_dir):
+def test_a_spinner_does_not_pass_library_output_through(script, run_dir):
     """Nor does a logging handler that a library makes while it turns."""
     body = """
 with output.console.status("starting"):
@@ -167,7 +167,7 @@ with Progress(console=output.console) as bar:
 FAIL = "\ntry:\n    {}\nexcept Exception as error:\n    sys.exit(output.report_failure(error))"
 
 
-def test_a_failure_is_left_for_the_launcher(script, run_dir):
+def test_a_failure_is_reported_by_the_launcher(script, run_dir):
     done = run(script, run_dir, FAIL.format("1 / 0"))
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     failure = Failure.read(run_dir.error_file(0))
@@ -178,7 +178,7 @@ def test_a_failure_is_left_for_the_launcher(script, run_dir):
     assert "1 / 0" in run_dir.log_file(0).read_text()
 
 
-def test_other_launchers_leave_the_telling_to_us(script, run_dir):
+def test_under_other_launchers_the_worker_reports_its_error(script, run_dir):
     done = run(script, run_dir, FAIL.format("1 / 0"), rank=1, launcher="torchrun")
     assert done.stderr.startswith("rank 1: ZeroDivisionError: division by zero")
     assert str(run_dir.log_file(1)) in done.stderr
@@ -204,7 +204,7 @@ while not errors[-1].exists():
     assert messages[1] == ""
 
 
-def test_an_older_error_file_silences_nobody(script, run_dir):
+def test_an_older_error_file_suppresses_no_error(script, run_dir):
     run(script, run_dir, FAIL.format("1 / 0"), rank=0, launcher="torchrun")
     done = run(script, run_dir, FAIL.format("1 / 0"), rank=1, launcher="torchrun")
     assert "division by zero" in done.stderr
@@ -217,7 +217,7 @@ def test_a_crash_in_native_code_leaves_a_trace(script, run_dir):
     assert "in here" in run_dir.log_file(0).read_text()
 
 
-def test_an_interrupt_is_no_failure(script, run_dir):
+def test_an_interrupt_is_not_a_failure(script, run_dir):
     done = run(script, run_dir, FAIL.format("raise KeyboardInterrupt").replace("Exception", "KeyboardInterrupt"))
     assert (done.returncode, done.stderr) == (130, "")
     assert not run_dir.error_file(0).exists()

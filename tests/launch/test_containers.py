@@ -1,4 +1,4 @@
-"""The Dockerfile passes a linter and fits what uses it; SkyPilot's example trains."""
+"""The Dockerfile passes a linter and fits the examples that use it; SkyPilot's example trains."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ exec "$@"
 """
 
 
-def test_the_linter_has_nothing_to_say():
+def test_the_dockerfile_passes_the_linter():
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_is_copied_is_not_ignored():
+def test_copied_files_are_not_ignored():
     text = DOCKERFILE.read_text()
     sources = [name for line in re.findall(r"COPY --chown=llmtrain (.*)", text) for name in line.split()[:-1]]
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
@@ -46,7 +46,7 @@ def test_kubernetes_finds_the_recipes_and_its_user():
     assert f"--uid {USER} " in text
 
 
-def test_the_example_for_kubernetes_is_what_the_command_of_the_guide_prints():
+def test_the_kubernetes_example_is_the_output_of_the_command_in_the_guide():
     guide = (ROOT / "docs/guides/containers.md").read_text(encoding="utf-8")
     [line] = [line for line in shell_lines(guide) if "--launcher kubernetes" in line]
     command = [sys.executable, "-m", *shlex.split(line)]

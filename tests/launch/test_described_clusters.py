@@ -1,4 +1,4 @@
-"""Workers that nobody but an MPI launcher or a description of the cluster has numbered train the same run."""
+"""Workers that only an MPI launcher or a description of the cluster has numbered train the same run."""
 
 from __future__ import annotations
 

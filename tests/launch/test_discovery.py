@@ -80,7 +80,7 @@ def test_each_launcher_is_recognised(env, launcher):
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'},
     ],
 )
-def test_nothing_launched_us(env):
+def test_a_process_without_a_launcher_is_not_a_worker(env):
     assert discover(env) is None
 
 
@@ -102,7 +102,7 @@ def test_nothing_launched_us(env):
         ({"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE"]),
     ],
 )
-def test_impossible_values_are_refused_by_name(change, names):
+def test_impossible_values_are_named(change, names):
     env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(RecipeError) as error:
         discover(env)
@@ -111,7 +111,7 @@ def test_impossible_values_are_refused_by_name(change, names):
 
 
 @pytest.mark.parametrize("name", sorted(HOROVODRUN.keys() - {"HOROVOD_RANK"}))
-def test_what_horovodrun_left_out_is_named_as_it_names_it(name):
+def test_variables_missing_from_horovodrun_are_named(name):
     with pytest.raises(RecipeError) as error:
         discover({key: value for key, value in HOROVODRUN.items() if key != name})
     assert name in [problem.field for problem in error.value.problems]
@@ -123,7 +123,7 @@ def test_local_rank_argument_must_agree():
         discover(DEEPSPEED, ["--local_rank=0"])
 
 
-def test_local_rank_argument_is_taken_out():
+def test_the_local_rank_argument_is_removed():
     assert without_local_rank(["--local_rank=1", "--set", "a=--local_rank=1"]) == ["--set", "a=--local_rank=1"]
 
 
@@ -133,13 +133,13 @@ def problems_of(env):
     return [(problem.field, problem.message, problem.fix) for problem in error.value.problems]
 
 
-def test_a_stale_number_under_mpirun_makes_no_lonely_workers():
+def test_stale_rank_variables_under_mpirun_are_refused():
     stale = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     fields = [field for field, _, _ in problems_of({**OPEN_MPI, **stale})]
     assert fields == ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
 
 
-def test_ranks_of_mpi_meet_on_their_machine_or_where_they_are_told():
+def test_the_rendezvous_of_mpi_is_local_or_given():
     alone = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     told = {name: value for name, value in alone.items() if not name.startswith("MASTER")}
     rank = discover(told)
@@ -166,17 +166,17 @@ def mpirun(rank, head="tcp://192.0.2.1:39399", parent=0):
     return {**env, "OMPI_MCA_orte_hnp_uri": f"55.0;{head}", "OMPI_MCA_orte_local_daemon_uri": own}
 
 
-def test_ranks_of_open_mpi_meet_beside_mpirun():
+def test_the_rendezvous_of_open_mpi_is_the_machine_of_mpirun():
     ranks = [discover(mpirun(rank, parent=rank // 2)) for rank in range(4)]
     assert {(rank.master_addr, rank.master_port) for rank in ranks} == {("192.0.2.1", ranks[0].master_port)}
     with_ipv6 = "tcp://192.0.2.1:39399;tcp6://[fd00::1]:55463"
     assert discover(mpirun(2, with_ipv6, parent=1)).master_addr == "192.0.2.1"
 
 
-def test_ranks_of_open_mpi_are_asked_where_to_meet_if_that_cannot_be_known():
+def test_open_mpi_requires_a_rendezvous_if_it_cannot_be_determined():
     [(field, message, fix)] = problems_of(mpirun(0, parent=1))
     assert field == "MASTER_ADDR"
-    assert "rank 0 on another one than mpirun" in message
+    assert "rank 0 is not on the machine of mpirun" in message
     assert "mpirun -x MASTER_ADDR=HOST" in fix
     [(_, message, _)] = problems_of(mpirun(2, "tcp://192.0.2.1,172.17.0.1:39399", parent=1))
     assert "mpirun's machine has the addresses 192.0.2.1, 172.17.0.1" in message
@@ -219,5 +219,5 @@ def test_an_impossible_description_is_refused(env, said):
     assert said in message
 
 
-def test_a_launcher_within_a_described_cluster_is_believed():
+def test_a_launcher_takes_precedence_over_tf_config():
     assert discover({**TORCHRUN, **tf_config()}).launcher == "torchrun"

@@ -1,4 +1,4 @@
-"""Whether a machine can offload to a disk is said before anything starts, and is what DeepSpeed would say later."""
+"""A machine that cannot offload to a disk is reported before anything starts, in agreement with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def without_libaio(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "false")
 
 
-def test_a_machine_without_libaio_is_told_what_to_install(without_libaio, tmp_path):
+def test_missing_libaio_is_reported_with_what_to_install(without_libaio, tmp_path):
     with pytest.raises(MachineError) as error:
         check_disks(_plan(tmp_path / "states"))
     (problem,) = error.value.problems
@@ -50,22 +50,22 @@ def test_a_machine_without_libaio_is_told_what_to_install(without_libaio, tmp_pa
     check_disks(other)
 
 
-def test_nothing_is_missing_where_the_program_links(without_libaio, monkeypatch, tmp_path):
+def test_nothing_is_missing_if_the_program_links(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "true")
     check_disks(_plan(tmp_path / "states"))
     assert not (tmp_path / "states").exists()
 
 
-def test_nothing_is_compiled_where_the_operator_is_installed(without_libaio, monkeypatch, tmp_path):
+def test_nothing_is_compiled_if_the_operator_is_installed(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setattr(disks, "_is_built", lambda: True)
     check_disks(_plan(tmp_path))
 
 
-def test_other_plans_ask_nothing(without_libaio):
+def test_plans_without_nvme_are_not_checked(without_libaio):
     check_disks(small_plan())
 
 
-def test_a_missing_compiler_and_a_wrong_folder_are_told_together(without_libaio, monkeypatch, tmp_path):
+def test_a_missing_compiler_and_a_wrong_folder_are_reported_together(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError) as error:
@@ -79,7 +79,7 @@ def test_a_missing_compiler_and_a_wrong_folder_are_told_together(without_libaio,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_there", [False, True])
-def test_deepspeed_finds_the_same(is_there, monkeypatch, tmp_path):
+def test_the_check_agrees_with_deepspeed(is_there, monkeypatch, tmp_path):
     """With a library of that name in LDFLAGS, and without: on a machine that has libaio both find it."""
     if is_there:
         (tmp_path / "aio.c").write_text("void io_submit(void) {}\n")

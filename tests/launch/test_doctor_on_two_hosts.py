@@ -1,4 +1,4 @@
-"""`llmtrain doctor --hostfile` over real ssh: hosts that are well, that are lost, and that hang."""
+"""`llmtrain doctor --hostfile` over real ssh, with healthy, lost and hanging hosts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _line(pid):
         return ""
 
 
-def test_both_are_looked_at_and_reduce_over_the_cable(hosts):
+def test_both_hosts_are_checked_and_reduce_over_the_network(hosts):
     result = _doctor(hosts, hosts.hostfile(2), "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     document = json.loads(result.stdout)
@@ -67,7 +67,7 @@ def test_both_are_looked_at_and_reduce_over_the_cable(hosts):
     assert not _our_processes(hosts)
 
 
-def test_a_host_without_an_answer_is_named_and_the_others_are_looked_at(hosts, tmp_path):
+def test_a_silent_host_is_named_and_the_others_are_checked(hosts, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text(f"{ADDRESSES[0]} slots=1\n192.0.2.77 slots=1\nno-such-host.invalid slots=1\n")
     result = _doctor(hosts, hostfile)
@@ -95,8 +95,8 @@ def test_a_key_that_is_not_known_or_not_accepted_is_explained(hosts, tmp_path):
 
 
 @pytest.mark.breadth
-def test_a_user_who_sends_gloo_to_the_loopback_is_told(hosts):
-    """The hosts cannot meet there; gloo or the time limit ends it."""
+def test_gloo_on_the_loopback_is_reported(hosts):
+    """The hosts cannot connect there; gloo or the time limit ends it."""
     result = _doctor(hosts, hosts.hostfile(1), "--time-limit", "30", GLOO_SOCKET_IFNAME="lo")
     assert result.returncode == 5
     assert "GLOO_SOCKET_IFNAME=lo is the loopback, which other hosts cannot reach" in result.stdout
@@ -108,7 +108,7 @@ def test_a_user_who_sends_gloo_to_the_loopback_is_told(hosts):
 
 @pytest.mark.breadth
 def test_a_hang_is_bounded_and_the_rank_is_named(hosts):
-    """The second host's rank stands still from its start on."""
+    """The second host's rank is stopped from its start on."""
     command = hosts.hosts[0].command(
         sys.executable, "-m", "llmtrain", "doctor", "--hostfile", hosts.hostfile(1), "--time-limit", 30
     )
@@ -145,8 +145,8 @@ def test_another_version_on_a_host_is_one_line(hosts, tmp_path):
     assert result.returncode == 5
 
 
-def test_what_was_started_ends_with_the_command(hosts):
-    """Even where it is killed and can tell nobody."""
+def test_started_processes_end_with_the_command(hosts):
+    """Even if it is killed and cannot report anything."""
     command = hosts.hosts[0].command(
         sys.executable, "-m", "llmtrain", "doctor", "--hostfile", hosts.hostfile(1), "--time-limit", 250
     )

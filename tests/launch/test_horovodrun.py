@@ -1,4 +1,4 @@
-"""The backend `horovod` under the launchers, ours and its own."""
+"""The backend `horovod` under our launchers and its own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_launcher_makes_the_same_run(launcher, run_by):
 
 @needs_horovod
 @pytest.mark.breadth
-def test_it_is_the_run_of_deepspeed(run_by, small_recipe, tmp_path):
+def test_horovod_trains_the_same_as_deepspeed(run_by, small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--nproc", "2", "--run-dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     for ours, theirs in zip(losses(run_by("local")), losses(tmp_path / "run"), strict=True):

@@ -40,7 +40,7 @@ def test_filters(hostfile, filters, left):
     assert read_hosts(hostfile, **filters) == left
 
 
-def test_deepspeed_understands_what_is_left(hostfile, tmp_path):
+def test_deepspeed_parses_the_filtered_hostfile(hostfile, tmp_path):
     from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 
     hosts = read_hosts(hostfile, exclude="a:1@10.0.0.3")
@@ -82,6 +82,6 @@ def test_impossible_filters_are_refused(hostfile, filters, said):
         read_hosts(hostfile, **filters)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_hostfile_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="cannot read"):
         read_hosts(tmp_path / "none")

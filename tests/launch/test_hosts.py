@@ -1,4 +1,4 @@
-"""What is handed to hosts, and what is said of those that differ; nothing is started."""
+"""The data that hosts receive, and the messages about hosts that differ; nothing is started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_bad_line_of_the_file_of_variables_is_named(tmp_path, monkeypatch):
         hosts.forwarded({}, tmp_path / "home")
 
 
-def test_a_file_of_variables_that_is_no_text_is_named(tmp_path, monkeypatch):
+def test_a_file_of_variables_that_is_not_text_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
     with pytest.raises(RecipeError, match=r"\.deepspeed_env: cannot be read"):
@@ -70,11 +70,11 @@ def test_an_unsuitable_host_is_reported(answer, rule, said):
     assert said in problem.message
 
 
-def test_a_host_like_this_one_is_suitable():
+def test_an_equal_host_is_suitable():
     assert not list(hosts._judge(Host("b", (0,)), subprocess.CompletedProcess([], 0, json.dumps(OWN), ""), OWN))
 
 
-def test_facts_tell_another_recipe(tmp_path):
+def test_another_recipe_file_is_detected(tmp_path):
     recipe = tmp_path / "recipe.py"
     assert version_facts(recipe)["recipe"] is None
     recipe.write_text("a")
@@ -114,7 +114,7 @@ LOST = """lost communication with a remote daemon.
         ({1: cut_off(1, "b")}, "", CUT_OFF),
     ],
 )
-def test_the_report_of_a_rank_that_was_cut_off_is_believed_last(tmp_path, written, log, told):
+def test_the_report_of_a_disconnected_rank_has_the_lowest_priority(tmp_path, written, log, told):
     """Both sides of a cable write to one disk, and the one without the launcher may be first."""
     job = hosts.HostsJob((Host("a", (0,)), Host("b", (0,))), tmp_path, (), RunDir(tmp_path), "openmpi")
     job.run_dir.logs.mkdir()
@@ -126,7 +126,7 @@ def test_the_report_of_a_rank_that_was_cut_off_is_believed_last(tmp_path, writte
     assert [str(problem).startswith(told) for problem in error.value.problems] == [True]
 
 
-def test_a_job_on_one_host_meets_there_and_on_several_at_the_first(tmp_path, monkeypatch):
+def test_the_rendezvous_of_a_job_is_the_loopback_or_the_first_host(tmp_path, monkeypatch):
     one, other = Host("192.0.2.1", (0,)), Host("localhost", (0,))
     told = {"addresses": ["192.0.2.9", "172.17.0.1"]}
 

@@ -1,4 +1,4 @@
-"""Which interface is chosen, on networks that are described and on this machine's own."""
+"""The choice of network interfaces, on described networks and on this machine's own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _network(*known, own="127.0.1.1"):
     return Network("node5", own, (LO, *known))
 
 
-def test_a_name_that_misleads_gives_way_to_the_route(routes):
+def test_the_route_replaces_a_host_name_on_the_loopback(routes):
     routes[MASTER] = "10.1.0.5"
     choice = choose_interfaces(MASTER, True, _network(ETH0, ETH1), {})
     assert choice.variables == {GLOO: "eth1"}
@@ -55,12 +55,12 @@ def test_a_name_that_misleads_gives_way_to_the_route(routes):
 
 
 @pytest.mark.parametrize("own", [None, "127.0.0.1", "::1"])
-def test_a_name_without_an_address_here_misleads_too(routes, own):
+def test_the_route_replaces_a_host_name_without_a_local_address(routes, own):
     routes[MASTER] = "10.1.0.5"
     assert choose_interfaces(MASTER, True, _network(ETH0, ETH1, own=own), {}).variables == {GLOO: "eth1"}
 
 
-def test_a_name_that_resolves_to_a_real_address_is_left_alone(routes):
+def test_a_host_name_with_a_real_address_is_kept(routes):
     routes[MASTER] = "10.1.0.5"
     choice = choose_interfaces(MASTER, True, _network(ETH0, ETH1, own="10.0.0.5"), {})
     assert choice.variables == {}
@@ -74,19 +74,19 @@ def test_the_users_own_value_wins(routes):
     assert choice.lines == (f"gloo: eth7, set by {GLOO}", f"NCCL: eth8, set by {NCCL}")
 
 
-def test_the_host_of_rank_0_takes_the_interface_that_others_reach_it_by(routes):
+def test_rank_0_uses_the_interface_of_the_rendezvous_address(routes):
     """Its own address is reached through the loopback, but is that of an interface."""
     routes[MASTER] = MASTER
     master = Interface("eth1", (MASTER,))
     assert choose_interfaces(MASTER, True, _network(ETH0, master), {}).variables == {GLOO: "eth1"}
 
 
-def test_the_host_of_rank_0_by_its_own_misleading_name_takes_the_default_route(routes):
+def test_rank_0_with_a_loopback_name_uses_the_default_route(routes):
     routes["node5"], routes[ELSEWHERE] = "127.0.1.1", "10.0.0.5"
     assert choose_interfaces("node5", True, _network(ETH0, ETH1), {}).variables == {GLOO: "eth0"}
 
 
-def test_without_a_route_the_only_interface_is_taken_and_none_of_several(routes):
+def test_without_a_route_only_a_single_interface_is_used(routes):
     assert choose_interfaces("node5", True, _network(ETH0, DOWN), {}).variables == {GLOO: "eth0"}
     choice = choose_interfaces("node5", True, _network(ETH0, ETH1), {})
     assert (choice.variables, choice.is_reachable) == ({}, False)
@@ -94,7 +94,7 @@ def test_without_a_route_the_only_interface_is_taken_and_none_of_several(routes)
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "::1"])
-def test_ranks_that_meet_on_the_loopback_stay_there(routes, master):
+def test_ranks_with_a_loopback_rendezvous_use_the_loopback(routes, master):
     choice = choose_interfaces(master, True, _network(ETH0), {})
     assert (choice.variables, choice.is_reachable) == ({}, True)
 
@@ -108,18 +108,18 @@ def test_ranks_that_meet_on_the_loopback_stay_there(routes, master):
         ((VIRBR,), None),  # better than none
     ],
 )
-def test_nccl_is_kept_from_bridges_of_this_machine_only(routes, known, expected):
+def test_only_bridges_of_this_machine_are_excluded_for_nccl(routes, known, expected):
     choice = choose_interfaces(MASTER, False, _network(*known, own=known[-1].addresses[0]), {})
     assert choice.variables.get(NCCL) == expected
 
 
-def test_nccl_is_not_asked_of_cpus(routes):
+def test_nccl_variables_are_not_set_on_cpus(routes):
     assert [line[:4] for line in choose_interfaces(MASTER, True, _network(VIRBR, ETH0, own="10.0.0.5"), {}).lines] == [
         "gloo"
     ]
 
 
-def test_nccls_own_file_is_the_users_value(tmp_path):
+def test_settings_in_nccls_own_file_are_kept(tmp_path):
     assert nccl_setting({}) is None
     (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=WARN\n{NCCL} = eth3\n")
     assert nccl_setting({}) == ("eth3", str(tmp_path / ".nccl.conf"))
@@ -134,7 +134,7 @@ def test_this_machines_interfaces_are_those_of_the_kernel():
     assert not found["lo"].is_usable
 
 
-def test_routes_are_asked_of_the_kernel():
+def test_routes_are_those_of_the_kernel():
     assert interfaces.route_source("127.0.0.1") == "127.0.0.1"
     assert interfaces.route_source("::1") in ("::1", None)
     assert interfaces.route_source("no.such.host.invalid") is None
@@ -144,14 +144,14 @@ def _rank(local_world_size):
     return Rank(0, 0, 4, local_world_size, MASTER, 29500, "test")
 
 
-def test_workers_of_one_machine_are_left_alone(monkeypatch):
+def test_workers_of_one_machine_get_no_interface(monkeypatch):
     monkeypatch.setattr(Network, "here", lambda: pytest.fail("not asked for"))
     env: dict[str, str] = {}
     assert set_interfaces(_rank(4), True, env).lines == ()
     assert env == {}
 
 
-def test_workers_of_several_get_what_they_need(monkeypatch, routes):
+def test_workers_of_several_machines_get_an_interface(monkeypatch, routes):
     routes[MASTER] = "10.1.0.5"
     monkeypatch.setattr(Network, "here", lambda: _network(ETH0, ETH1))
     env: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A plan as a JobSet: what Kubernetes and JobSet say of it, without a cluster."""
+"""A plan as a JobSet, checked against the schemas of Kubernetes and JobSet, without a cluster."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("options", [(), ALL], ids=["least", "all"])
 @pytest.mark.parametrize(("nodes", "device"), [(1, "cpu"), (2, "h100"), (4, "mi300x")])
-def test_the_schemas_take_it(options, nodes, device):
+def test_the_manifest_matches_the_schemas(options, nodes, device):
     document = _document(*options, nodes=nodes, device=device)
     jsonschema.validate(document, JOBSET)
     [job] = document["spec"]["replicatedJobs"]
@@ -106,7 +106,7 @@ def _check_job(template, version):
     kubernetes_validate.validate(job, version, strict=True)
 
 
-def test_the_schemas_refuse_what_is_misspelt():
+def test_the_schemas_refuse_misspelt_fields():
     document = _document()
     document["spec"]["failurePolicy"]["maxRestart"] = 1
     with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
@@ -117,7 +117,7 @@ def test_the_schemas_refuse_what_is_misspelt():
         _check_job(job, KUBERNETES[-1])
 
 
-def test_pods_meet_at_the_first_and_each_has_its_devices():
+def test_the_first_pod_is_the_rendezvous_and_each_pod_has_its_devices():
     document = _document()
     [container] = _pod(document)["containers"]
     command = [_expanded(word, {"JOB_COMPLETION_INDEX": "1"}) for word in container["command"]]
@@ -133,7 +133,7 @@ def test_pods_meet_at_the_first_and_each_has_its_devices():
     assert "resources" not in _pod(_document(device="cpu"))["containers"][0]
 
 
-def test_exit_codes_decide_what_becomes_of_the_job():
+def test_exit_codes_decide_whether_the_job_restarts():
     spec = _document()["spec"]
     rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     actions = {}
@@ -196,7 +196,7 @@ NASTY = (
 )
 
 
-def test_arguments_arrive_as_they_were():
+def test_arguments_arrive_unchanged():
     [container] = _pod(_document(script=("recipes/tiny.py", *NASTY)))["containers"]
     words = [_expanded(word, {"JOB_COMPLETION_INDEX": "0"}) for word in container["command"]]
     assert words[-len(NASTY) :] == list(NASTY)
@@ -229,7 +229,7 @@ def test_a_run_that_is_not_on_the_volume_is_refused():
 
 
 @pytest.mark.parametrize(("recipe", "name"), [("Llama3_8B", "llama3-8b"), ("3b", None), ("ü", None), ("x" * 50, None)])
-def test_a_name_is_made_of_the_recipes(recipe, name):
+def test_the_name_is_derived_from_that_of_the_recipe(recipe, name):
     manifest = JobSet(recipe, Cluster(), ("x.py",), PurePosixPath("/data/run"), parse_kubernetes_options(GIVEN))
     if name is None:
         with pytest.raises(RecipeError, match="--kubernetes name"):
@@ -238,7 +238,7 @@ def test_a_name_is_made_of_the_recipes(recipe, name):
         assert yaml.safe_load(render_manifest(manifest))["metadata"]["name"] == name
 
 
-def test_the_command_prints_it_and_applies_nothing():
+def test_the_command_prints_the_manifest_and_applies_nothing():
     """By the documented line, up to where a cluster would get it."""
     [line] = commands("Kubernetes")
     command, _, rest = line.partition(" --dry-run ")

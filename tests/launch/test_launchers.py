@@ -1,4 +1,4 @@
-"""The launchers themselves start a script that says who it is."""
+"""The launchers themselves start a script that reports its rank."""
 
 import ast
 import os
@@ -52,7 +52,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_every_worker_is_found(answers, launcher):
+def test_every_worker_finds_its_rank(answers, launcher):
     ranks = [rank for rank, _ in answers[launcher]]
     assert sorted(rank["rank"] for rank in ranks) == sorted(rank["local_rank"] for rank in ranks) == [0, 1]
     assert {(rank["world_size"], rank["local_world_size"], rank["launcher"]) for rank in ranks} == {(2, 2, launcher)}
@@ -60,5 +60,5 @@ def test_every_worker_is_found(answers, launcher):
     assert {asked for _, asked in answers[launcher]} == {None}
 
 
-def test_accelerate_on_a_cpu_starts_one_process_and_we_learn_how_many_were_wanted(answers):
+def test_accelerate_on_a_cpu_starts_one_process_and_the_requested_number_is_found(answers):
     assert answers["accelerate"] == [(None, 2)]

@@ -90,7 +90,7 @@ EXTRA = "a b $(c)\nü \udcff"
 """The last of it is no UTF-8."""
 
 
-def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypatch, template):
+def test_each_worker_gets_its_rank(script, run_dir, tmp_path, capfd, monkeypatch, template):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = worker(
         script,
@@ -113,7 +113,7 @@ def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypa
     assert (launch["launcher"], launch["world_size"], launch["command"]) == ("local", 3, command)
 
 
-def test_first_error_is_told(script, run_dir, tmp_path, template):
+def test_the_first_error_is_reported(script, run_dir, tmp_path, template):
     """Rank 1 fails; rank 0 fails because of it, and is gone before rank 1 has finished dying."""
     command = guarded(
         script,
@@ -201,7 +201,7 @@ time.sleep(60)
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
-def test_the_grace_fits_the_promise():
+def test_the_grace_period_is_as_documented():
     assert local.GRACE_S == 10 < END_S
 
 
@@ -220,7 +220,7 @@ def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path, templa
     wait_until(lambda: not any(alive(pid) for pid in pids(tmp_path, 1)))
 
 
-def test_stopping_after_a_save_is_no_failure(script, run_dir, template):
+def test_stopping_after_a_save_is_not_a_failure(script, run_dir, template):
     command = worker(script, "import os, sys, time; time.sleep(0.3 * int(os.environ['RANK'])); sys.exit(75)")
     assert run_workers(command, 2, run_dir, template=template) == 75
 
@@ -317,7 +317,7 @@ def test_a_quit_kills_at_any_time(script, run_dir, tmp_path, template, before):
     assert not any(alive(pid) for pid in workers)
 
 
-def test_workers_that_have_begun_no_step_end_at_once(script, run_dir, tmp_path, template, capfd):
+def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, template, capfd):
     """Nothing is lost with them, and they may need minutes to come to one."""
     body = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
 
@@ -332,7 +332,7 @@ def test_workers_that_have_begun_no_step_end_at_once(script, run_dir, tmp_path, 
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
-def test_a_worker_that_stands_still_ends_the_job(script, run_dir, tmp_path, template, monkeypatch):
+def test_a_stopped_worker_ends_the_job(script, run_dir, tmp_path, template, monkeypatch):
     monkeypatch.setattr(standstill, "LATER_S", 0.5)
 
     def stop():
@@ -347,7 +347,7 @@ def test_a_worker_that_stands_still_ends_the_job(script, run_dir, tmp_path, temp
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
-def test_a_process_that_stands_still_before_it_forks_ends_the_job(script, run_dir, tmp_path, monkeypatch):
+def test_a_process_that_stops_before_it_forks_ends_the_job(script, run_dir, tmp_path, monkeypatch):
     """While it imports, and when it is to fork."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     monkeypatch.setattr(standstill, "LATER_S", 0.5)
@@ -364,7 +364,7 @@ def test_a_process_that_stands_still_before_it_forks_ends_the_job(script, run_di
         assert not alive(pid)
 
 
-def test_time_in_which_the_launcher_stood_still_too_does_not_count(monkeypatch):
+def test_time_during_which_the_launcher_was_stopped_does_not_count(monkeypatch):
     """A job that is suspended as a whole."""
     clock = [0.0]
     monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])
@@ -389,7 +389,7 @@ def test_time_in_which_the_launcher_stood_still_too_does_not_count(monkeypatch):
         child.wait()
 
 
-def test_a_killed_worker_is_blamed_however_late_it_is_noticed(script, run_dir, tmp_path, template):
+def test_a_killed_worker_is_named_even_if_it_is_noticed_late(script, run_dir, tmp_path, template):
     """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
     body = """
 if rank == 1:
@@ -416,13 +416,13 @@ def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
         run_workers(["/no/such/program"], 2, run_dir)
 
 
-def test_the_signal_handlers_are_put_back(script, run_dir, template):
+def test_the_signal_handlers_are_restored(script, run_dir, template):
     before = [signal.getsignal(number) for number in STOPS]
     run_workers(worker(script, ""), 1, run_dir, template=template)
     assert [signal.getsignal(number) for number in STOPS] == before
 
 
-def test_a_reserved_port_is_free_for_rank_0_alone():
+def test_only_rank_0_can_use_a_reserved_port():
     with reserved_port() as port:
         others = set()
         for _ in range(200):
@@ -438,7 +438,7 @@ def test_a_reserved_port_is_free_for_rank_0_alone():
                 pass
 
 
-def test_torch_meets_at_a_reserved_port():
+def test_the_rendezvous_of_torch_uses_a_reserved_port():
     program = """
 import sys
 from datetime import timedelta
@@ -452,7 +452,7 @@ print(store.get("key").decode())
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "value\n"
 
 
-def test_every_user_error_is_raised_as_itself(run_dir):
+def test_every_user_error_keeps_its_type(run_dir):
     from llmtrain.launch.failure import USER_ERRORS, Failure
 
     for kind in USER_ERRORS.values():

@@ -1,4 +1,4 @@
-"""Whatever stands in names, paths and values arrives as it is, and nothing of it is executed."""
+"""Names, paths and values arrive unchanged, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(shell: str, script: str, **env: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
+def test_arguments_pass_unchanged_through_a_job_script(spy, tmp_path, seed):
     given = tuple(word for word in words(seed) if word != ":")
     options = SlurmOptions(setup=("export MODULES=loaded",))
     run_dir = tmp_path / "it's a run $(touch executed)"
@@ -60,7 +60,7 @@ def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
     assert not list(tmp_path.rglob(CANARY))
 
 
-def test_a_word_that_srun_would_end_the_command_at_is_refused(spy, tmp_path):
+def test_an_argument_at_which_srun_would_split_the_command_is_refused(spy, tmp_path):
     """`srun a : b` runs b as well (seen, Slurm 22.05)."""
     job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
@@ -73,7 +73,7 @@ def test_a_word_that_srun_would_end_the_command_at_is_refused(spy, tmp_path):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_choices_of_an_array_arrive(spy, tmp_path, seed):
+def test_settings_of_an_array_pass_unchanged(spy, tmp_path, seed):
     choices = tuple(word for word in words(seed) if word and word.isprintable())
     job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py",), tmp_path / "a 'b", tmp_path, SlurmOptions(sweep=choices))
     script = render_job(job)
@@ -89,7 +89,7 @@ def test_choices_of_an_array_arrive(spy, tmp_path, seed):
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_words_arrive_through_printed_lines(spy, tmp_path, tool, seed):
+def test_arguments_pass_unchanged_through_printed_commands(spy, tmp_path, tool, seed):
     given = tuple(words(seed))
     plan = small_plan().model_copy(update={"cluster": Cluster(nodes=2, devices_per_node=1)})
     folder, planned = tmp_path / "it's $(touch executed)", ("plan", "x.py", *given)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher and mpirun are called with, and which of their lines are their own; nothing is started."""
+"""The command lines of DeepSpeed's launcher and mpirun, and the lines that they print; nothing is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.launch.runners import RUNNERS, Launch
 LAUNCH = Launch((Host("a", (0, 2)), Host("b", (1,))), Path("/tmp/llmtrain-1/start.py"), "192.0.2.1", 23456)
 
 
-def test_deepspeed_is_told_where_to_meet_and_which_devices(tmp_path):
+def test_deepspeed_gets_the_rendezvous_and_the_devices(tmp_path):
     command = RUNNERS["pdsh"].command(LAUNCH, tmp_path)
     told = dict(pairwise(command))
     assert (told["--include"], told["--launcher"]) == ("a:0,2@b:1", "pdsh")
@@ -22,7 +22,7 @@ def test_deepspeed_is_told_where_to_meet_and_which_devices(tmp_path):
     assert Path(told["--hostfile"]).read_text() == "a slots=3\nb slots=2\n"
 
 
-def test_each_host_is_a_part_of_mpirun(tmp_path, monkeypatch):
+def test_each_host_is_a_part_of_the_command_line_of_mpirun(tmp_path, monkeypatch):
     monkeypatch.setattr(runners, "mpirun", lambda: "mpirun.openmpi")
     command = RUNNERS["openmpi"].command(LAUNCH, tmp_path)
     parts = " ".join(command[command.index("--host") :]).split(" : ")
@@ -31,7 +31,7 @@ def test_each_host_is_a_part_of_mpirun(tmp_path, monkeypatch):
     assert command[command.index("--bind-to") + 1] == "none"
 
 
-def test_runners_get_no_variables_that_they_would_hand_on():
+def test_runners_get_no_variables_that_they_would_pass_on():
     env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "HF_TOKEN": "secret", "OMPI_MCA_plm": "rsh"}
     assert RUNNERS["pdsh"].environment(env).keys() & env.keys() == {"PATH", "HF_TOKEN", "OMPI_MCA_plm"}
     assert RUNNERS["openmpi"].environment({**env, "RANK": "3", "SLURM_JOB_ID": "1"}).keys() == {"PATH", "OMPI_MCA_plm"}
@@ -69,12 +69,12 @@ def test_paragraphs_of_mpirun_are_known():
     ("runner", "said"),
     [("pdsh", "pdsh@vm: 192.0.2.2: ssh exited with exit code 255\n"), ("openmpi", MPIRUN)],
 )
-def test_a_lost_host_is_read_from_what_they_say(runner, said):
+def test_a_lost_host_is_read_from_the_output_of_runners(runner, said):
     assert RUNNERS[runner].lost.search(f"{STEP}{said}")["host"] == "192.0.2.2"
     assert RUNNERS[runner].lost.search(STEP) is None
 
 
-def test_a_rank_that_was_killed_is_read_from_what_mpirun_says():
+def test_a_killed_rank_is_read_from_the_output_of_mpirun():
     said = "mpirun noticed that process rank 1 with PID 21138 on node 192.0.2.2 exited on signal 9 (Killed).\n"
     found = RUNNERS["openmpi"].struck.search(said)
     assert (found["rank"], found["signal"]) == ("1", "9 (Killed)")
@@ -89,7 +89,7 @@ def test_a_rank_that_was_killed_is_read_from_what_mpirun_says():
         ({}, None),
     ],
 )
-def test_an_mpirun_of_another_mpi_is_none(tmp_path, monkeypatch, said, name):
+def test_only_mpirun_of_open_mpi_is_used(tmp_path, monkeypatch, said, name):
     for program, words in said.items():
         (tmp_path / program).write_text(f"#!/bin/sh\necho '{words}'\n")
         (tmp_path / program).chmod(0o755)

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm: what is submitted trains, stops, goes back into the queue and ends as it says."""
+"""Jobs on a real Slurm train, stop, requeue and end as documented."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_node_verifies_a_recipe(cluster, prepared, workers_environment, tmp_pa
     assert [plan["certified"] for plan in document["plans"]] == [True]
 
 
-def test_as_printed_it_trains_over_two_nodes_what_one_machine_trains(
+def test_the_printed_script_trains_the_same_on_two_nodes_as_one_machine(
     cluster, workers_environment, uninterrupted, tmp_path
 ):
     run_dir = tmp_path / "run $(touch executed) ü"
@@ -220,7 +220,7 @@ def test_the_time_limit_warns_saves_requeues_and_finishes(cluster, submit, unint
     job = submit("--slurm", "warn_s=5")
     job.hold(after=3)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
-    job.until(lambda: "told to stop" in job.log, seconds=90)  # by Slurm, which looks every half a minute
+    job.until(lambda: "told to stop" in job.log, seconds=90)  # by Slurm, which checks every half minute
     job.let_go()
     job.until(lambda: "back into the queue" in job.log)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=20")
@@ -249,7 +249,7 @@ def test_scancel_saves_and_stays_cancelled(cluster, submit):
 
 
 @pytest.mark.breadth
-def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluster, submit, uninterrupted):
+def test_a_job_that_is_requeued_by_hand_and_loses_a_node_finishes_on_others(cluster, submit, uninterrupted):
     job = submit()
     job.hold(after=3)
     cluster.run("scontrol", "requeue", job.number)
@@ -269,7 +269,7 @@ def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluste
     assert logged(job.run_dir) == uninterrupted
 
 
-def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
+def test_a_preempted_job_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
     job = submit()
     job.hold(after=3)
     whole = ("--exclusive", "--nodes=3", f"--output={tmp_path}/urgent.log", "--parsable")
@@ -284,7 +284,7 @@ def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, t
 
 
 @pytest.mark.breadth
-def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, uninterrupted):
+def test_a_run_that_died_continues_from_its_last_checkpoint(cluster, submit, uninterrupted):
     job = submit("--set", "checkpoint.every_steps=5")
     job.until(lambda: newest(job.run_dir / "checkpoints"))
     job.hold(after=7)

@@ -1,4 +1,4 @@
-"""Tasks of `srun` find out who they are. The variables are those of a real step, which test_slurm_text.py asks."""
+"""Tasks of `srun` determine their ranks. The variables are those of a real step, which test_slurm_text.py checks."""
 
 import pytest
 
@@ -53,10 +53,10 @@ INNER |= {"MASTER_ADDR": "n3", "MASTER_PORT": "29500"}
     [
         ({"TORCHELASTIC_RUN_ID": "1"}, "torchrun"),
         ({"LLMTRAIN_LAUNCHER": "local"}, "local"),
-        ({}, "environment"),  # each task has started workers of its own
+        ({}, "environment"),  # each task has started its own workers
     ],
 )
-def test_a_launcher_within_a_task_is_believed(more, launcher):
+def test_a_launcher_takes_precedence_over_slurm(more, launcher):
     rank = discover({**STEP, **INNER, **more})
     assert rank is not None
     assert (rank.rank, rank.world_size, rank.launcher) == (9, 16, launcher)
@@ -78,7 +78,7 @@ def test_a_launcher_within_a_task_is_believed(more, launcher):
         ({"MASTER_PORT": "70000"}, ["MASTER_PORT"]),
     ],
 )
-def test_impossible_values_are_refused_by_name(more, names):
+def test_impossible_values_are_named(more, names):
     with pytest.raises(RecipeError) as error:
         discover({**STEP, **more})
     assert [problem.field for problem in error.value.problems] == names

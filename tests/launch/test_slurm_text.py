@@ -1,4 +1,4 @@
-"""What Slurm is told arrives as it was meant, or is refused; on a real Slurm."""
+"""Arguments and options arrive in Slurm unchanged, or are refused; on a real Slurm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def test_arguments_and_variables_arrive_through_the_rendered_script(cluster, tmp_path):
+def test_arguments_and_variables_pass_unchanged_through_the_rendered_script(cluster, tmp_path):
     """The script runs `python -m llmtrain`, which here is a module that writes down what it was given."""
     package = tmp_path / "spy" / "llmtrain"
     package.mkdir(parents=True)
@@ -55,7 +55,7 @@ pathlib.Path(f"heard_{os.environ['SLURM_PROCID']}").write_text(heard)
     assert not list(tmp_path.rglob("executed"))
 
 
-def test_arguments_of_a_plan_arrive_through_the_script_of_its_job(cluster, tmp_path):
+def test_arguments_of_a_plan_pass_unchanged_through_its_job_script(cluster, tmp_path):
     """`srun` starts the workers' command with every word as it was; the working folder has a bad name as well."""
     folder = tmp_path / "it's $(touch executed) ü"
     folder.mkdir()
@@ -77,7 +77,7 @@ NAMES = [word for word in WORDS if word.strip() and word.isprintable()]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_directive_says_what_it_was_given(cluster, tmp_path, name):
+def test_a_directive_keeps_its_value(cluster, tmp_path, name):
     script = f"#!/bin/bash\n#SBATCH {_directive('comment', name)}\n#SBATCH --hold\ntrue\n"
     env = cluster.environment()
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=env, cwd=tmp_path)
@@ -94,7 +94,7 @@ def test_node_lists_are_read_as_slurm_reads_them(cluster, names):
 
 
 @pytest.mark.parametrize("tasks", [3, 4])
-def test_each_task_finds_itself_also_where_nodes_differ(cluster, tmp_path, tasks):
+def test_each_task_gets_its_rank_even_if_nodes_differ(cluster, tmp_path, tasks):
     script = tmp_path / "who.py"
     script.write_text(WHO)
     extent = ("--nodes=2", f"--ntasks={tasks}", "--distribution=block")
@@ -116,7 +116,7 @@ def test_a_single_task_is_no_worker(cluster, tmp_path):
     assert cluster.run("srun", "--ntasks=1", sys.executable, "-c", program, PYTHONPATH=str(REPOSITORY)) == "None\n"
 
 
-def test_what_sbatch_refuses_is_told(cluster, tmp_path):
+def test_errors_of_sbatch_are_reported(cluster, tmp_path):
     line = [sys.executable, "-m", "llmtrain", "train", REPOSITORY / "recipes" / "tiny.py", "--launcher", "slurm"]
     env = cluster.environment({"PYTHONPATH": str(REPOSITORY)})
     options = ["--slurm", "partition=nowhere", "--run-dir", tmp_path / "run"]
@@ -129,7 +129,7 @@ def test_what_sbatch_refuses_is_told(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("line", commands("Slurm"))
-def test_slurm_takes_the_lines_of_the_documentation(cluster, line):
+def test_slurm_accepts_the_documented_commands(cluster, line):
     """Jobs that are written down, and that Slurm says it would start."""
     if line.startswith("llmtrain"):
         line = f"{sys.executable} -m {line.removesuffix(' | sbatch').removesuffix(' --dry-run')} --dry-run | sbatch"

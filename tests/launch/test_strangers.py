@@ -1,4 +1,4 @@
-"""Who reaches the machine, and not the run: what is listened on, and what is made of what a stranger writes."""
+"""Programs that reach the machine but not the run: the interfaces that listen, and messages of an attacker."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ FORGED = ("", "abc", "15", "-1", "[" * 60_000, Seal("guess").seal("stop 0 reques
 
 
 def _agree(rank, forged):
-    """Rank 1 also plays the stranger, who reaches the store."""
+    """Rank 1 also acts as the attacker, who can reach the store."""
     from llmtrain.runtime.distributed import barrier, store
     from llmtrain.train.signals import Agreement, StopSignals
 
@@ -70,7 +70,7 @@ def _agree(rank, forged):
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_a_stranger_does_not_stop_a_run(forged):
+def test_an_unsigned_message_does_not_stop_a_run(forged):
     assert run_ranks(2, _agree, forged) == [(True, signal.SIGTERM)] * 2
 
 
@@ -81,7 +81,7 @@ class Shelf(dict):
         return self[key]
 
 
-def test_a_verdict_counts_for_its_own_step_alone(monkeypatch):
+def test_a_signed_decision_counts_only_for_its_step(monkeypatch):
     monkeypatch.setattr(seals, "FORGED_S", 0.0)
     genuine = SEAL.seal("stop 0 57", "15").encode()
     assert read_sealed(Shelf({"57": genuine}), "57", SEAL, "stop 0 57") == "15"
@@ -92,7 +92,7 @@ def test_a_verdict_counts_for_its_own_step_alone(monkeypatch):
         assert error.value.problems[0].rule == "worker.stranger"
 
 
-def test_a_verdict_that_is_mended_in_time_counts():
+def test_an_invalid_decision_that_is_replaced_in_time_is_read():
     answers = [b"junk", b"junk", SEAL.seal("a", "15").encode()]
 
     class Mended:
@@ -128,12 +128,12 @@ A, B = "a" * 32, "b" * 32
         (("", A), "is another one for rank 1, unlike rank 0"),
     ],
 )
-def test_ranks_have_one_secret(given, says):
+def test_all_ranks_have_the_same_secret_or_none(given, says):
     first, second = run_ranks(2, _agreed, given)
     assert second == (says or first)
 
 
-def test_a_secret_is_taken_once_and_not_shown():
+def test_a_secret_is_removed_from_the_environment_and_not_shown():
     env = {SECRET_VARIABLE: A}
     secret = Secret.of_worker(env)
     assert env == {}

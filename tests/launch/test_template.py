@@ -1,4 +1,4 @@
-"""The process that workers are forked from. What holds for every worker, forked or not, is in `test_local.py`."""
+"""The process that workers are forked from. Tests of all workers, forked or not, are in `test_local.py`."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_all_are_forked_from_one_process_until_the_environment_changes(script, r
     assert not children()
 
 
-def test_a_worker_is_as_one_that_was_started_by_itself(script, run_dir):
+def test_a_forked_worker_equals_a_separately_started_one(script, run_dir):
     command = module(
         script,
         f"""{TELL}
@@ -113,7 +113,7 @@ def test_signals_that_were_ignored_stay_so_and_the_others_end_a_worker(script, r
     assert said(run_dir, 2) == [[True, True]]
 
 
-def test_workers_find_the_board_of_their_heartbeats(script, run_dir, children):
+def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
     command = module(
         script,
         """
@@ -135,7 +135,7 @@ def test_workers_find_the_board_of_their_heartbeats(script, run_dir, children):
 
 
 @pytest.mark.parametrize("death", ["import", "kill"])
-def test_without_it_workers_are_started_by_themselves(script, run_dir, death, children):
+def test_without_the_template_workers_are_started_separately(script, run_dir, death, children):
     broken = script("print('this is why', flush=True); raise ImportError").stem
     with Template([broken] if death == "import" else ["json"]) as template:
         template.start(common_environment(2))
@@ -147,7 +147,7 @@ def test_without_it_workers_are_started_by_themselves(script, run_dir, death, ch
     assert ("this is why" in run_dir.log_file(0).read_text()) == (death == "import")
 
 
-def test_a_signal_while_it_imports_starts_nothing(script, run_dir, tmp_path):
+def test_a_signal_during_the_imports_starts_no_worker(script, run_dir, tmp_path):
     slow = script(f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, 'slow').touch(); time.sleep(60)").stem
     program = f"""
 import sys
@@ -166,7 +166,7 @@ with Template([{slow!r}]) as template:
 
 
 @pytest.mark.parametrize("stage", ["imports", "waits"])
-def test_it_ends_with_its_launcher(script, tmp_path, stage):
+def test_the_template_ends_with_its_launcher(script, tmp_path, stage):
     slow = script("import time; time.sleep(60)").stem
     program = f"""
 import time
@@ -185,7 +185,7 @@ time.sleep(60)
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text())
 
 
-def test_ranks_have_their_threads_and_draw_apart(script, run_dir, monkeypatch):
+def test_ranks_have_their_own_threads_and_random_numbers(script, run_dir, monkeypatch):
     """With all that workers import; a thread pool that was there before the fork would have them wait for ever."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     body = """

@@ -1,4 +1,4 @@
-"""torchrun and accelerate under `llmtrain train`, and by the lines that it prints for them, train the same run."""
+"""torchrun and accelerate, under `llmtrain train` and by printed commands, train the same run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_us(small_recipe, tmp_path_factory):
 
 @pytest.mark.breadth
 @BY_FIRST
-def test_a_run_that_is_stopped_and_continued_is_that_of_our_own_launcher(small_recipe, by_us, tmp_path, tool):
+def test_a_stopped_and_continued_run_equals_that_of_our_own_launcher(small_recipe, by_us, tmp_path, tool):
     run_dir = tmp_path / "a run"
     train = ("train", small_recipe, "--run-dir", run_dir, "--nproc", 2, "--launcher", tool, *RUN)
     command = [sys.executable, "-m", "llmtrain", *map(str, train)]
@@ -98,7 +98,7 @@ def test_the_printed_lines_train_on_two_nodes(small_recipe, by_us, tmp_path, too
 
 
 @pytest.mark.slow
-def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
+def test_a_printed_command_without_the_first_node_reports_it(small_recipe, tmp_path):
     nodes = ("--nodes", 2, "--gpus-per-node", 1, "--device", "cpu")
     printed = llmtrain("train", small_recipe, "--run-dir", tmp_path, "--launcher", "torchrun", *nodes, "--dry-run")
     env = {name: value for name, value in os.environ.items() if name != "HEAD"}
@@ -108,7 +108,7 @@ def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
 
 
 @pytest.mark.breadth
-def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tmp_path):
+def test_a_stop_signal_on_one_node_stops_all_nodes_and_each_reports_it(small_recipe, tmp_path):
     """Exit codes and signals are those of our own launcher on every node."""
     run_dir = tmp_path / "run"
     with socket.socket() as probe:
@@ -131,7 +131,7 @@ def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tm
 
 
 @pytest.mark.slow
-def test_a_mistake_is_the_exit_code_of_a_node(small_recipe, tmp_path):
+def test_a_user_error_is_the_exit_code_of_a_node(small_recipe, tmp_path):
     command = ("-m", "llmtrain.launch.torchrun", "--standalone", "--nproc-per-node", 2)
     result = run(sys.executable, *command, small_recipe, "--run-dir", tmp_path, "--set", "optim.lr=fast")
     assert result.returncode == 2, result.stderr

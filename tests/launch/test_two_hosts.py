@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher, alone and under our command, trains over two hosts what one process trains."""
+"""DeepSpeed's launcher, alone and under our command, trains the same on two hosts as one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_the_run_of(one: Path, two: Path) -> None:
 
 
 def _chose_the_cable(run_dir: Path, ranks: int) -> None:
-    """Nobody has told gloo of it, and the host's own name would mislead."""
+    """gloo is not configured, and the host's own name resolves to the loopback."""
     for rank in range(ranks):
         said = (run_dir / "logs" / f"rank_{rank}.log").read_text()
         assert f"network interface of gloo: {INTERFACE} (" in said
@@ -144,7 +144,7 @@ open(sys.argv[1] + str(rank.rank), "w").write(json.dumps(told))
 
 
 @pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
-def test_variables_devices_and_ranks_arrive_as_they_were_meant(hosts, workers_environment, tmp_path, runner):
+def test_variables_devices_and_ranks_arrive_unchanged(hosts, workers_environment, tmp_path, runner):
     """Each worker writes down what it was given, in place of training; the first host is not the one of the command."""
     values, given = words(1), words(2)
     folder = tmp_path / "it's $(touch executed) ü"
@@ -177,7 +177,7 @@ raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({s
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
-def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path, runner):
+def test_a_signal_saves_on_all_hosts_and_the_same_command_continues(hosts, workers_environment, tmp_path, runner):
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "export.at_end=false", "evaluation.every_steps=0", "train.max_steps=100000")
     sets = [part for field in (*steps, "parallel.zero_stage=1") for part in ("--set", field)]
@@ -209,7 +209,7 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
             "different code of llmtrain",
         ),
         pytest.param(
-            Path(metadata.distribution("tokenizers")._path) / "METADATA",  # what says it in Python's own terms
+            Path(metadata.distribution("tokenizers")._path) / "METADATA",  # the metadata in Python's own format
             "Metadata-Version: 2.1\nName: tokenizers\nVersion: 0.1\n",
             f"tokenizers 0.1 instead of {metadata.version('tokenizers')}",
             marks=pytest.mark.breadth,
@@ -251,7 +251,7 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_
     [("pdsh", "power"), *(pytest.param("openmpi", lost, marks=pytest.mark.breadth) for lost in ("power", "cable"))],
 )
 def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner, lost):
-    """Nothing runs on that host any more, its ssh server neither; or all runs, and nobody hears of it."""
+    """Nothing runs on that host any more, not even its ssh server; or everything runs, but without a network."""
     (tmp_path / "hosts").mkdir()
     with two_hosts(tmp_path / "hosts") as both:
         steps = ("logging.every_steps=1", "train.max_steps=100000", "evaluation.every_steps=0")
@@ -335,7 +335,7 @@ def _secrets(host: Host) -> set[str]:
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
-def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path, runner):
+def test_an_attacker_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path, runner):
     """From an address of its own to every port of a run. The store's verdicts it can spoil: then the run says so."""
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "evaluation.every_steps=0", "train.max_steps=100000", "parallel.zero_stage=1")

@@ -26,7 +26,7 @@ def errors(text: str) -> list:
     return [finding for finding in lint_text(text) if finding.severity == "error"]
 
 
-def test_what_is_right_passes():
+def test_correct_files_have_no_findings():
     assert rules({**GOOD, "bf16": {"enabled": True}}, 4) == []
     assert rules({**GOOD, "sequence_parallel_size": 2}, 8) == []
     assert errors("{ # a comment\n  train_batch_size: 8\n}") == []  # Hjson, as DeepSpeed reads it
@@ -89,7 +89,7 @@ def test_batch():
     assert "2 × 2 × 4 = 16" in finding.message
 
 
-def test_any_file_is_answered(tmp_path):
+def test_any_file_is_handled(tmp_path):
     deep = "[" * 100_000
     cases = [b"", b"\xff\xfe\x00", b"\x00" * 2000, deep.encode(), b'{"a": ' * 5000, b"[]", b"3", b"{", b'{"a" 1}']
     cases += [b'{"train_batch_size": ' + b"9" * 5000 + b"}", b'{"train_batch_size": ' + b"9" * 4000 + b"}"]
@@ -132,7 +132,7 @@ def test_keys_are_those_that_deepspeed_reads():
     assert names <= TOP_LEVEL_KEYS
 
 
-def test_rules_are_let_pass():
+def test_allowed_rules_are_not_reported():
     text = json.dumps({**GOOD, "zero_optimisation": {}})
     assert lint_text(text, allow=parse_allowed(["unknown_key:zero_*", "lint.clipping_default"])) == []
     with pytest.raises(RecipeError, match="every typo would be accepted"):
@@ -167,7 +167,7 @@ def test_no_known_key_is_refused(key):
 ARGUMENTS = {"learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "fp16": False}
 
 
-def test_an_auto_is_right_where_it_is_filled_in():
+def test_auto_is_allowed_where_the_reader_fills_it_in():
     betas = {"optimizer": {"type": "AdamW", "params": {"betas": "auto", "lr": "auto"}}}
     values = {**GOOD, **betas, "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}}
     assert effects(values, "trainer") == {}
@@ -186,7 +186,7 @@ def test_arguments_of_the_trainer_are_compared():
     assert differing == {"optimizer.params.lr", "optimizer.params.betas", "fp16.enabled"}
 
 
-def test_only_near_words_are_proposed():
+def test_only_similar_keys_are_suggested():
     (finding,) = errors('{"train_batch_size": 8, "train_epochs": 3}')
     assert "did you mean" not in finding.message
     assert finding.fix == "remove it"
@@ -212,7 +212,7 @@ def test_only_near_words_are_proposed():
         ("scheduler.params.warmup_min_lr", "fix: remove it"),
     ],
 )
-def test_what_to_do_with_an_unknown_key(key, says):
+def test_the_fix_of_an_unknown_key(key, says):
     values = {**GOOD, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupCosineLR", "params": {}}}
     block = values
     for name in key.split(".")[:-1]:
@@ -230,7 +230,7 @@ def test_numbers_that_only_python_reads():
     assert finding.fix.endswith("write a number")
 
 
-def test_a_block_that_is_none_is_refused():
+def test_a_block_that_is_not_a_mapping_is_refused():
     for key in ("optimizer", "checkpoint", "activation_checkpointing"):
         for value in (None, True, "x"):
             assert effects({**GOOD, key: value}) == {key: "refuses"}
@@ -238,7 +238,7 @@ def test_a_block_that_is_none_is_refused():
     assert effects({**GOOD, "fp16": None}) == {"fp16": "refuses"}
 
 
-def test_a_total_is_compared_with_what_is_known():
+def test_the_total_batch_size_is_compared_with_the_known_factors():
     values = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 16}
     values["zero_optimization"] = {"stage": 1}
     assert effects(values, "trainer") == {"train_batch_size": "refuses"}
@@ -246,7 +246,7 @@ def test_a_total_is_compared_with_what_is_known():
 
 
 @pytest.mark.parametrize(("arguments", "severity"), [({}, "warning"), ({"fp16": True}, "error"), ({"fp16": False}, "")])
-def test_a_scale_matters_in_fp16_only(arguments, severity):
+def test_loss_scales_are_checked_only_for_fp16(arguments, severity):
     values = {**GOOD, "zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "min_loss_scale": 0}}
     found = examine("", json.dumps(values), Use("trainer", arguments=arguments)).findings
     assert [one.severity for one in found if one.field == "fp16.min_loss_scale"] == ([severity] if severity else [])

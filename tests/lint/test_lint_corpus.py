@@ -1,4 +1,4 @@
-"""Configurations after real threads and documents: none of the malformed passes, none of the valid is refused."""
+"""Configurations after real threads and documents: every malformed file has an error, and no valid file has one."""
 
 import copy
 import importlib.util
@@ -33,7 +33,7 @@ def test_corpus_is_large_and_has_equal_parts():
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.path.stem)
-def test_malformed_are_refused_by_the_field(case):
+def test_malformed_files_are_reported_with_their_field(case):
     errors = case.found("error")
     assert case.wrong
     assert set(case.wrong) <= {f"{one.field} {one.rule}" for one in errors}
@@ -41,7 +41,7 @@ def test_malformed_are_refused_by_the_field(case):
 
 
 @pytest.mark.parametrize("case", VALID, ids=lambda case: case.path.stem)
-def test_valid_are_not_refused(case):
+def test_valid_files_have_no_errors(case):
     assert case.found("error") == []
     assert case.lines <= 3
 
@@ -106,7 +106,7 @@ def _can_be_printed(finding) -> bool:
     return text.isprintable() and len(text) < 1000 and bool(text.encode("utf-8"))
 
 
-def test_keys_of_strangers_can_be_printed():
+def test_arbitrary_keys_can_be_printed():
     (finding, *_) = lint_text('{"\\ud800\\u001b[31m": 1, "train_batch_size": 8, "gradient_clipping": 1}')
     assert finding.rule == "lint.unknown_key"
     assert _can_be_printed(finding)
@@ -208,7 +208,7 @@ def test_time_grows_with_the_length(piece):
     assert time.process_time() - started < 20
 
 
-def test_endless_file_is_answered():
+def test_endless_files_are_reported():
     if not Path("/dev/zero").exists():
         pytest.skip("needs /dev/zero")
     (finding,) = lint_file(Path("/dev/zero"))

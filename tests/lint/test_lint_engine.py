@@ -1,4 +1,4 @@
-"""The corpus against the real engine: what only building it, or a step, brings to light, and what trains."""
+"""The corpus on the real engine: faults that only building it, or a step, reveals, and files that train."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _can_be_built(case: Case) -> bool:
     return case.buildable and case.deepspeed == schema().deepspeed
 
 
-def test_reasons_are_of_rules():
+def test_skipped_rules_exist():
     assert {f"lint.{name}" for name in NOT_SHOWN} <= {rule.id for rule in RULES}
 
 
@@ -80,7 +80,7 @@ def test_valid_configurations_train():
     assert {name: outcome for name, outcome in outcomes.items() if outcome} == {}
 
 
-def test_what_only_the_engine_refuses():
+def test_configurations_that_only_the_engine_refuses():
     """Two of each kind, so that every run of the tests builds some."""
     refused, trained = ["optimizer_adamww.json", "sgd_zero1.json"], ["minimal.json", "trainer_stage3.json"]
     (outcomes,) = run_ranks(1, _outcomes, [*refused, *trained])

@@ -1,4 +1,4 @@
-"""`llmtrain lint` as a tool: files, exit codes, formats, mending, settings of a project, pre-commit."""
+"""`llmtrain lint` as a tool: files, exit codes, formats, fixes, settings of a project, pre-commit."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_mechanical_errors_are_fixed(folder, capsys):
     assert file.read_text() == MENDED
 
 
-def test_links_and_permissions_stay_when_a_file_is_mended(folder, capsys):
+def test_links_and_permissions_are_kept_when_a_file_is_fixed(folder, capsys):
     (folder / "real.json").write_text(TEXT)
     (folder / "real.json").chmod(0o640)
     (folder / "link.json").symlink_to("real.json")
@@ -191,7 +191,7 @@ def test_arguments_next_to_params_are_moved_into_them():
     assert fixed(scaled, schema()) == scaled  # it has no place in fp16
 
 
-def test_long_files_are_mended_at_once():
+def test_long_files_are_fixed_quickly():
     """A scan of all lines for each key would take minutes."""
     text = "{" + ",\n".join(f'"key{number}": 1' for number in range(40_000)) + ',\n"bf16": {"enabled": "true"}}'
     started = time.process_time()
@@ -199,7 +199,7 @@ def test_long_files_are_mended_at_once():
     assert time.process_time() - started < 20
 
 
-def test_mending_never_makes_a_file_worse():
+def test_fixing_a_file_adds_no_findings():
     for case in (*cases("malformed"), *cases("valid")):
         if case.path.suffix == ".json" and case.result.readable:
             after = {
@@ -224,7 +224,7 @@ lint_alone()
 """
 
 
-def test_the_distribution_alone_needs_only_what_it_asks_for(folder):
+def test_the_separate_distribution_needs_only_its_dependencies(folder):
     def asked(path: str) -> tuple[set[str], dict[str, str]]:
         project = tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"]
         return {re.split("[<>=]", one)[0] for one in project["dependencies"]}, project
@@ -316,7 +316,7 @@ fp16:
 """
 
 
-def test_values_and_names_are_mended_in_yaml(folder, capsys):
+def test_values_and_names_are_fixed_in_yaml(folder, capsys):
     """What moves, and values with anchors and tags, are left to people."""
     file = folder / "ds.yaml"
     file.write_text(YAML)
@@ -324,7 +324,7 @@ def test_values_and_names_are_mended_in_yaml(folder, capsys):
     assert file.read_text() == YAML_MENDED
 
 
-def test_hostile_files_are_answered(folder, capsys):
+def test_hostile_files_are_reported(folder, capsys):
     (folder / "loop").mkdir()
     (folder / "loop" / "up").symlink_to("..")
     (folder / "self.json").symlink_to("self.json")
@@ -366,7 +366,7 @@ def test_names_of_files_are_printed_without_control_characters(folder, capsys):
     assert location == "red%1B%5B31m%0A%3A%3Aerror%3A%3A.json"
 
 
-def test_what_cannot_be_read_has_no_position(folder, capsys):
+def test_unreadable_files_have_no_position(folder, capsys):
     os.mkfifo(folder / "ds_config.json")
     assert run(capsys, "ds_config.json")[1].splitlines()[2].startswith("ds_config.json: error: file: it cannot be read")
     assert "::error file=ds_config.json,title=lint.unreadable::" in run(capsys, "ds_config.json", form="github")[1]
@@ -374,7 +374,7 @@ def test_what_cannot_be_read_has_no_position(folder, capsys):
     assert found["locations"][0]["physicalLocation"]["region"] == {"startLine": 1, "startColumn": 1}
 
 
-def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
+def test_line_ends_are_kept_and_byte_order_marks_removed(folder, capsys):
     file = folder / "ds.json"
     text = '{\r\n  "train_micro_batch_size_per_gpu": "auto",\r\n  "gradient_accumulation_step": "auto",\r\n'
     file.write_bytes(b"\xef\xbb\xbf" + (text + '  "zero_optimization": {"stage": 2}\r\n}\r\n').encode())
@@ -388,7 +388,7 @@ def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
     assert b'"gradient_accumulation_steps": "auto"' in mended
 
 
-def test_what_cannot_be_fixed_is_an_error(folder, capsys, monkeypatch):
+def test_findings_that_cannot_be_fixed_are_errors(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
     with pytest.raises(RecipeError, match="standard input cannot be fixed"):
         run(capsys, "-", fix=True)
@@ -435,7 +435,7 @@ def test_a_working_file_has_few_lines(folder, capsys):
     assert lines[-1].startswith("ds.json: 5 further warnings, which --format json explains: ")
 
 
-def test_a_site_makes_links_addresses(monkeypatch):
+def test_links_are_urls_if_a_site_is_configured(monkeypatch):
     site.cache_clear()
     assert link("lint.range") == "docs/reference/lint.md#lintrange"
     page = (ROOT / "docs/reference/lint.md").read_text(encoding="utf-8")
@@ -476,7 +476,7 @@ HOSTILE = "$(touch pwned) `touch pwned` ; touch pwned & ' \" | > pwned *"
         ("--fix configs/wrong.json", "", 2, "::error"),
     ],
 )
-def test_the_action_runs_what_it_is_given_and_nothing_else(folder, files, options, code, expected):
+def test_the_action_executes_nothing_in_its_inputs(folder, files, options, code, expected):
     """Runs the steps as GitHub does; a stub takes the place of pip, which would download the dependencies."""
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     known = {"inputs.files": files, "inputs.options": options, "steps.python.outputs.python-path": "stub/python"}

@@ -1,4 +1,4 @@
-"""`--deepspeed`: which release is chosen, and that findings are those of the release."""
+"""`--deepspeed`: the choice of the release, and findings for that release."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_REFUSED = {
         (">=7", NEWEST, "the nearest known to >=7"),
     ],
 )
-def test_the_newest_that_fits_is_chosen(asked, chosen, why):
+def test_the_newest_matching_release_is_chosen(asked, chosen, why):
     release = choose_release(asked)
     assert (release.deepspeed, release.why) == (chosen, why)
 
@@ -68,7 +68,7 @@ def test_an_invalid_version_is_refused(asked):
         ("unknown", NEWEST, "the newest known"),
     ],
 )
-def test_the_installed_one_is_the_default(monkeypatch, installed, chosen, why):
+def test_the_installed_release_is_the_default(monkeypatch, installed, chosen, why):
     choose_release.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: installed)
     assert (choose_release().deepspeed, choose_release().why) == (chosen, why)
@@ -112,7 +112,7 @@ def found(values: dict, deepspeed: str) -> set[str]:
         ({"data_types": {"param_dtype": "bf16"}}, "0.19.1", "0.19.2"),
     ],
 )
-def test_keys_that_came(values, last_without, first_with):
+def test_added_keys(values, last_without, first_with):
     assert any("lint.unknown_key" in one for one in found(values, last_without))
     assert not any("lint.unknown_key" in one for one in found(values, first_with))
 
@@ -128,7 +128,7 @@ def test_keys_that_came(values, last_without, first_with):
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "0.19.6", "0.19.7", "optimizer"),
     ],
 )
-def test_keys_that_went(values, last_with, first_without, rule):
+def test_keys_of_older_releases(values, last_with, first_without, rule):
     assert not any(f"lint.{rule} " in one for one in found(values, last_with))
     assert any(f"lint.{rule} " in one for one in found(values, first_without))
 
@@ -171,7 +171,7 @@ def test_most_files_were_read_by_all_releases():
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_findings_are_what_the_release_answers(release):
+def test_findings_match_the_results_of_the_release(release):
     """Whatever a release refuses is an error, and what it accepts is not said to be refused, where it was shown."""
     missed, false = [], []
     for case in CASES:

@@ -35,7 +35,7 @@ def test_evaluations_and_saves_count_and_the_first_steps_do_not():
     assert "cost" not in Forecast(1, 10).after(1, 1.0)
 
 
-def test_a_run_that_continues_has_also_paid_for_the_steps_that_it_repeats(run_dir):
+def test_the_cost_of_a_continued_run_includes_repeated_steps(run_dir):
     fields = {"logging.trackers": [], "logging.price_per_device_hour": 2.0}
     plan = small_plan(**fields)
     spent = [{"step": step, "device_hours": float(step)} for step in (10, 20, 30)]

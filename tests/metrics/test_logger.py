@@ -150,7 +150,7 @@ def test_numbers_keep_every_digit(run_dir, plan):
     assert records(run_dir)[0]["loss"] == 0.1 + 0.2
 
 
-def test_a_resumed_run_writes_what_an_uninterrupted_one_does(run_dir, plan, tmp_path):
+def test_a_resumed_run_writes_the_same_metrics_as_an_uninterrupted_one(run_dir, plan, tmp_path):
     def written():
         clocks = ("time", "left_s", "device_hours")
         return [{name: value for name, value in one.items() if name not in clocks} for one in records(run_dir)]
@@ -162,7 +162,7 @@ def test_a_resumed_run_writes_what_an_uninterrupted_one_does(run_dir, plan, tmp_
     assert len(whole) == 9
 
 
-def test_a_line_that_was_cut_off_is_dropped(run_dir, plan):
+def test_a_truncated_line_is_dropped(run_dir, plan):
     train(run_dir, plan, 10, 20)
     whole = run_dir.metrics_file.read_text()
     with run_dir.metrics_file.open("a") as file:
@@ -171,7 +171,7 @@ def test_a_line_that_was_cut_off_is_dropped(run_dir, plan):
     assert run_dir.metrics_file.read_text() == whole
 
 
-def test_samples_are_lines_of_their_own_file_and_forgotten_as_metrics_are(run_dir, plan):
+def test_samples_have_their_own_file_and_are_removed_like_metrics(run_dir, plan):
     asked = {"samples.every_steps": 10, "samples.prompts": ["a", "b"]}
     sampling = plan.model_copy(update={"recipe": plan.recipe.with_(**asked)})
     lines = [{"step": step, "prompt": "a\u2028", "text": f"{step}\n"} for step in (10, 20, 30)]
@@ -193,7 +193,7 @@ def test_a_new_run_in_an_old_folder_starts_empty(run_dir, plan):
         assert records(run_dir) == []
 
 
-def test_a_killed_run_has_every_line_that_it_logged(run_dir, plan):
+def test_a_killed_run_loses_no_logged_line(run_dir, plan):
     (run_dir.path / "plan.json").write_text(plan.model_dump_json())
     program = f"""
 import os, signal
@@ -221,7 +221,7 @@ def _fill(disk):
             file.write(bytes(1000))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_line(small_disk, plan, tmp_path):
+def test_a_temporarily_full_disk_loses_no_line(small_disk, plan, tmp_path):
     run_dir, warned = RunDir(small_disk), []
     with MetricsLogger(run_dir, plan, warn=warned.append) as logger:
         logger.log_step(metrics(10))

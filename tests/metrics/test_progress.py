@@ -64,7 +64,7 @@ def test_the_end_of_a_long_run_and_its_cost():
     assert re.search(r"  2h00m left, until \w+ \d\d \w+ \d\d:\d\d  cost 1\.00 of 1,234\.50$", line)
 
 
-def test_a_sample_is_shown_without_what_a_terminal_would_obey():
+def test_control_characters_of_a_sample_are_not_printed():
     console = plain()
     TrainingProgress(console, 100).show_samples(1000, [("[bold]a", "b\x1b[31m\nc")])
     shown = "\n".join(lines(console))
@@ -73,14 +73,14 @@ def test_a_sample_is_shown_without_what_a_terminal_would_obey():
     assert "\x1b" not in shown
 
 
-def test_what_is_unknown_is_left_out():
+def test_unknown_values_are_omitted():
     console = plain()
     progress = TrainingProgress(console, 100)
     progress.show({**RECORD, "mfu": None, "grad_norm": None, "loss": None})
     assert lines(console) == ["step 50/100  loss not finite  lr 3.00e-04  12.3k tok/s  1m40s left"]
 
 
-def test_the_summary_tells_what_was_trained():
+def test_the_summary_reports_the_training():
     console = plain()
     progress = TrainingProgress(console, 50, start_step=20)
     progress.show({**RECORD, "step": 30, "tokens_per_second": 2000.0})  # 10 steps in 20 s
@@ -124,7 +124,7 @@ def test_a_quiet_console_gets_nothing():
     assert lines(console) == []
 
 
-def test_text_is_not_taken_for_markup():
+def test_text_is_not_interpreted_as_markup():
     console = plain()
     TrainingProgress(console, 100).note("saved [/tmp/x] [red]")
     assert lines(console) == ["saved [/tmp/x] [red]"]
@@ -152,7 +152,7 @@ def test_the_live_line_is_one_line_at_any_width(width):
     ("value", "text"),
     [(0, "0"), (999, "999"), (1000, "1.00k"), (12345, "12.3k"), (123456, "123k"), (4.56e6, "4.56M"), (1.5e13, "15.0T")],
 )
-def test_compact(value, text):
+def test_numbers_are_abbreviated(value, text):
     assert compact(value) == text
 
 
@@ -160,5 +160,5 @@ def test_compact(value, text):
     ("seconds", "text"),
     [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (131, "2m11s"), (3900, "1h05m"), (3 * 86400 + 4 * 3600, "3d04h")],
 )
-def test_duration(seconds, text):
+def test_durations_are_formatted(seconds, text):
     assert duration(seconds) == text

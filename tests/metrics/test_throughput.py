@@ -47,7 +47,7 @@ def test_every_precision_has_a_peak(plan, precision):
     assert rates(plan, Window(1, 1.0, 1000, 0.0)).mfu is not None
 
 
-def test_a_window_holds_its_steps_alone(clock):
+def test_a_window_contains_only_its_steps(clock):
     meter = Meter(clock)
     for _ in range(4):
         clock.now += 2.0
@@ -60,7 +60,7 @@ def test_a_window_holds_its_steps_alone(clock):
     assert meter.close() == Window(steps=1, seconds=3.0, tokens=10, data_wait_s=0.0)
 
 
-def test_a_pause_ends_with_an_error(clock):
+def test_a_pause_ends_if_an_exception_is_raised(clock):
     meter = Meter(clock)
     with suppress(KeyError), meter.paused():
         clock.now += 60.0
@@ -70,6 +70,6 @@ def test_a_pause_ends_with_an_error(clock):
     assert meter.close().seconds == 1.0
 
 
-def test_an_empty_window_is_a_mistake(clock):
+def test_an_empty_window_raises(clock):
     with pytest.raises(ValueError, match="without a step"):
         Meter(clock).close()

@@ -32,7 +32,7 @@ def scalars(event_accumulator, run_dir, tag):
     return [(event.step, event.value) for event in reader.Scalars(tag)]
 
 
-def test_tensorboard_is_there(plan):
+def test_tensorboard_is_installed(plan):
     check_trackers(with_trackers(plan, "tensorboard"))
 
 
@@ -72,7 +72,7 @@ def test_tensorboard_shows_the_numbers_and_the_recipe(plan, run_dir, event_accum
     assert '"name": "small"' in text
 
 
-def test_texts_are_shown_as_they_are_and_left_out_of_mlflow(plan, run_dir, event_accumulator, monkeypatch):
+def test_texts_are_logged_verbatim_but_not_to_mlflow(plan, run_dir, event_accumulator, monkeypatch):
     trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), 0)
     others = {name: SimpleNamespace(name=name, logged=[], finish=lambda: None) for name in ("wandb", "mlflow")}
     for tracker in others.values():
@@ -86,7 +86,7 @@ def test_texts_are_shown_as_they_are_and_left_out_of_mlflow(plan, run_dir, event
     assert reader.Tensors("samples/0/text_summary")[0].tensor_proto.string_val[0] == b"    a\n    \n    # b"
 
 
-def test_tensorboard_forgets_the_steps_of_a_lost_attempt(plan, run_dir, event_accumulator):
+def test_tensorboard_drops_the_steps_of_a_lost_attempt(plan, run_dir, event_accumulator):
     recipe = with_trackers(plan, "tensorboard")
     for start, steps in ((0, (10, 20, 30)), (20, (30, 40))):
         trackers = Trackers(run_dir, recipe, start)
@@ -96,7 +96,7 @@ def test_tensorboard_forgets_the_steps_of_a_lost_attempt(plan, run_dir, event_ac
     assert scalars(event_accumulator, run_dir, "train/loss") == [(10, 10.0), (20, 20.0), (30, 50.0), (40, 60.0)]
 
 
-def test_no_process_group_and_no_state_of_accelerate(plan, run_dir):
+def test_trackers_need_no_process_group_and_no_state_of_accelerate(plan, run_dir):
     """Under a launcher's variables, accelerate would join or make a process group of its own."""
     program = f"""
 from pathlib import Path
@@ -121,7 +121,7 @@ assert torch.get_num_threads() == threads
     assert done.returncode == 0, done.stderr
 
 
-def test_wandb_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch):
+def test_wandb_continues_its_run_after_a_resume(plan, run_dir, monkeypatch):
     pytest.importorskip("wandb", reason="needs the extra llmtrain[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = with_trackers(plan, "wandb")
@@ -137,7 +137,7 @@ def test_wandb_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch):
     assert all(f"-{identities[0]}" in run for run in runs)
 
 
-def test_mlflow_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch, tmp_path):
+def test_mlflow_continues_its_run_after_a_resume(plan, run_dir, monkeypatch, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="needs the extra llmtrain[mlflow]")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     recipe = with_trackers(plan, "mlflow").with_(**{"export.sample_prompt": "long " * 2000})
@@ -152,7 +152,7 @@ def test_mlflow_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch, tmp_path
     assert run.data.params["export.sample_prompt"].startswith("long long")
 
 
-def test_training_does_not_wait_for_a_tracker_and_outlives_it(plan, run_dir, monkeypatch, capfd):
+def test_training_neither_waits_for_a_tracker_nor_fails_with_it(plan, run_dir, monkeypatch, capfd):
     asked, go_on = threading.Event(), threading.Event()
 
     def log(self, values, step):
@@ -177,7 +177,7 @@ def test_training_does_not_wait_for_a_tracker_and_outlives_it(plan, run_dir, mon
     assert "tracker tensorboard failed at step 2" in capfd.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from the writer's thread
 def test_tensorboard_continues_after_a_full_disk(plan, small_disk, event_accumulator, capfd):
     run_dir = RunDir(small_disk)
     run_dir.tensorboard.mkdir()

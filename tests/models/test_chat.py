@@ -1,4 +1,4 @@
-"""`llmtrain generate --chat`: what the model is given, where it stops, what is left out."""
+"""`llmtrain generate --chat`: the input of the model, where it stops, and which messages are left out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def asked(chat, *questions):
     return answers
 
 
-def test_the_model_is_given_what_the_template_writes(tokenizer, given, tmp_path):
+def test_the_model_gets_the_text_of_the_template(tokenizer, given, tmp_path):
     chat = Chat(tmp_path / save_model(tokenizer, "a"), TOKENS, 0.0, 1, system="Be brief.")
     assert asked(chat, "Thanks", "Bye.") == [("aaaa", 0), ("aaaa", 0)]
     said = [
@@ -88,7 +88,7 @@ def test_the_model_is_given_what_the_template_writes(tokenizer, given, tmp_path)
     assert given == expected
 
 
-def test_it_stops_at_the_end_of_a_turn_although_the_model_does_not_say_so(tokenizer, given, tmp_path):
+def test_generation_stops_at_the_end_of_a_turn_even_if_the_model_does_not_declare_it(tokenizer, given, tmp_path):
     chat = Chat(tmp_path / save_model(tokenizer, "<|im_end|>"), TOKENS, 0.0, 1)
     assert asked(chat, "Thanks") == [("", 0)]
     assert given.written == 1
@@ -111,7 +111,7 @@ def test_a_refused_question_is_forgotten(tokenizer, given, tmp_path):
     assert tokenizer.decode(given[-1]).count("<|im_start|>user") == 1
 
 
-def test_old_messages_make_room(tokenizer, given, tmp_path):
+def test_old_messages_are_dropped_if_there_is_no_room(tokenizer, given, tmp_path):
     chat = Chat(tmp_path / save_model(tokenizer, "a"), TOKENS, 0.0, 1)
     found = asked(chat, *["Thanks"] * 6)
     assert {answer for answer, _ in found} == {"aaaa"}

@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss: value, gradients, and no other order of parameters."""
+"""The chunked loss equals the whole loss: value, gradients, and order of parameters."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _gradients(loss, model) -> dict[str, torch.Tensor]:
         "zamba",
     ],
 )
-def test_families_come_apart(family):
+def test_families_are_split_into_backbone_and_head(family):
     """Tied and untied heads, capped and scaled logits, a decoder within a backbone, a router's loss."""
     check_chunks(AutoConfig.for_model(family))
 
 
-def test_a_routers_loss_that_is_lost_is_seen(monkeypatch):
+def test_a_lost_router_loss_is_detected(monkeypatch):
     config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
     check_chunks(config)
     own = chunked.Losses
@@ -67,7 +67,7 @@ def test_a_routers_loss_that_is_lost_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [5, chunked.ALL])
-def test_a_routers_loss_is_the_models_own(tokens):
+def test_the_router_loss_is_that_of_the_model(tokens):
     config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
     model, (inputs, labels) = reference(shrink_configuration(config, chunked.LAYERS), "eager"), _batch()
     expected = model(inputs, use_cache=False).aux_loss
@@ -75,7 +75,7 @@ def test_a_routers_loss_is_the_models_own(tokens):
     assert torch.equal(model(inputs, use_cache=False, targets=labels).aux_loss, expected)
 
 
-def test_a_family_whose_head_looks_elsewhere_is_refused(monkeypatch):
+def test_a_family_whose_head_has_other_inputs_is_refused(monkeypatch):
     part = ChunkedLoss._part
     monkeypatch.setattr(ChunkedLoss, "_part", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
     with pytest.raises(RecipeError, match=r"losses or gradients deviate by .*\n.*kernels\.loss=whole"):
@@ -87,7 +87,7 @@ def test_a_family_without_a_head_of_its_own_is_refused():
         check_chunks(AutoConfig.for_model("trocr"))
 
 
-def test_a_gradient_that_nobody_returns_is_seen(monkeypatch):
+def test_a_missing_gradient_is_detected(monkeypatch):
     monkeypatch.setattr(ChunkedLoss, "_head", lambda self: [])
     with pytest.raises(RecipeError, match="deviate by inf"):
         check_chunks(AutoConfig.for_model("llama", tie_word_embeddings=False))
@@ -116,7 +116,7 @@ def test_tokens_of_one_chunk_are_left_to_autograd(recomputed, monkeypatch):
         assert torch.equal(gradient, whole[name]), name
 
 
-def test_without_gradients_it_is_the_same_sum():
+def test_the_loss_without_gradients_is_the_same():
     tokens, labels = _batch()
     model = _model()
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_without_gradients_it_is_the_same_sum():
         assert model(tokens, targets=labels).loss_sum.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_the_model_stays_what_it_was():
+def test_the_model_is_not_changed():
     tokens, labels = _batch()
     model = _model()
     assert chunked_loss(model) is None

@@ -1,4 +1,4 @@
-"""What is compiled computes the same, stays where it was, and is refused where it cannot be."""
+"""Compiled layers compute the same and keep their parameters; layers that cannot be compiled are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_experts_are_refused_before_anything_is_compiled():
         check_layers(AutoConfig.for_model("mixtral", num_hidden_layers=2), "sdpa")
 
 
-def test_layers_that_would_all_be_compiled_by_themselves_are_refused(monkeypatch):
+def test_too_many_kinds_of_layers_are_refused(monkeypatch):
     monkeypatch.setattr(compiled, "KINDS", 2)
     forward = LlamaDecoderLayer.forward
 
@@ -71,7 +71,7 @@ def test_layers_that_would_all_be_compiled_by_themselves_are_refused(monkeypatch
         check_layers(_llama(), "sdpa")
 
 
-def test_other_numbers_are_seen(monkeypatch):
+def test_deviating_results_are_detected(monkeypatch):
     traced = compiled.run_graph
 
     def wrong(graph, inputs):
@@ -112,7 +112,7 @@ def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
 
 
 @pytest.mark.parametrize("again", ["none", "selective"])
-def test_other_documents_need_no_other_graph(again, monkeypatch):
+def test_other_documents_need_no_new_graph(again, monkeypatch):
     """One graph for training, whatever the number of documents and their lengths; attention is computed once in the
     forward pass, and on a CPU once more for its gradient, but not a third time for a selective checkpoint."""
     made, computed, one_by_one = [], [], varlen._one_by_one
@@ -150,7 +150,7 @@ def test_other_documents_need_no_other_graph(again, monkeypatch):
     assert len(computed) == 2 * 2 * len(packings)
 
 
-def test_a_signal_waits_for_the_compiler_and_the_watchdog_knows(monkeypatch):
+def test_compilers_are_shielded_from_signals_and_the_watchdog_waits_longer(monkeypatch):
     said = []
 
     @contextmanager
@@ -178,7 +178,7 @@ def test_a_missing_compiler_is_reported(on_cpu, monkeypatch):
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(RecipeError) as refused:
         check_compiler(list(PARTS.values()), on_cpu)
     told = str(refused.value)
-    assert ("no C++ compiler" in told, "pip install triton" in told) == (on_cpu, not on_cpu)
+    assert ("needs a C++ compiler" in told, "pip install triton" in told) == (on_cpu, not on_cpu)
     assert "--set kernels.blocks=eager" in told
     assert "--set kernels.loss=chunked" in told
 
@@ -239,7 +239,7 @@ def _is_empty(leader: int) -> bool:
 @pytest.mark.parametrize(
     "is_killed", [pytest.param(False, marks=pytest.mark.breadth), pytest.param(True, marks=pytest.mark.breadth)]
 )
-def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_killed):
+def test_compiler_processes_end_with_their_rank_and_ignore_stopping_signals(is_killed):
     command = [sys.executable, "-c", RANK]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as rank:
         assert rank.stdin is not None
@@ -263,7 +263,7 @@ def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_loss_is_the_loss(dtype):
+def test_the_compiled_loss_equals_the_eager_loss(dtype):
     """In fp32, sums in another order; a gradient in bf16 is rounded once, by 2⁻⁹ at most, on both sides."""
     torch.manual_seed(0)
     logits = (3 * torch.randn(1, 40, 997)).to(dtype).requires_grad_()

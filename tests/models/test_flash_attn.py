@@ -1,4 +1,4 @@
-"""flash-attn's limits, as its source has them, and ours. Its signature is checked where `flash_stand_in` is called."""
+"""The limits of flash-attn in its source and in our rules; calls of `flash_stand_in` check its signature."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_devices_without_machine_code_are_refused(attention, device):
         ("sdpa", (7, 0), ""),
     ],
 )
-def test_a_gpu_that_is_in_no_table_is_asked(monkeypatch, attention, capability, told):
+def test_an_unknown_gpu_is_checked_by_its_compute_capability(monkeypatch, attention, capability, told):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if told:
         with pytest.raises(RecipeError, match=re.escape(told)):

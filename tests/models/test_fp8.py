@@ -1,4 +1,4 @@
-"""Products of the layers in fp8, emulated: what is converted, what stays, and when it is refused."""
+"""Products of the layers in fp8, emulated: the converted layers, the unchanged ones, and the refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_product_rounds_its_operands_once(emulated, kind):
         (rows.grad, upstream, weight, gradient_rounding + E4M3),
         (layers[0].weight.grad, upstream.T, rows, gradient_rounding + E4M3),
     ):
-        bound = 1.1 * rounding * (one.abs() @ other.abs()) + 1e-3  # and what lies below the smallest number
+        bound = 1.1 * rounding * (one.abs() @ other.abs()) + 1e-3  # and values below the smallest number
         assert ((found - one @ other).abs() <= bound).all()
         assert (found != one @ other).any()
 
@@ -107,7 +107,7 @@ def test_a_model_stays_near_bf16(emulated, kind):
 
 
 @needs_torchao
-def test_a_stage_is_converted_where_it_has_layers(emulated):
+def test_only_the_layers_of_a_stage_are_converted(emulated):
     config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
     stage = build_stage(config, 1, bounds, "eager", torch.bfloat16, CPU, cut)
@@ -119,7 +119,7 @@ def test_a_stage_is_converted_where_it_has_layers(emulated):
 
 
 @needs_torchao
-def test_sides_that_do_not_divide_stay():
+def test_layers_with_indivisible_dimensions_are_not_converted():
     model = _model(intermediate_size=72)
     precision.use_fp8(model, "tensorwise")
     assert len(_converted(model)) == 2 * 4
@@ -136,25 +136,25 @@ def test_sides_that_do_not_divide_stay():
         (True, "cuda", (10, 0), ""),
     ],
 )
-def test_where_it_can_run(monkeypatch, installed, device, capability, why):
+def test_requirements_on_packages_and_devices(monkeypatch, installed, device, capability, why):
     monkeypatch.setattr(precision, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert precision.fp8_unavailable(torch.device(device)) == why
 
 
-def test_what_has_no_linear_layers_for_it_is_refused():
+def test_models_without_linear_layers_are_refused():
     """GPT-2's layers are `Conv1D`."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2, n_embd=48))
-    with pytest.raises(RecipeError, match=r"no linear layer of this gpt2 has sides.*\n.*--set kernels\.fp8=off"):
+    with pytest.raises(RecipeError, match=r"no linear layer of this gpt2 has dimensions.*\n.*--set kernels\.fp8=off"):
         precision.use_fp8(model, "tensorwise")
 
 
 def test_a_cpu_is_refused():
-    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but products in fp8 cannot be made"):
+    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but products in fp8 cannot be computed"):
         precision.check_fp8("rowwise", CPU)
 
 
-def test_slower_is_refused_with_both_times():
+def test_slower_fp8_is_refused_with_both_times():
     precision.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
     with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, and in bf16 2 ms.*\n.*kernels\.fp8=off"):
         precision.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)

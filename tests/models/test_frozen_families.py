@@ -1,4 +1,4 @@
-"""Which parameters of the families of transformers have no gradient: those that are frozen, and no others."""
+"""The parameters of the families of transformers without a gradient are exactly the frozen ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _without_gradient(family: str) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("family", sorted(CHOOSERS))
-def test_choosers_are_frozen_and_nothing_else_lacks_a_gradient(family):
+def test_sparse_indexers_are_frozen_and_no_other_weight_lacks_a_gradient(family):
     torch.manual_seed(0)
     lacking, frozen = _without_gradient(family)
     assert lacking == set()
@@ -52,7 +52,7 @@ def test_choosers_are_frozen_and_nothing_else_lacks_a_gradient(family):
 
 
 @pytest.mark.breadth
-def test_every_other_family_has_a_gradient_for_all_that_it_trains():
+def test_every_other_family_has_gradients_for_all_trained_parameters():
     torch.manual_seed(0)
     found = {}
     with warnings.catch_warnings():

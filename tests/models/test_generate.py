@@ -1,4 +1,4 @@
-"""Where `llmtrain generate` looks for a model."""
+"""The folder in which `llmtrain generate` looks for a model."""
 
 from __future__ import annotations
 

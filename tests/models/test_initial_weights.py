@@ -1,4 +1,4 @@
-"""Initial weights depend on the seed and the module's name alone."""
+"""Initial weights depend only on the seed and the module's name."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_every_weight_is_drawn(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_spread_is_the_familys_own(family):
+def test_the_spread_of_initial_weights_is_that_of_the_family(family):
     ours = _model(family)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(ours.config)
@@ -80,7 +80,7 @@ def test_bf16_starts_from_the_rounded_fp32_weights(family):
         assert torch.equal(a.bfloat16(), b), name
 
 
-def test_another_seed_is_another_model_and_the_generator_is_left_alone():
+def test_another_seed_gives_other_weights_and_the_generator_does_not_change():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, other = _model("llama", seed=1), _model("llama", seed=2)
@@ -105,7 +105,7 @@ LEFT_TO_CONSTRUCTORS = {
 
 @pytest.fixture
 def no_memory_is_zero_by_chance():
-    """Memory that nobody has written to is NaN."""
+    """Uninitialized memory is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -113,7 +113,7 @@ def no_memory_is_zero_by_chance():
 
 @pytest.mark.usefixtures("no_memory_is_zero_by_chance")
 @pytest.mark.parametrize("family", LEFT_TO_CONSTRUCTORS)
-def test_what_a_family_does_not_draw_starts_as_constructed_whole_and_in_stages(family):
+def test_weights_that_a_family_does_not_draw_start_as_constructed(family):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
     config = AutoConfig.for_model(family, **sizes | LEFT_TO_CONSTRUCTORS[family])
     with no_init_weights():

@@ -1,4 +1,4 @@
-"""Liger's kernels in one model compute what its own modules do, and leave all others alone."""
+"""Liger's kernels in one model equal its own modules, and other models do not change."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ BREADTH = (
 
 @needs_liger
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)])
-def test_layers_compute_the_same(family):
+def test_liger_layers_equal_the_plain_ones(family):
     """Norms, rotations and gated activations, forward and backward."""
     liger.check_blocks(AutoConfig.for_model(family), CPU)
 
 
 @needs_liger
-def test_a_models_norms_rotations_and_activations_are_ligers():
+def test_norms_rotations_and_activations_are_those_of_liger():
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
     from transformers.models.llama import modeling_llama
 
@@ -81,7 +81,7 @@ def test_a_models_norms_rotations_and_activations_are_ligers():
     "family",
     [one if one == "llama" else pytest.param(one, marks=pytest.mark.breadth) for one in sorted(liger.FAMILIES)],
 )
-def test_kernels_are_those_that_liger_chooses_itself(family):
+def test_kernels_are_those_that_liger_would_choose(family):
     """In a process of its own, since Liger changes the family for all of it."""
     theirs, rotation = run_ranks(1, _by_liger, family)[0]
     model = _empty(family)
@@ -149,7 +149,7 @@ def test_parameters_keep_their_names():
 
 
 @needs_liger
-def test_experts_stay_as_they_are():
+def test_experts_are_not_replaced():
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     model = _model("mixtral", num_local_experts=4)
@@ -170,7 +170,7 @@ def test_modules_with_other_computations_are_not_replaced():
 
 
 @needs_liger
-def test_a_stage_is_changed_where_it_has_layers():
+def test_only_the_layers_of_a_stage_are_replaced():
     """Placeholders stay, and the chain computes what it did."""
     config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
@@ -198,14 +198,14 @@ def _changed(stage: Stage) -> list[str]:
 @pytest.mark.parametrize(
     "family", ["llama", "gpt2", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)]
 )
-def test_the_fused_loss_is_the_loss(family):
+def test_the_fused_loss_equals_the_plain_loss(family):
     """Tied and untied heads, capped logits."""
     liger.check_loss(AutoConfig.for_model(family), CPU)
 
 
 @needs_liger
 @pytest.mark.parametrize("tied", [False, True])
-def test_labels_without_a_target_count_nothing(tied):
+def test_labels_without_a_target_do_not_count(tied):
     tokens, labels = _batch()
     model = _model(tie_word_embeddings=tied)
     plain = _gradients(model(tokens, labels=None).logits, labels, model)
@@ -226,7 +226,7 @@ def _gradients(logits, labels, model) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @needs_liger
-def test_without_gradients_it_is_the_same_sum():
+def test_the_loss_without_gradients_is_the_same():
     tokens, labels = _batch()
     model = _model()
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_without_gradients_it_is_the_same_sum():
 
 
 @needs_liger
-def test_families_that_liger_does_not_know_are_refused():
+def test_families_unknown_to_liger_are_refused():
     with pytest.raises(
         RecipeError, match=r"kernels\.blocks.*cohere does not run with them.*no kernels.*\n.*blocks=eager"
     ):
@@ -253,7 +253,7 @@ def test_a_loss_of_other_logits_is_refused():
 
 
 @needs_liger
-def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
+def test_a_kernel_with_deviating_results_is_refused(monkeypatch):
     wrong = replace(liger.FAMILIES["llama"], norm=liger.AS_IS | {"offset": 0.01})
     monkeypatch.setitem(liger.FAMILIES, "llama", wrong)
     with pytest.raises(RecipeError, match="gradients of llama would deviate"):
@@ -279,7 +279,7 @@ def test_a_nan_gradient_deviates():
         (("triton", "liger_kernel"), "1", "cpu", ""),
     ],
 )
-def test_where_it_can_run(monkeypatch, installed, interpreted, device, why):
+def test_requirements_on_packages_and_devices(monkeypatch, installed, interpreted, device, why):
     monkeypatch.setattr(liger, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     found = liger.liger_unavailable(torch.device(device))
@@ -287,7 +287,7 @@ def test_where_it_can_run(monkeypatch, installed, interpreted, device, why):
     assert bool(found) is bool(why)
 
 
-def test_where_it_cannot_run_it_is_refused(monkeypatch):
+def test_missing_requirements_are_refused(monkeypatch):
     monkeypatch.setattr(liger, "liger_unavailable", lambda device: "no such thing here")
     with pytest.raises(RecipeError, match=r"kernels\.loss: liger was given, but its kernels cannot run: no such thing"):
         liger.check_loss(AutoConfig.for_model("llama"), CPU)

@@ -133,7 +133,7 @@ def test_a_pair_without_a_known_reference_has_no_finite_loss() -> None:
     assert Objective(CONFIGS[-1])(losses(), unknown).isfinite()  # ORPO has no reference
 
 
-def test_kto_is_what_the_paper_says() -> None:
+def test_the_kto_loss_is_that_of_the_paper() -> None:
     config = ObjectiveConfig(name="kto", beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
     labels = torch.tensor([[True, True, False, False], [False, True, False, False]])
     judged, objective = replace(pairs(), desirable=labels), Objective(config)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: cut anywhere, together they are the whole model."""
+"""Stages of a pipeline, cut anywhere, together equal the whole model."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class TestBalance:
     def test_equal_layers_are_divided_equally(self):
         assert balance([1.0] * 8, 4) == [StageBounds(first, first + 2) for first in (0, 2, 4, 6)]
 
-    def test_a_heavy_head_and_embedding_take_layers_away(self):
+    def test_stages_with_a_large_head_or_embedding_have_fewer_layers(self):
         assert balance([3.0, 1, 1, 1, 1, 1, 1, 5], 3) == [StageBounds(0, 2), StageBounds(2, 7), StageBounds(7, 8)]
 
-    def test_no_division_has_a_cheaper_costliest_stage(self):
+    def test_the_division_minimizes_the_most_expensive_stage(self):
         costs = [7.0, 2, 5, 1, 8, 2, 4, 6, 3]
         for stages in range(1, 10):
             bounds = balance(costs, stages)
@@ -69,7 +69,7 @@ class TestBalance:
     "family",
     ["llama", "gpt2", "bloom", "qwen3", "gemma2", "gemma3_text", "mixtral", "gpt_neox", "opt", "phi", "gemma4_text"],
 )
-def test_two_stages_have_the_logits_and_the_gradients_of_the_whole(family):
+def test_two_stages_have_the_logits_and_gradients_of_the_whole_model(family):
     verdict = families.judge(family)
     assert verdict.kind == "works", verdict
 
@@ -83,7 +83,7 @@ def test_more_stages_of_unequal_length(family, attention):
     assert families.wrong_gradients(whole, cut, inputs) == []
 
 
-def test_one_stage_is_the_whole_model():
+def test_one_stage_equals_the_whole_model():
     config = families.tiny_config("gpt2")
     whole, cut = reference(config, "eager"), find_cut(config, [StageBounds(0, 4)])
     assert families.wrong_gradients(whole, cut, packed_input(config)) == []
@@ -99,7 +99,7 @@ def test_the_auxiliary_loss_is_that_of_all_layers():
     assert results[-1][1] > 0
 
 
-def test_only_hidden_states_cross_as_floats_where_no_auxiliary_loss_is_asked_for():
+def test_without_an_auxiliary_loss_only_hidden_states_cross_stages_as_floats():
     config = shrink_configuration(AutoConfig.for_model("mixtral"), 4)
     whole = reference(config, "eager")
     (hidden, positions), (logits,) = run_chain(
@@ -111,7 +111,7 @@ def test_only_hidden_states_cross_as_floats_where_no_auxiliary_loss_is_asked_for
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_micro_batches_may_be_under_way_at_once(checkpointing):
+def test_several_micro_batches_may_be_in_flight(checkpointing):
     """1F1B: a stage goes forward with the next micro-batch before it goes back with the first."""
     config = families.tiny_config("llama")
     whole = reference(config, "eager").train()
@@ -133,7 +133,7 @@ def test_micro_batches_may_be_under_way_at_once(checkpointing):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "cohere", "opt", "mixtral"])
-def test_a_last_stage_makes_the_loss_in_chunks(family, recomputed):
+def test_a_last_stage_computes_the_loss_in_chunks(family, recomputed):
     """Tied heads, scaled and capped logits, a projection between layers and head, a router's loss."""
     config = families.tiny_config(family)
     whole, inputs = reference(config, "eager").train(), packed_input(config)
@@ -216,16 +216,16 @@ class TestRefusal:
 
     def test_layers_that_share_state_across_the_cut_but_not_within_a_stage(self):
         config = families.tiny_config("gemma3n_text")
-        with pytest.raises(FamilyError, match="its forward fails on a part of the layers"):
+        with pytest.raises(FamilyError, match="its forward pass fails on a part of the layers"):
             find_cut(config, HALVES)
         find_cut(config, [StageBounds(0, 4)])
 
-    def test_a_wrong_cut_is_found(self, monkeypatch):
+    def test_a_wrong_cut_is_detected(self, monkeypatch):
         monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received * 1.001)
         with pytest.raises(FamilyError, match=r"deviate from the whole model's by"):
             find_cut(families.tiny_config("llama"), HALVES)
 
-    def test_a_lost_gradient_is_found(self, monkeypatch):
+    def test_a_lost_gradient_is_detected(self, monkeypatch):
         config = families.tiny_config("llama")
         whole, cut = reference(config, "eager"), find_cut(config, HALVES)
         monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received.detach())
@@ -240,7 +240,7 @@ class TestRefusal:
             find_cut(families.tiny_config("llama"), [StageBounds(0, 2), StageBounds(3, 4)])
 
 
-def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
+def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numbers():
     config = AutoConfig.for_model("gemma2", num_hidden_layers=6, layer_types=None)
     before = torch.get_rng_state()
     cut = check_cut(config, [StageBounds(0, 3), StageBounds(3, 6)], "flash_attention_2")
@@ -279,7 +279,7 @@ def test_a_tiny_copy_keeps_the_kinds_of_layers():
 
 
 @pytest.mark.breadth
-def test_the_families_are_documented_as_they_are():
+def test_the_documented_families_are_up_to_date():
     verdicts = families.every_family(families.judge)
     assert [verdict for verdict in verdicts if verdict.kind == "wrong"] == []
     works, refused = (sum(verdict.kind == kind for verdict in verdicts) for kind in ("works", "refused"))
@@ -288,7 +288,7 @@ def test_the_families_are_documented_as_they_are():
     assert (ROOT / "docs/reference/families.md").read_text(encoding="utf-8") == families.render(verdicts)
 
 
-def test_opt_with_projections_around_its_layers_is_cut_as_it_is():
+def test_opt_with_projections_around_its_layers_is_cut_unchanged():
     """`facebook/opt-350m`: the embedding is narrower than the layers, and norms come after them."""
     sizes = {"hidden_size": 96, "word_embed_proj_dim": 48, "ffn_dim": 128, "num_attention_heads": 4}
     fields = {"num_hidden_layers": 4, "vocab_size": 99, "max_position_embeddings": 64, "do_layer_norm_before": False}

@@ -1,4 +1,4 @@
-"""A model split by its own plan: logits, gradients and initial weights are those of the whole."""
+"""A model split by its own plan has the logits, gradients and initial weights of the whole model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "olmo2", "star
 SUMS = {
     **dict.fromkeys(DENSE, 4),
     "mixtral": 4,
-    "deepseek_v2": 5,  # its experts, and those that every token uses, have sums of their own
+    "deepseek_v2": 5,  # routed and shared experts have separate sums
     "nemotron_h": 0,  # of its four layers one is split
 }
 """Biases, norms of heads, scaled and tied embeddings, fused projections, norms of all heads, attention beside
@@ -43,7 +43,7 @@ def tiny(family: str, **fields):
 
 
 @pytest.mark.parametrize("family", SUMS)
-def test_two_ranks_have_the_logits_and_the_gradients_of_the_whole(family, monkeypatch):
+def test_two_ranks_have_the_logits_and_gradients_of_the_whole_model(family, monkeypatch):
     own, sums = ThreadRanks.sum, []
     monkeypatch.setattr(ThreadRanks, "sum", lambda ranks, value: sums.append(value.shape) or own(ranks, value))
     compare_slices(config := tiny(family))
@@ -101,24 +101,24 @@ def test_padding_rows_get_no_gradient_on_any_rank(attention):
 
 
 class TestRefusal:
-    def test_no_plan(self):
+    def test_a_family_without_a_plan_is_refused(self):
         with pytest.raises(FamilyError, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
             check_slices(AutoConfig.for_model("gpt2"), 2)
 
-    def test_a_style_that_is_not_known(self):
+    def test_an_unknown_style_is_refused(self):
         with pytest.raises(FamilyError, match=r"the styles? '?all_reduce"):
             compare_slices(tiny("inkling_text"))
 
-    def test_a_plan_of_the_head_alone(self):
-        with pytest.raises(FamilyError, match="splits nothing of the layers"):
+    def test_a_plan_for_the_head_only_is_refused(self):
+        with pytest.raises(FamilyError, match="splits no weight of the layers"):
             compare_slices(tiny("bamba"))
 
-    def test_a_plan_that_loses_a_gradient(self):
+    def test_a_plan_that_loses_a_gradient_is_refused(self):
         with pytest.raises(FamilyError, match=r"its gradients deviate .*act_fn"):
             compare_slices(tiny("apertus"))
 
-    def test_a_forward_that_needs_all_heads(self):
-        with pytest.raises(FamilyError, match="its forward fails when split"):
+    def test_a_forward_pass_that_needs_all_heads_is_refused(self):
+        with pytest.raises(FamilyError, match="its forward pass fails when split"):
             compare_slices(tiny("doge"))
 
     def test_sizes_that_do_not_divide(self):
@@ -127,14 +127,14 @@ class TestRefusal:
             check_slices(config, 2)
 
 
-def test_the_rule_knows_what_works():
+def test_the_rule_allows_the_working_families():
     assert SUMS.keys() <= SLICED_FAMILIES
     assert {*DENSE, "mixtral"} <= REGION_FAMILIES <= SLICED_FAMILIES
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
 @pytest.mark.breadth
-def test_the_families_are_documented_and_ruled_as_they_are():
+def test_the_documented_families_and_the_rule_are_up_to_date():
     spec = importlib.util.spec_from_file_location("render_families_tensor", ROOT / "tools/render_families_tensor.py")
     families = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = families  # dataclasses look their module up
@@ -201,13 +201,13 @@ class TestMistakes:
         with pytest.raises(FamilyError, match=r"its gradients deviate .*gate\.weight"):
             compare_slices(tiny("mixtral"), regions=True)
 
-    def test_a_slice_whose_gradient_is_of_one_rank_only(self, monkeypatch):
+    def test_a_slice_with_the_gradient_of_only_one_rank(self, monkeypatch):
         monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare_slices(tiny("llama"), regions=True)
 
 
-def test_slices_join_to_the_whole():
+def test_joined_slices_equal_the_whole_tensor():
     whole = torch.arange(2 * 12 * 4).view(2, 12, 4)
     for shard in (Shard(1), Shard(1, blocks=2), Shard(2), Shard(0)):
         assert torch.equal(shard.whole([shard.part(whole, rank, 2) for rank in range(2)]), whole)
@@ -226,7 +226,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
     compare_slices(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
 
 
-def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
+def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numbers():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2, layer_types=None)
     before = torch.get_rng_state()
     found = check_slices(config, 8, "flash_attention_2")
@@ -295,7 +295,7 @@ def test_gradients_accumulate_in_a_process_group(by_rank):
             assert held < 0.55
 
 
-def test_slices_start_from_the_weights_of_the_whole_drawn_or_read(by_rank):
+def test_slices_start_from_the_drawn_or_read_weights_of_the_whole_model(by_rank):
     for _, runs in by_rank:
         for found in runs:
             assert all(found.values()), found

@@ -1,4 +1,4 @@
-"""Attention by the bounds of documents: what it computes, what it refuses, and what it hands to torch's kernel."""
+"""Attention by document boundaries: its results, its refusals, and the arguments of torch's kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _expected(query, key, value, scale: float, window: int | None) -> torch.Tens
 @pytest.mark.parametrize(("heads", "keys", "values"), [(4, 4, 8), (4, 2, 8), (3, 1, 8), (4, 4, 6)])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_it_is_attention_under_the_mask_of_documents(heads, keys, values, window, scale):
+def test_varlen_equals_attention_with_a_document_mask(heads, keys, values, window, scale):
     states = _states(heads, keys, values=values)
     arguments = Documents.of(POSITIONS).arguments(torch.device("cpu"))
     output, weights = varlen_attention(_Module(), *states, None, scaling=scale, sliding_window=window, **arguments)
@@ -65,7 +65,7 @@ def test_it_is_attention_under_the_mask_of_documents(heads, keys, values, window
         torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
 
 
-def test_autocast_computes_in_its_type():
+def test_varlen_under_autocast_computes_in_its_type():
     arguments = Documents.of(POSITIONS).arguments(torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         assert varlen_attention(_Module(), *_states(), None, **arguments)[0].dtype == torch.bfloat16
@@ -83,14 +83,14 @@ def test_autocast_computes_in_its_type():
         ({"cu_seq_lens_q": None}, "do not reach"),
     ],
 )
-def test_what_it_cannot_compute_it_does_not(given, reason):
+def test_unsupported_arguments_are_refused(given, reason):
     arguments = {"attention_mask": None} | Documents.of(POSITIONS).arguments(torch.device("cpu")) | given
     with pytest.raises(ValueError, match=reason):
         varlen_attention(_Module(), *_states(), **arguments)
 
 
 @pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, None)])
-def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
+def test_the_arguments_of_torchs_kernel(monkeypatch, keys, width, values, window):
     """No GPU: a stand-in has the kernel's signature and conditions, and computes document by document."""
 
     def kernel(query, key, value, first, second, most, again, *, return_aux, scale, window_size, enable_gqa):
@@ -117,7 +117,7 @@ def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
 
 
 @pytest.mark.parametrize("longest", [12, torch.tensor([12])], ids=["eager", "in a graph"])
-def test_torch_takes_the_call_and_differentiates_it(longest):
+def test_torch_accepts_the_call_and_differentiates_it(longest):
     """The real operator, on tensors without memory: its arguments, its shapes and its backward pass, no numbers."""
     states = [state.detach().to("meta", torch.bfloat16).requires_grad_() for state in _states(4, 2, 12, 6)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="meta")
@@ -127,7 +127,7 @@ def test_torch_takes_the_call_and_differentiates_it(longest):
     assert [state.grad.shape for state in states] == [state.shape for state in states]
 
 
-def test_the_kernel_is_not_given_fp32():
+def test_the_kernel_does_not_get_fp32():
     state = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match=r"bf16 or fp16, not in torch\.float32"):
         varlen._by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
@@ -159,7 +159,7 @@ def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
         ("opt", {"attention_dropout": 0.0}),  # whose masks do not know of documents
     ],
 )
-def test_families_compute_the_same(family, fields):
+def test_families_equal_eager_attention(family, fields):
     check_attention(AutoConfig.for_model(family, **fields), "varlen")
 
 
@@ -171,29 +171,29 @@ def test_families_compute_the_same(family, fields):
         ("gpt2", "varlen", "it has attention dropout of 0.1, which the kernel does not support"),
         ("llama4_text", "varlen", "logits deviate from those of 'eager'"),  # chunks
         ("bloom", "varlen", "is not called through the table"),
-        ("nemotron", "varlen", "the bounds of the documents do not reach its attention"),
-        ("nemotron", "flash_attention_2", "the bounds of the documents do not reach its attention"),
+        ("nemotron", "varlen", "the document boundaries do not reach its attention"),
+        ("nemotron", "flash_attention_2", "the document boundaries do not reach its attention"),
         ("gptj", "flash_attention_3", "its tiny copy fails"),
     ],
 )
-def test_families_are_refused(family, attention, reason):
+def test_unsupported_families_are_refused(family, attention, reason):
     with pytest.raises(FamilyError, match=rf"(?s){reason}.*--set model\.attention=sdpa"):
         check_attention(AutoConfig.for_model(family), attention)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
-def test_bounds_reach_a_flash_kernel(family):
+def test_document_boundaries_reach_a_flash_kernel(family):
     check_attention(AutoConfig.for_model(family), "flash_attention_2")
 
 
-def test_a_family_whose_attention_computes_something_else_is_refused(monkeypatch):
+def test_a_family_with_deviating_attention_is_refused(monkeypatch):
     own = varlen._one_by_one
     monkeypatch.setattr(varlen, "_one_by_one", lambda *states: own(*states) * 1.001)
     with pytest.raises(FamilyError, match="logits deviate from those of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
 
-def test_a_wrong_gradient_is_seen(monkeypatch):
+def test_a_wrong_gradient_is_detected(monkeypatch):
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx, value):
@@ -210,7 +210,7 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
 
 
 @pytest.mark.breadth
-def test_the_families_are_documented_as_they_are():
+def test_the_documented_families_are_up_to_date():
     spec = importlib.util.spec_from_file_location("render_documents", ROOT / "tools/render_families_documents.py")
     families = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(families)
@@ -218,7 +218,7 @@ def test_the_families_are_documented_as_they_are():
     assert (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8") == text
 
 
-def test_the_random_state_is_left_alone():
+def test_the_random_state_is_not_changed():
     before = torch.get_rng_state()
     check_attention(AutoConfig.for_model("llama"), "varlen")
     assert torch.equal(torch.get_rng_state(), before)

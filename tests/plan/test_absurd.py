@@ -1,4 +1,4 @@
-"""Sizes that no machine has are refused with a field, a value and a way out, at once."""
+"""Sizes that no machine has are refused at once with a field, a value and a fix."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_clusters_have_bounds(nodes, per_node, field):
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
 
 
-def test_a_batch_that_hardly_anything_divides(llama):
+def test_a_batch_size_with_few_divisors(llama):
     """Primes, and nearly so: neither the nearest sizes nor the nearest plans are found by trying all."""
     batch = {"batch__global_batch_size": 999_999_999_989, "batch__micro_batch_size": 999_999_999}
     cluster = Cluster(devices_per_node=7, device="h100")
@@ -107,7 +107,7 @@ def test_a_batch_that_hardly_anything_divides(llama):
     nearest_plans(huge.with_(**{"parallel.pipeline": 7}), cluster)
 
 
-def test_as_many_ranks_as_have_numbers(llama):
+def test_the_largest_number_of_ranks(llama):
     cluster = Cluster(nodes=MOST_RANKS, device="h100")
     assert refusal(llama, cluster)[0].rule == "batch.divides"
     nearest_plans(llama, cluster)
@@ -122,7 +122,7 @@ def test_a_thousand_layers_in_many_stages():
 
 
 def test_a_model_of_the_hub_without_the_hub(monkeypatch, tmp_path):
-    """What is not there is told at once, with what to download."""
+    """A missing model is reported at once, with what to download."""
     monkeypatch.setattr(facts_module, "hub_has", lambda name, revision: None)
     with pytest.raises(RecipeError) as caught:
         model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
@@ -132,7 +132,7 @@ def test_a_model_of_the_hub_without_the_hub(monkeypatch, tmp_path):
     assert "hf download nobody/knows-this" in problem.fix
 
 
-def test_an_unreachable_hub_is_asked_once(monkeypatch):
+def test_an_unreachable_hub_is_queried_once(monkeypatch):
     import huggingface_hub
 
     asked = []

@@ -25,7 +25,7 @@ def counted(config: dict, length: int) -> int:
     return counter.get_total_flops() / tokens.numel()
 
 
-def test_convention_is_what_torch_counts():
+def test_counted_flops_equal_those_of_torch():
     for tied in (True, False):
         config = {**CONFIG, "tie_word_embeddings": tied}
         facts = model_facts(ModelConfig(architecture="llama", config=config), None)
@@ -34,7 +34,7 @@ def test_convention_is_what_torch_counts():
             assert abs(flops_per_token(facts, length) / counted(config, length) - 1) < 0.015
 
 
-def test_what_is_looked_up_costs_nothing():
+def test_embedding_lookups_cost_no_flops():
     tied = model_facts(ModelConfig(architecture="llama", config={**CONFIG, "tie_word_embeddings": True}), None)
     untied = model_facts(ModelConfig(architecture="llama", config=CONFIG), None)
     assert matmul_parameters(tied) == matmul_parameters(untied) == untied.parameters - 96 * 32

@@ -1,4 +1,4 @@
-"""Which kernels a plan runs with, and what they cost."""
+"""The kernels of a plan, and their costs."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def logits_of(**fields) -> int:
         (LARGE | {"parallel.zero_stage": 3}, False),
     ],
 )
-def test_auto_takes_chunks_where_the_logits_are_large_and_cost_nothing(fields, chunked):
+def test_auto_chunks_large_logits_if_this_costs_nothing(fields, chunked):
     assert chunks_loss(small_plan(**fields)) is chunked
 
 
-def test_a_small_head_is_worth_its_product_twice():
+def test_auto_recomputes_the_logits_of_a_small_head():
     facts = {**LARGE, "model.config.vocab_size": 4096, "data.sequence_length": 8192, "parallel.zero_stage": 3}
     assert not chunks_loss(small_plan(**facts))
     assert chunks_loss(small_plan(**facts, **WIDE, **{"model.config.intermediate_size": 2048}))
 
 
-def test_chunks_take_the_memory_of_a_chunk():
+def test_a_chunked_loss_takes_the_memory_of_one_chunk():
     whole, one_chunk = (logits_of(**LARGE, **{"kernels.loss": loss}) for loss in ("whole", "chunked"))
     assert whole == one_chunk == 12 * 128_000 * 8 * 128  # 1,024 tokens are left to autograd
     assert logits_of(**LONGER, **{"kernels.loss": "whole"}) == 8 * whole
@@ -54,13 +54,13 @@ def test_chunks_take_the_memory_of_a_chunk():
     assert logits_of(**LONGER, **{"kernels.loss": "chunked", "parallel.zero_stage": 3}) == whole
 
 
-def test_a_last_stage_keeps_no_logits_of_what_has_passed():
+def test_a_last_stage_keeps_no_logits_of_earlier_micro_batches():
     assert logits_of(**LARGE, **STAGES) == logits_of(**LARGE)
     whole = {"kernels.loss": "whole"}
     assert logits_of(**LARGE, **STAGES, **whole) == logits_of(**LARGE, **whole)
 
 
-def test_a_product_made_twice_takes_its_time():
+def test_recomputed_logits_are_part_of_the_predicted_time():
     def seconds(loss: str, fields: dict[str, object]) -> float:
         recipe = small_plan(**fields, **{"kernels.loss": loss, "parallel.zero_stage": 3}).recipe
         return predict(resolve(recipe, Cluster(devices_per_node=2, device="h100"))).step_s
@@ -89,7 +89,7 @@ def test_engines_that_need_the_logits_refuse_chunks(loss, fields):
         ({"model.architecture": "mixtral"}, "kernels.compiled_experts"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(fields, rule):
+def test_plans_that_cannot_be_compiled_are_refused(fields, rule):
     assert rule in _broken(**fields, **{"kernels.blocks": "compiled"})
     assert rule not in _broken(**fields, **{"kernels.blocks": "eager"})
 
@@ -102,7 +102,7 @@ def _broken(**fields) -> set[str]:
     return set()
 
 
-def test_a_plan_shows_what_is_compiled():
+def test_a_plan_shows_the_compiled_kernels():
     assert kernel_lines(small_plan(**{"kernels.blocks": "compiled"})) == ["kernels  layers compiled"]
     both = kernel_lines(small_plan(**{"kernels.blocks": "compiled", "kernels.loss": "compiled"}))
     assert both == ["kernels  layers compiled; loss in chunks of 1,024 tokens, compiled"]

@@ -78,7 +78,7 @@ def test_the_users_own_line_is_named_when_deeper_code_fails(tmp_path):
     assert "line 3" in refusal(tmp_path / "mine.py")[0].message
 
 
-def test_wrong_fields_have_their_place(tmp_path):
+def test_invalid_fields_are_located(tmp_path):
     text = "from llmtrain import *\ndef recipe():\n    return OptimConfig(learning_rte=1, warmup_steps=-1)\n"
     (tmp_path / "mine.py").write_text(text)
     found = {problem.field: problem.message for problem in refusal(tmp_path / "mine.py")}
@@ -88,7 +88,7 @@ def test_wrong_fields_have_their_place(tmp_path):
     assert "did you mean 'warmup_steps'" in refusal(tmp_path / "mine.py")[0].message
 
 
-def test_wrong_cluster(tmp_path):
+def test_an_invalid_cluster_is_refused(tmp_path):
     text = TINY.read_text().replace("return Cluster()", 'return Cluster(device="h10")')
     (tmp_path / "mine.py").write_text(text)
     (problem,) = refusal(tmp_path / "mine.py")
@@ -96,12 +96,12 @@ def test_wrong_cluster(tmp_path):
     assert "did you mean 'h100'" in problem.message
 
 
-def test_wrong_assignments_are_named_together():
+def test_all_invalid_assignments_are_reported():
     found = {problem.field for problem in refusal(TINY, "optim.lrr=1", "parallel.zero=1")}
     assert found == {"optim.lrr", "parallel.zero"}
 
 
-def test_neighbours_of_two_folders_are_kept_apart(tmp_path):
+def test_equal_module_names_in_two_folders_are_separate_modules(tmp_path):
     for name, rate in (("one", "0.1"), ("two", "0.2")):
         folder = tmp_path / name
         folder.mkdir()
@@ -120,7 +120,7 @@ def test_a_replaced_field_is_a_copy(tiny):
     assert config == {"hidden_size": 64, "layers": {"kinds": ["full"]}}
 
 
-def test_names_of_other_tools_lead_to_fields_that_exist(tiny):
+def test_field_names_of_other_tools_map_to_existing_fields(tiny):
     ours = {*tiny.dotted(), "data.sources", "data.tokenizer", "optim.betas", "logging.trackers"}
     assert set(THEIR_NAMES) <= ours
     assert len(OURS) == sum(len(names) for names in THEIR_NAMES.values())
@@ -144,7 +144,7 @@ def test_names_of_other_tools_lead_to_fields_that_exist(tiny):
         ("optim.zero_stage", "parallel.zero_stage"),
     ],
 )
-def test_a_name_of_another_tool_is_answered_with_ours(field, ours):
+def test_a_field_name_of_another_tool_is_answered_with_ours(field, ours):
     (problem,) = refusal(TINY, f"{field}=1")
     assert problem.message == f"there is no such field; the field for that is '{ours}'"
 

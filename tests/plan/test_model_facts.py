@@ -64,7 +64,7 @@ def sizes(family: str, draw: random.Random) -> dict:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_arithmetic_counts_what_transformers_builds(family):
+def test_computed_sizes_equal_those_of_transformers(family):
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ def test_misspelt_keys_name_the_nearest():
     assert "did you mean 'hidden_size'" in found["model.config.hiden_size"]
 
 
-def test_sizes_that_are_none():
+def test_invalid_sizes_are_refused():
     given = {"vocab_size": "many", "hidden_size": 0, "num_hidden_layers": True, "intermediate_size": None}
     found = problems(architecture="llama", config=given)
     assert set(found) == {f"model.config.{key}" for key in given}
@@ -180,7 +180,7 @@ def test_pretrained_folder(tmp_path):
     assert set(problems(pretrained=str(tmp_path), config={"layers": 3})) == {"model.config.layers"}
 
 
-def test_pretrained_that_is_nowhere(tmp_path, monkeypatch):
+def test_a_missing_pretrained_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "no folder" in problems(pretrained=str(tmp_path / "gone"))["model.pretrained"]
     (tmp_path / "config.json").write_text("{")
@@ -190,7 +190,7 @@ def test_pretrained_that_is_nowhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
-def test_pretrained_that_the_hub_does_not_give(name, tmp_path):
+def test_pretrained_weights_that_the_hub_refuses(name, tmp_path):
     import huggingface_hub.constants
     import transformers.utils.hub
 
@@ -203,7 +203,7 @@ def test_pretrained_that_the_hub_does_not_give(name, tmp_path):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_arithmetic_counts_each_layer(family):
+def test_computed_sizes_include_each_layer(family):
     from transformers import CONFIG_MAPPING
 
     from llmtrain.plan.model_facts import _meta_facts

@@ -1,4 +1,4 @@
-"""Which plans divide the residual stream among tensor parallel ranks, and what a plan says of it."""
+"""The plans that divide the residual stream among tensor parallel ranks, and their description."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan_of(tensor: int, devices: int, **fields):
         "full",
     ],
 )
-def test_ranks_divide_what_they_can(tensor, fields, ranks):
+def test_the_residual_is_divided_over_as_many_ranks_as_possible(tensor, fields, ranks):
     """Micro-batches that are shortened have a multiple of 8 tokens, which 16 ranks cannot divide."""
     degrees = tensor * fields.get("parallel.sequence", 1) * fields.get("parallel.pipeline", 1)
     plan = plan_of(tensor, degrees, **fields)

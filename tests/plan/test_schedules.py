@@ -1,4 +1,4 @@
-"""Schedules of pipelines: every pass runs once and after what it needs, and how long devices wait."""
+"""Schedules of pipelines: every pass runs once and after its inputs, and the time for which devices wait."""
 
 from __future__ import annotations
 

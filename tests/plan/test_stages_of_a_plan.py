@@ -1,4 +1,4 @@
-"""What a plan says of its stages is what the workers build."""
+"""The stages in a plan are those that the workers build."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_costs_are_the_flops_of_the_model(name):
     assert sum(stage.cost_share for stage in plan_stages(facts, 3, 128)) == pytest.approx(1)
 
 
-def test_the_head_takes_layers_away_and_long_sequences_give_them_back():
+def test_the_last_stage_has_fewer_layers_unless_sequences_are_long():
     facts = model_facts(
         ModelConfig(architecture="llama", config={**SMALL, "vocab_size": 4096, "num_hidden_layers": 16}), None
     )
@@ -65,7 +65,7 @@ def test_the_head_takes_layers_away_and_long_sequences_give_them_back():
     assert long.last - long.first == 4
 
 
-def test_experts_that_a_token_does_not_meet_are_no_work():
+def test_inactive_experts_are_not_counted_as_work():
     """A dense first layer as wide as eight experts weighs like the layers of which a token meets eight of 64."""
     config = {**SMALL, "intermediate_size": 128, "moe_intermediate_size": 16, "num_experts": 64}
     config |= {"num_experts_per_tok": 8, "mlp_only_layers": [0, 1, 2, 3], "num_hidden_layers": 8}
@@ -88,7 +88,7 @@ def test_the_stages_in_json(tiny):
     assert sum(stage["parameters"] for stage in stages) == 2_410_176 + 4096 * 192
 
 
-def test_stages_that_look_alike_share_a_line():
+def test_equal_stages_share_a_line():
     stages = plan_stages(
         model_facts(ModelConfig(architecture="llama", config={**SMALL, "num_hidden_layers": 8}), None), 4, 64
     )

@@ -1,4 +1,4 @@
-"""What a plan counts as trained is what PEFT's modules train, name by name."""
+"""The parameters that a plan counts as trained are those that PEFT's modules train, name by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "part"), CASES)
-def test_every_weight_is_the_models_own(model, part):
+def test_trained_weights_are_those_of_the_model(model, part):
     recipe = tiny_recipe(**MODELS[model], **PARTS[part])
     facts = model_facts(recipe.model, recipe.vocab_size)
     built = build_model(recipe, torch.float32, torch.device("cpu"))

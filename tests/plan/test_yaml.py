@@ -52,7 +52,7 @@ def faults(path: Path, variant: str = "", *assignments: str) -> dict[str, str]:
     return {one.field: one.message for one in error.value.problems}
 
 
-def test_a_whole_recipe(written):
+def test_a_complete_yaml_recipe_is_read(written):
     path = written(WHOLE)
     recipe, cluster = load_recipe(str(path), ["optim.warmup_steps=3"])
     assert (recipe.name, recipe.optim.lr, recipe.optim.warmup_steps, recipe.train.max_steps) == ("mine", 2e-3, 3, 10)
@@ -64,13 +64,13 @@ def test_a_whole_recipe(written):
     assert with_variant(str(path), "short") == f"{path}:short"
 
 
-def test_what_a_recipe_is_as_json_is_a_recipe_in_yaml(written):
+def test_a_recipe_as_json_is_a_recipe_in_yaml(written):
     """JSON is YAML, so `recipe.json` of a run is a recipe, too."""
     recipe, _ = load_recipe(f"{TINY}:zero3", [])
     assert load_recipe(str(written(recipe.model_dump_json())), [])[0] == recipe
 
 
-def test_it_extends_python_and_yaml(written):
+def test_yaml_extends_python_and_yaml(written):
     written(f"extends: {TINY}:zero3\noptim: {{lr: 1e-3}}\nmodel:\n  config: {{hidden_size: 96}}\n", "base.yml")
     path = written("extends: base.yml\nname: mine\ndata: {tokenizer: some/folder}\nmodel: {config: {}}\n")
     base, cluster = load_recipe(f"{TINY}:zero3", [])
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_text(tmp_path):
     assert "is longer than" in str(faults(tmp_path / "large.yaml"))
 
 
-def test_launchers_run_it_as_a_module(written):
+def test_launchers_run_yaml_as_a_module(written):
     path = str(written(WHOLE))
     request = TrainRequest(recipe=f"{path}:short", assignments=["optim.lr=1e-3"])
     script = request.script(request.absolute_path)

@@ -1,4 +1,4 @@
-"""Memory of a plan: parts, moments, stages, refusals and what makes a plan fit."""
+"""Memory of a plan: parts, moments, stages, refusals and plans that fit."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_parts_add_up_and_the_peak_is_the_fullest_moment():
     assert (stage.backward.activations, stage.backward.logits) == (0, 0)
 
 
-def test_sharding_lowers_what_it_shards():
+def test_sharding_lowers_the_memory_of_the_sharded_parts():
     parts = [memory(**{"parallel.zero_stage": stage}).stages[0].backward for stage in (1, 2, 3)]
     assert [part.parameters >= 2 * PARAMETERS for part in parts] == [True, True, False]
     assert parts[0].gradients >= 6 * PARAMETERS
@@ -67,7 +67,7 @@ def test_activations_of_checkpoints_grow_with_the_tokens(fields, factor):
     assert other.logits == factor * one.logits
 
 
-def test_attention_decides_what_is_saved():
+def test_saved_activations_depend_on_the_attention():
     none = {"parallel.activation_checkpointing": "none"}
     eager, masked, causal, flash, varlen = (
         memory(**none, **fields).stages[0].forward.activations
@@ -96,7 +96,7 @@ def test_earlier_stages_hold_more_micro_batches():
     assert [stage.in_flight for stage in few.stages] == [2, 2, 2, 1]
 
 
-def test_what_does_not_fit_is_refused_with_plans_that_do():
+def test_a_plan_that_does_not_fit_is_refused_with_plans_that_do():
     large = LLAMA.with_(**{"parallel.zero_stage": 1, "parallel.activation_checkpointing": "none"})
     with pytest.raises(RecipeError) as error:
         resolve(large, NODE)
@@ -137,7 +137,7 @@ def test_accelerate_is_counted(backend):
     assert parts.gradients == pytest.approx(4 * PARAMETERS / share, rel=1e-3)
 
 
-def test_the_command_prints_and_writes_it():
+def test_the_command_prints_and_writes_the_memory():
     shown = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline"])
     assert "GiB of 80.0 GiB on the fullest rank on stage 0" in shown.output
     document = json.loads(CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline", "--json"]).output)

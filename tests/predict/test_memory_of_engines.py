@@ -1,4 +1,4 @@
-"""Bytes of state that a plan predicts, against the tensors that real engines hold: equal to the byte."""
+"""The predicted bytes of state equal the tensors that real engines hold, to the byte."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:
     if plan.parallel.zero_stage in (1, 2) and not has_bf16_optimizer(plan):
         stages_sums = plan.parallel.zero_stage == 1 and weight_bytes(plan) != sum_bytes(plan)
         bucket = bucket_elements(plan) * (sum_bytes(plan) if plan.parallel.zero_stage == 1 else weight_bytes(plan))
-        # Given back when a pass of stage 2 ends, or the step's last pass of stage 1; what has sums in it stays.
+        # Released when a pass of stage 2 ends, or the step's last pass of stage 1; a bucket that contains sums stays.
         last -= 0 if stages_sums and plan.cluster.world_size > 1 else bucket
     if plan.batch.gradient_accumulation_steps == 1:
         first = last
@@ -94,7 +94,7 @@ def _measure_fp16(rank: int, chosen: list[Plan]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.breadth
-def test_fp16_holds_what_is_predicted():
+def test_fp16_uses_the_predicted_memory():
     on_gpu = Cluster(devices_per_node=2, device="gpu")  # on a CPU a rule refuses it
     chosen = [
         resolve(plan.recipe.with_(**{"parallel.precision": "fp16"}), on_gpu)
@@ -106,7 +106,7 @@ def test_fp16_holds_what_is_predicted():
 @pytest.mark.breadth
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast_bf16"])
-def test_every_stage_and_offload_holds_what_is_predicted(ranks, precision):
+def test_every_stage_and_offload_uses_the_predicted_memory(ranks, precision):
     chosen = [
         *plans(ranks, (0, 1, 2, 3), (precision,)),
         *plans(ranks, (1, 2, 3), (precision,), **OFFLOAD),
@@ -116,13 +116,13 @@ def test_every_stage_and_offload_holds_what_is_predicted(ranks, precision):
 
 
 @pytest.mark.breadth
-def test_neighbours_hold_the_parameters_once_more():
+def test_hierarchical_partition_keeps_the_parameters_a_second_time():
     fields = {"parallel.hierarchical_partition": 2}
     check(4, [*plans(4, (3,), ("fp32", "bf16"), **fields), *plans(4, (3,), ("bf16",), **OFFLOAD, **fields)])
 
 
 @pytest.mark.breadth
-def test_one_micro_batch_and_sgd_hold_what_is_predicted():
+def test_one_micro_batch_and_sgd_use_the_predicted_memory():
     chosen = [
         *plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (1,)),
         *plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), ("sgd",)),
@@ -132,12 +132,12 @@ def test_one_micro_batch_and_sgd_hold_what_is_predicted():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor"])
-def test_other_optimizers_hold_what_is_predicted(name):
+def test_other_optimizers_use_the_predicted_memory(name):
     check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
 
 
 @pytest.mark.breadth
-def test_tensor_and_sequence_ranks_hold_what_is_predicted():
+def test_tensor_and_sequence_ranks_use_the_predicted_memory():
     chosen = [
         plan
         for degree in ("parallel.tensor", "parallel.sequence")
@@ -149,13 +149,13 @@ def test_tensor_and_sequence_ranks_hold_what_is_predicted():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize(("family", "ranks", "expert"), [("mixtral", 2, 2), ("qwen3_moe", 4, 2), ("mixtral", 4, 4)])
-def test_expert_ranks_hold_what_is_predicted(family, ranks, expert):
+def test_expert_ranks_use_the_predicted_memory(family, ranks, expert):
     experts = {"parallel.expert": expert, **_model(family)}
     check(ranks, plans(ranks, (0, 1, 2, 3), ("fp32", "bf16"), **experts))
 
 
 @pytest.mark.breadth
-def test_expert_ranks_that_share_attention_hold_what_is_predicted():
+def test_expert_ranks_that_share_attention_use_the_predicted_memory():
     for family in ("mixtral", "qwen3_moe"):
         both = {"parallel.expert": 2, "parallel.tensor": 2, **_model(family)}
         check(4, plans(4, (0, 1, 2, 3), ("fp32", "bf16"), **both))
@@ -196,7 +196,7 @@ TWO_STAGES = {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}  # ZeRO-0 wou
 
 
 @pytest.mark.breadth
-def test_stages_of_two_replicas_hold_what_is_predicted():
+def test_stages_of_two_replicas_use_the_predicted_memory():
     check_stages(4, plans(4, (0, 1), ("fp32",), **TWO_STAGES, **UNTIED))
 
 
@@ -207,13 +207,13 @@ def test_stages_keep_no_logits_of_a_loss_in_chunks():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize(("ranks", "fields"), [(2, UNTIED), (4, {}), (2, {"optim.name": "sgd"})], ids=str)
-def test_stages_hold_what_is_predicted(ranks, fields):
+def test_stages_use_the_predicted_memory(ranks, fields):
     check_stages(ranks, plans(ranks, (0, 1), ("fp32", "bf16", "autocast_bf16"), **TWO_STAGES, **fields))
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_stages_whose_states_are_offloaded_hold_what_is_predicted(ranks):
+def test_stages_whose_states_are_offloaded_use_the_predicted_memory(ranks):
     """Untied: gradients of a tied copy that wait on the host would not be summed (`pipeline.tied_accumulation`)."""
     check_stages(ranks, plans(ranks, (1,), ("fp32", "bf16"), **TWO_STAGES, **UNTIED, **OFFLOADED))
 
@@ -221,20 +221,20 @@ def test_stages_whose_states_are_offloaded_hold_what_is_predicted(ranks):
 @pytest.mark.breadth
 @pytest.mark.parametrize("fields", [{}, UNTIED], ids=str)
 @pytest.mark.parametrize("degree", ["parallel.tensor", "parallel.sequence"])
-def test_stages_that_ranks_share_hold_what_is_predicted(degree, fields):
+def test_stages_with_tensor_parallel_ranks_use_the_predicted_memory(degree, fields):
     check_stages(4, plans(4, (0, 1), ("fp32", "bf16"), **TWO_STAGES, **{degree: 2}, **fields))
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_distributed_data_parallel_holds_what_is_predicted(ranks):
+def test_distributed_data_parallel_uses_the_predicted_memory(ranks):
     backend = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}
     check(ranks, plans(ranks, (0,), ("fp32", "autocast_bf16"), (1, 2), **backend))
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fsdp2_holds_what_is_predicted(ranks):
+def test_fsdp2_uses_the_predicted_memory(ranks):
     check(ranks, plans(ranks, (2, 3), ("fp32", "bf16", "autocast_bf16"), (1, 2), **FSDP2))
 
 
@@ -285,7 +285,7 @@ def tuned_plans(ranks: int, stages, precisions, **fields) -> list[Plan]:
         pytest.param(2, (0, 1, 2, 3), ("fp32", "bf16"), marks=pytest.mark.breadth),
     ],
 )
-def test_what_is_frozen_has_weights_only(ranks, stages, precisions):
+def test_frozen_parameters_have_neither_gradients_nor_states(ranks, stages, precisions):
     check(ranks, tuned_plans(ranks, stages, precisions))
 
 
@@ -297,7 +297,7 @@ def test_what_is_frozen_has_weights_only(ranks, stages, precisions):
         pytest.param((1,), ("bf16",), {"parallel.pipeline": 2}, marks=pytest.mark.breadth),
     ],
 )
-def test_what_is_in_4_bit_takes_its_packed_bytes(stages, precisions, fields, tmp_path):
+def test_4_bit_weights_take_their_packed_size(stages, precisions, fields, tmp_path):
     build_model(tiny_recipe(**UNTIED), torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
     model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path)}
     chosen = plans(2, stages, precisions, **model, **LORA, **{"model.quantize": "nf4"}, **fields)
@@ -311,6 +311,6 @@ def _measure_packed(rank: int, chosen: list[Plan]) -> list[tuple[int, int]]:
         first, last = measure(rank, plan)
         layers = [one for one in engine_of(plan).model.modules() if isinstance(one, Nf4Linear)]
         packed = sum({one.data_ptr(): one.nbytes for layer in layers for one in layer.buffers()}.values())
-        # The first number of a pipeline is what its passes have kept, see `measure`.
+        # For a pipeline, the first number is the memory that its passes keep, see `measure`.
         found.append((first + (packed if plan.parallel.pipeline == 1 else 0), last + packed))
     return found

@@ -1,4 +1,4 @@
-"""The picture of a plan's memory: XML, and its bars are the figures of the plan."""
+"""The picture of a plan's memory is valid XML, and its bars show the figures of the plan."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_a_plan_that_does_not_fit_passes_the_line():
     assert "each rank" in "".join(root.itertext())
 
 
-def test_every_part_has_a_colour_of_its_own():
+def test_every_part_has_a_distinct_colour():
     assert list(COLOURS) == list(Parts.model_fields)
     assert len({*COLOURS.values(), GREY}) == len(COLOURS) + 1
     assert set(COLOURS) > LIGHT
 
 
-def test_write_leaves_it(tmp_path):
+def test_write_saves_the_picture_of_memory(tmp_path):
     result = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline", "--write", str(tmp_path)])
     assert result.exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -1,4 +1,4 @@
-"""The estimate of activations against the tensors that autograd saves in one layer of the very model."""
+"""The estimated activations, compared with the tensors that autograd saves in one real layer."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("family", "attention", "precision", "mask"), list(cases()))
-def test_a_layer_saves_what_is_estimated(family, attention, precision, mask):
+def test_a_layer_saves_the_estimated_bytes(family, attention, precision, mask):
     plan = plan_for(family, attention, precision, mask)
     estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T)
     saved = saved_bytes(plan)
@@ -223,7 +223,7 @@ def test_a_layer_saves_what_is_estimated(family, attention, precision, mask):
 
 
 @pytest.mark.parametrize(("family", "attention", "precision", "mask"), list(cases()))
-def test_a_selective_checkpoint_keeps_what_is_estimated(family, attention, precision, mask):
+def test_a_selective_checkpoint_keeps_the_estimated_bytes(family, attention, precision, mask):
     plan = plan_for(family, attention, precision, mask, **SELECTIVE)
     estimate = kept_bytes(plan, plan.model.weights, 0, SEQUENCES * T).size
     kept = saved_bytes(plan)
@@ -238,7 +238,7 @@ def shared_cases():
 
 
 @pytest.mark.parametrize(("family", "attention", "precision", "mask", "ranks"), list(shared_cases()))
-def test_ranks_that_share_a_sequence_save_what_is_estimated(family, attention, precision, mask, ranks):
+def test_sequence_parallel_ranks_save_the_estimated_bytes(family, attention, precision, mask, ranks):
     fields = {"model.config.num_key_value_heads": 1} if family == "gemma" else {}
     plan = plan_for(family, attention, precision, mask, ranks, **fields)
     estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T // ranks)
@@ -247,7 +247,7 @@ def test_ranks_that_share_a_sequence_save_what_is_estimated(family, attention, p
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
-def test_selective_checkpoints_of_such_ranks_keep_what_is_estimated(family, attention):
+def test_selective_checkpoints_of_sequence_parallel_ranks_keep_the_estimated_bytes(family, attention):
     plan = plan_for(family, attention, "fp32", True, 2, **SELECTIVE)
     estimate = kept_bytes(plan, plan.model.weights, 0, SEQUENCES * T // 2).size
     kept = saved_bytes(plan)
@@ -307,7 +307,7 @@ def tuned_cases():
 
 
 @pytest.mark.parametrize(("family", "attention", "precision", "tuned"), list(tuned_cases()))
-def test_a_layer_of_which_a_part_is_frozen_saves_what_is_estimated(family, attention, precision, tuned):
+def test_a_partly_frozen_layer_saves_the_estimated_bytes(family, attention, precision, tuned):
     plan = plan_for(family, attention, precision, mask=False, **TUNED[tuned])
     estimate = layer_bytes(plan, plan.model.weights, 1, SEQUENCES * T)
     saved = saved_bytes(plan, 1)
@@ -323,7 +323,7 @@ def test_a_layer_of_which_a_part_is_frozen_saves_what_is_estimated(family, atten
         ("mixtral", "sdpa", "bf16"),
     ],
 )
-def test_a_trace_sees_what_is_saved_to_the_byte(family, attention, precision, tmp_path, monkeypatch):
+def test_a_trace_equals_the_saved_bytes(family, attention, precision, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     plan = plan_for(family, attention, precision, mask=True)
     traced = traced_layers(plan)
@@ -334,7 +334,7 @@ def test_a_trace_sees_what_is_saved_to_the_byte(family, attention, precision, tm
     assert doubled - memory_of(plan, traced).stages[0].forward.activations == pytest.approx(sum(traced), abs=2)
 
 
-def test_a_trace_is_kept_for_a_model_and_what_it_runs_with():
+def test_a_trace_is_cached_by_model_and_options():
     base = plan_for("llama", "sdpa", "bf16", mask=True)
     others = [
         plan_for("qwen2", "sdpa", "bf16", mask=True),
@@ -349,7 +349,7 @@ def test_a_trace_is_kept_for_a_model_and_what_it_runs_with():
     assert trace._key(resolve(renamed, base.cluster)) in keys
 
 
-def test_what_cannot_be_traced_is_said(tmp_path, monkeypatch):
+def test_untraceable_models_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     with pytest.raises(RecipeError, match=r"memory\.trace"):
         traced_layers(plan_for("llama", "sdpa", "bf16", mask=False))

@@ -13,7 +13,7 @@ from llmtrain.predict.picture import schedule_svg
 ONE = PipelineSchedule("1f1b", 4, 1)
 
 
-def test_the_picture_is_one(tmp_path):
+def test_the_picture_is_valid(tmp_path):
     batch = Batch(global_batch_size=8, micro_batch_size=1, gradient_accumulation_steps=8, tokens_per_step=8)
     root = ElementTree.fromstring(schedule_svg(ONE, batch))
     assert root.tag.endswith("svg")

@@ -1,4 +1,4 @@
-"""The predicted time of a step: what adds up, what follows from the arithmetic, and what is not predicted."""
+"""The predicted time of a step: its sum, its arithmetic, and cases without a prediction."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_the_parts_add_up(llama, name):
     assert 0 < time.mfu < 1
 
 
-def test_the_divergence_of_kto_takes_a_forward_pass_more(llama):
+def test_the_divergence_of_kto_takes_one_more_forward_pass(llama):
     """Without recomputation, a backward pass takes as long as two forward passes."""
     packed = {"data__packing": "best_fit", "data__mask_documents": True, "parallel__activation_checkpointing": "none"}
     pairs, judged = (time_of(llama, objective__name=name, **packed).compute_s for name in ("dpo", "kto"))
     assert 1.25 * pairs < judged < 1.4 * pairs
 
 
-def test_masked_scores_count_as_computed(llama):
-    """By `sdpa`; kernels that are told the bounds of documents skip at least what comes after each token."""
+def test_masked_attention_scores_count_as_computed(llama):
+    """By `sdpa`; kernels that know the boundaries of documents skip at least the tokens after each token."""
     fields = {"parallel__precision": "bf16", "parallel__zero_stage": 1}
     masked, flash, varlen = (
         time_of(llama, **fields, model__attention=one) for one in ("sdpa", "flash_attention_2", "varlen")
@@ -92,8 +92,8 @@ def test_a_pipeline_idles_as_the_formula_says(llama):
     assert time.bubble_s / slots == pytest.approx(3 / 19)
 
 
-def test_what_deepspeed_sends(llama):
-    # ZeRO-1 in bf16 reduces once a step, ZeRO-2 in each of the 4 micro-batches; ZeRO-3 hides most of what it sends.
+def test_the_traffic_of_deepspeed(llama):
+    # ZeRO-1 in bf16 reduces once a step, ZeRO-2 in each of the 4 micro-batches; ZeRO-3 hides most of its messages.
     first, second = (time_of(llama, **LAYOUTS[name]) for name in ("zero1", "zero2"))
     once = first.communication_s
     assert second.communication_s["all_reduce"] + second.overlapped_s == pytest.approx(4 * once["all_reduce"])
@@ -122,7 +122,7 @@ def test_tensor_groups_across_nodes_are_slow(llama):
     assert across.communication_s["reduce_scatter"] > 3 * within.communication_s["reduce_scatter"]
 
 
-def test_faster_links_and_devices_of_ones_own(llama):
+def test_faster_links_and_custom_devices(llama):
     base = time_of(llama, parallel__zero_stage=2)
     slow = time_of(llama, H100.model_copy(update={"network_bandwidth": 5e9}), parallel__zero_stage=2)
     assert slow.communication_s["all_reduce"] > 5 * base.communication_s["all_reduce"]
@@ -146,7 +146,7 @@ def test_without_a_datasheet_nothing_is_predicted(llama, tiny):
     assert "nn.DataParallel" in unknown(resolve(one_process, Cluster(devices_per_node=2, device="h100")))
 
 
-def test_a_line_for_people(llama):
+def test_the_printed_line_about_time(llama):
     line = describe_time(time_of(llama, **LAYOUTS["pipeline"]), measured=False)
     assert line.startswith("predicted ")
     assert "bubble 1" in line
@@ -158,7 +158,7 @@ def links(**changes):
     return Links(per_node=8, node=100.0, network=10.0, host=1.0, assumed=Assumptions(**exact, **changes))
 
 
-def test_collectives_by_where_their_ranks_lie():
+def test_time_of_collectives_depends_on_the_location_of_their_ranks():
     within, across, rails = RankGroup(8, 1), RankGroup(4, 8), RankGroup(16, 1)
     assert links().seconds("all_gather", 800, within) == pytest.approx(800 * 7 / 8 / 100)
     assert links().seconds("all_reduce", 800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
@@ -187,7 +187,7 @@ def test_groups_are_numbered_as_the_engines_number_them():
     assert groups.sequence == RankGroup(2, 2)
 
 
-def test_absurd_sizes_are_numbers_too(llama):
+def test_absurd_sizes_have_a_predicted_time(llama):
     sizes = {"model.config.hidden_size": 2**20, "model.config.num_hidden_layers": 1_000}
     endless = DEVICES["b200"].model_copy(update={"name": "endless", "memory_bytes": None})
     cluster = Cluster(nodes=10**6, devices_per_node=8, device="endless", own_devices=[endless])
@@ -197,7 +197,7 @@ def test_absurd_sizes_are_numbers_too(llama):
     assert time.mfu < 1
 
 
-def test_the_document_says_what_the_model_predicts():
+def test_the_time_guide_is_up_to_date():
     spec = importlib.util.spec_from_file_location("render_time", ROOT / "tools/render_time.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -231,7 +231,7 @@ def test_a_rank_waits_for_the_first_weights_and_the_last_gradients(llama, name):
     assert waited == ({"all_reduce": share} if name == "ddp" else {"all_gather": share, "reduce_scatter": share})
 
 
-def test_each_pass_hides_what_is_sent_beside_it():
+def test_each_pass_hides_its_concurrent_communication():
     links = Links(1, 1.0, 1.0, 1.0, Assumptions(overlap=1.0, node_latency_s=1e-9, network_latency_s=1e-9))
     schedule = PipelineSchedule("1f1b", 1, 1)
     gathering, reduction = (Transfer(kind, ((8.0, RankGroup(2, 1)),)) for kind in ("all_gather", "reduce_scatter"))
@@ -245,7 +245,7 @@ def test_each_pass_hides_what_is_sent_beside_it():
     assert hidden == 2 * 3 + 1
 
 
-def test_neighbours_gather_over_the_network_once_per_step(llama):
+def test_hierarchical_partition_gathers_over_the_network_once_per_step(llama):
     def gathers(size: int) -> dict[RankGroup, float]:
         fields = {"parallel.zero_stage": 3, "parallel.hierarchical_partition": size}
         plan = resolve(llama.with_(**fields), H100)
@@ -263,7 +263,7 @@ def test_neighbours_gather_over_the_network_once_per_step(llama):
     assert time_of(llama, **slow, parallel__hierarchical_partition=8).step_s < time_of(llama, **slow).step_s
 
 
-def test_fused_kernels_of_the_recipe_pass_less_memory(llama):
+def test_fused_kernels_reduce_the_memory_traffic(llama):
     fused = [{}, {"kernels__blocks": "compiled"}, {"kernels__blocks": "compiled", "kernels__loss": "compiled"}]
     eager, layers, both = (time_of(llama, **LAYOUTS["zero1"], **fields).compute_s for fields in fused)
     assert eager > layers > both

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_shows_what_plans_predict():
+def test_the_page_shows_the_predictions_of_plans():
     spec = importlib.util.spec_from_file_location("render_tokens", ROOT / "tools/render_tokens.py")
     assert spec is not None
     assert spec.loader is not None

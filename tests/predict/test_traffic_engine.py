@@ -1,4 +1,4 @@
-"""The bytes and messages that a plan is said to send are those that its ranks send."""
+"""The predicted bytes and messages of a plan are those that its ranks send."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ IN_SHORT = ("zero2", "zero3", "tensor")
 @pytest.mark.parametrize(
     "name", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.breadth) for name in PLANS]
 )
-def test_the_engine_sends_what_is_counted(name):
+def test_the_engine_sends_the_predicted_bytes(name):
     ranks = RANKS.get(name, 2)
     plan = plan_of(tiny_recipe(**PLANS[name]), ranks)
     counted = volumes(plan)[0]

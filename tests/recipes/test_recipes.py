@@ -52,7 +52,7 @@ def test_every_variant_is_legal_on_its_cluster(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_a_program_that_says_what_it_trains(path):
+def test_every_recipe_runs_as_a_script_and_shows_what_it_trains(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith('"""')
     assert text.rstrip().endswith('if __name__ == "__main__":\n    main(recipe)')
@@ -61,14 +61,14 @@ def test_every_recipe_is_a_program_that_says_what_it_trains(path):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_sizes_are_the_published_ones(name):
+def test_model_sizes_are_the_published_ones(name):
     stem, _, variant = name.partition(":")
     recipe, cluster = load_recipe(str(ROOT / f"recipes/{stem}.py:{variant}"), [])
     assert cluster is not None
     assert resolve(recipe, cluster).model.parameters == PARAMETERS[name]
 
 
-def test_layouts_are_what_their_names_say():
+def test_layouts_match_the_names_of_their_variants():
     def layout(spec: str):
         recipe, cluster = load_recipe(str(ROOT / "recipes" / spec), [])
         return resolve(recipe, cluster).layout()
@@ -89,7 +89,7 @@ QUICK = ("gpt2_124m",)
     "path",
     [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.breadth) for path in RECIPES],
 )
-def test_no_plan_is_predicted_to_be_faster_than_a_recipe_for_gpus(path):
+def test_gpu_recipes_use_the_plan_with_the_fastest_prediction(path):
     file = PythonRecipe(path)
     for variant in {"", *file.variants()} - {"pipeline"}:  # that variant is for slow networks
         recipe, cluster = file.recipe(variant), file.cluster(variant)
@@ -153,7 +153,7 @@ def test_planning_needs_no_heavy_package():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_tiny_divides_among_the_workers_of_any_machine(workers):
+def test_tiny_runs_on_any_number_of_workers(workers):
     recipe, _ = load_recipe(str(ROOT / "recipes/tiny.py"), [])
     plan = resolve(recipe, Cluster(devices_per_node=workers))
     assert plan.batch.gradient_accumulation_steps * workers == 4

@@ -190,7 +190,7 @@ def test_the_theme_is_that_of_the_system_until_a_click(opened, run):
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_it_prints_with_its_curves(opened, run):
+def test_the_page_prints_with_its_curves(opened, run):
     browser = opened(run)
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
     assert len(printed) > 50_000

@@ -20,7 +20,7 @@ def _records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_short_run_has_all_of_its_points(run):
+def test_curves_of_a_short_run_have_all_points(run):
     training, evaluation = _curves(run)
     steps = [one for one in _records(run) if "loss" in one]
     for name in ("step", "loss", "grad_norm", "tokens", "data_wait_s", "slowest_ratio"):
@@ -30,7 +30,7 @@ def test_a_short_run_has_all_of_its_points(run):
     assert evaluation.columns["tokens"].tolist() == [512 * step for step in range(3, 61, 3)]
 
 
-def test_a_long_run_keeps_whole_rows_and_every_extreme(tmp_path):
+def test_curves_of_a_long_run_keep_whole_lines_and_every_extreme(tmp_path):
     folder = long_run(tmp_path / "run", 30_000)
     training, _ = _curves(folder)
     assert training.rows == 30_000
@@ -60,7 +60,7 @@ def test_hours_are_those_of_steps_and_saves(tmp_path):
     assert hours_of(read_run(tmp_path).metrics).tolist() == [20 / 3600, 45 / 3600]
 
 
-def test_columns_that_no_chart_knows_get_one(tmp_path):
+def test_unknown_columns_get_their_own_chart(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.json").write_text("{}")

@@ -17,7 +17,7 @@ def _steps(lines):
     return [one["step"] for one in lines.new()]
 
 
-def test_only_what_was_added_is_read(tmp_path):
+def test_only_added_lines_are_read(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = GrowingLines(file)
     assert _steps(lines) == []
@@ -31,7 +31,7 @@ def test_only_what_was_added_is_read(tmp_path):
     assert lines.bytes_read - before == len(_line(1000))
 
 
-def test_half_a_line_waits_for_its_rest(tmp_path):
+def test_an_incomplete_line_is_read_when_it_is_complete(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(_line(1) + '{"st')
     lines = GrowingLines(file)

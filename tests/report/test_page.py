@@ -1,4 +1,4 @@
-"""The page is one file, without a network, in which texts stay texts."""
+"""The page is one file that needs no network, and texts in it stay texts."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.helpers.small_plan import small_plan
 HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 
 
-def test_the_page_says_what_the_directory_says(run):
+def test_the_page_matches_the_run_directory(run):
     text = page([read_run(run)])
     for said in (
         "finished at step 60",
@@ -30,7 +30,7 @@ def test_the_page_says_what_the_directory_says(run):
         assert said in text
 
 
-def test_it_shows_what_was_predicted_beside_what_was_measured(run):
+def test_predictions_are_shown_beside_measurements(run):
     recipe = small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}).recipe
     plan = resolve(recipe, Cluster(devices_per_node=2, device="h100"))
     (run / "plan.json").write_text(plan.model_dump_json())
@@ -48,7 +48,7 @@ def test_texts_of_one_step_are_grouped_in_the_order_of_the_prompts(run):
     assert ["".join(one) for one in found] == ["20", "c", "d", "10", "a", "b"]
 
 
-def test_nothing_is_loaded_from_elsewhere(run):
+def test_the_page_loads_nothing_from_other_sites(run):
     text = page([read_run(run)])
     assert re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)""", text) == ["data:,"]
     assert not re.search(r"@import|url\(", text)
@@ -70,7 +70,7 @@ def test_texts_with_html_stay_texts(run):
     assert json.loads(data)["runs"][0]["name"] == HTML
 
 
-def test_several_runs_have_a_table_of_exactly_what_differs(tmp_path):
+def test_several_runs_have_a_table_of_their_differences(tmp_path):
     runs = []
     for number, lr in enumerate((0.1, 0.2)):
         folder = long_run(tmp_path / f"{number}", 5, number)
@@ -95,14 +95,14 @@ def test_long_texts_are_cut(run):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"step": 1}\n', '{"step": 1, "eval_loss": null}\n'])
-def test_a_run_with_next_to_nothing_has_a_page(tmp_path, content):
+def test_a_nearly_empty_run_has_a_page(tmp_path, content):
     (tmp_path / "recipe.json").write_text("{}")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     assert "<h1>" in page([read_run(tmp_path)])
 
 
-def test_a_page_that_cannot_be_written_fails_no_run(tmp_path):
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     said = []
     write_report_at_end(RunDir(tmp_path / "missing"), said.append)
     assert "was not written" in said[0]

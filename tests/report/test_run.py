@@ -1,4 +1,4 @@
-"""A run is read from its directory, whatever state that is in."""
+"""A run is read from its directory, whatever the state of the directory."""
 
 import json
 import math
@@ -80,7 +80,7 @@ def test_the_status_follows_from_the_events(folder, events, status):
     assert read_run(folder).status == status
 
 
-def test_a_run_without_sign_of_life_was_interrupted(folder):
+def test_a_run_without_activity_is_interrupted(folder):
     os.utime(folder / "metrics.jsonl", (1e9, 1e9))
     assert read_run(folder).status == "interrupted"
     with RunLock.take(folder, print):
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named_and_left_out(folder, name, damage):
     assert any(str(file) in problem for problem in run.problems)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
         if path.name == "file":
             path.write_text("")
@@ -138,7 +138,7 @@ def test_hostile_columns_are_bounded(folder):
     assert "3 lines are damaged" in run.problems[0]
 
 
-def test_saves_are_known_though_their_checkpoints_are_removed(folder):
+def test_saves_of_removed_checkpoints_are_listed(folder):
     (folder / "recipe.json").write_text(json.dumps({"checkpoint": {"every_steps": 50}}))
     saved = {60: 0.1, 100: 0.0, 110: 0.2, 200: 0.0, 210: 0.3}
     lines = [{"step": step, "loss": 1.0, "save_blocked_s": saved.get(step, 0.0)} for step in range(10, 260, 10)]
@@ -146,7 +146,7 @@ def test_saves_are_known_though_their_checkpoints_are_removed(folder):
     assert saved_steps(read_run(folder)) == [50, 100, 200]
 
 
-def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
+def test_time_outside_of_steps_counts_while_the_run_is_active(folder):
     def at(minute: int) -> str:
         return f"2030-01-01T00:{minute:02}:00+00:00"
 
@@ -162,7 +162,7 @@ def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
     assert spent == {"steps": 100, "waiting for data": 20, "blocked by saves": 4, "beside the steps": 900 - 124}
 
 
-def test_the_command_can_be_given_again(folder):
+def test_the_command_of_a_run_can_be_repeated(folder):
     argv = ["__main__.py", "train", "mine.py", "--set", 'samples.prompts=["a b"]']
     (folder / "environment.json").write_text(json.dumps({"argv": argv}))
     assert dict(facts(read_run(folder)))["command"] == """llmtrain train mine.py --set 'samples.prompts=["a b"]'"""

@@ -1,4 +1,4 @@
-"""The live page is for this machine, and reads only what was added."""
+"""The live page is served to this machine only, and reads only added lines."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ def _get(server, path="/", **headers):
     return answer.status, answer.read().decode()
 
 
-def test_it_listens_on_the_loopback_only(server):
+def test_the_server_listens_on_the_loopback_only(server):
     assert server.server_address[0] == "127.0.0.1"
 
 
@@ -55,5 +55,5 @@ def test_a_tunnel_may_have_another_port(server, host):
 
 
 @pytest.mark.parametrize("path", ["/../recipe.json", "/recipe.json", "/metrics.jsonl"])
-def test_there_is_nothing_but_the_page(server, path):
+def test_nothing_but_the_page_is_served(server, path):
     assert _get(server, path)[0] == 404

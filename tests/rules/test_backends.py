@@ -1,4 +1,4 @@
-"""Backends beside DeepSpeed: what their plans say, and what is refused before a worker starts."""
+"""Backends other than DeepSpeed: their plans, and refusals before a worker starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _refused(*arguments, **fields) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", ["horovod", "data_parallel"])
-def test_a_whole_replica_takes_no_other_way_to_split(backend):
+def test_backends_with_whole_replicas_refuse_other_axes(backend):
     assert _refused(backend, parallel__tensor=2, parallel__zero_stage=1) == {
         "parallel.tensor": "backend.degrees",
         "parallel.zero_stage": "backend.zero_stage",

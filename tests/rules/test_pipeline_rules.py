@@ -1,4 +1,4 @@
-"""The rules of pipelines against the real engine: what they refuse fails or is falsified, what they let through trains.
+"""The rules of pipelines on the real engine: refused plans fail or deviate, and allowed plans train.
 
 Truth is the plain loop; a refused draft is run all the same, past the rules.
 """
@@ -59,14 +59,14 @@ CASES: list[dict[str, object]] = [
     _of("bf16", 1, **OFFLOAD, **{"parallel.grad_accum_dtype": "bf16"}),
     _of("fp16", 1),
     _of("fp16", 1, **UNTIED),
-    # The last: what it leaves on the way between the ranks would hold up another.
+    # This is the last one: messages that it leaves between the ranks would block another one.
     _of("autocast_fp16", 0, **UNCLIPPED),
 ]
 
 
 def _draft(fields: dict[str, object]) -> Draft:
     recipe = tiny_recipe(**{"parallel.pipeline": 2, "batch.micro_batch_size": GLOBAL_BATCH // 4, **SGD, **fields})
-    # fp16 on a CPU is refused by another rule, and runs where the engine is told that it may.
+    # fp16 on a CPU is refused by another rule, but runs if the engine is told that it is supported.
     return Draft(recipe, Cluster(devices_per_node=2, device="gpu"), model_facts(recipe.model, recipe.vocab_size))
 
 
@@ -147,7 +147,7 @@ def test_rules_and_engine_agree(outcomes):
         (_of("autocast_fp16", 0, **UNCLIPPED), "_scale is None"),
     ],
 )
-def test_it_goes_wrong_as_the_rules_say(outcomes, fields, words):
+def test_refused_pipelines_fail_or_deviate(outcomes, fields, words):
     assert words in outcomes[CASES.index(fields)]
 
 
@@ -159,13 +159,13 @@ def _past_the_assertion(rank: int, cases: list[dict[str, object]]) -> list[Outco
     return _run(rank, cases)
 
 
-def test_zero_2_fails_past_the_assertion_too():
+def test_zero_2_fails_without_the_assertion_too():
     """At the second micro-batch, because nothing ends the first pass; the other rank waits in vain."""
     outcomes = run_ranks(2, _past_the_assertion, [_of("fp32", 2, **UNCLIPPED)])
     assert any("has already been reduced" in str(outcome) for (outcome,) in outcomes)
 
 
-def test_at_zero_0_the_first_stage_alone_decides_what_is_clipped(ranks):
+def test_at_zero_0_gradients_are_clipped_by_the_norm_of_the_first_stage(ranks):
     recipe = _draft(CLIPPED).recipe.with_(**UNCLIPPED)
     engine = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     gradients = {}
@@ -175,6 +175,6 @@ def test_at_zero_0_the_first_stage_alone_decides_what_is_clipped(ranks):
     whole = engine.train_step(step_batch(0, 1, GLOBAL_BATCH)).grad_norm
     run, first = ranks[0][CASES.index(CLIPPED)]
     stage = torch.nn.utils.get_total_norm([gradients[name] for name in first])
-    # The norm is taken before the update, and so behind DeepSpeed's clipping: that should have made it the limit.
+    # The norm is taken before the update, thus after DeepSpeed's clipping, which should have reduced it to the limit.
     assert run.grad_norms[0] == pytest.approx(LIMIT * whole.item() / stage.item(), rel=1e-4)
     assert run.grad_norms[0] > 1.2 * LIMIT

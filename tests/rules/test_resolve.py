@@ -36,7 +36,7 @@ def test_plan_of_the_tiny_recipe(tiny):
     assert plan.notes == ()
 
 
-def test_the_triangle_holds_or_is_refused(tiny):
+def test_the_batch_triangle_holds_or_is_refused(tiny):
     draw, held = random.Random(0), 0
     for _ in range(200):
         total, micro, devices = draw.randint(1, 64), draw.randint(1, 8), draw.randint(1, 8)
@@ -65,7 +65,7 @@ def test_batch_remainder_names_the_nearest(tiny):
     assert "or at 96, micro batch sizes: 6 or 12" in problem.message
 
 
-def test_all_faults_at_once(tiny):
+def test_all_faults_are_reported_at_once(tiny):
     found = refusals(
         tiny,
         **{
@@ -172,7 +172,7 @@ def test_legal_layouts(tiny, fields, cluster):
 def test_groups_across_nodes_are_reported_with_their_links(tiny):
     recipe = tiny.with_(**EVEN_HEADS, **{"batch.global_batch_size": 64})
     for device, told in (
-        ("h100", "50 GB/s between nodes, where a node has 450 GB/s (9 times that)"),
+        ("h100", "50 GB/s between nodes, but 450 GB/s within a node (9 times that)"),
         ("cpu", "the network"),
     ):
         (note,) = resolve(recipe, Cluster(nodes=4, devices_per_node=1, device=device)).notes
@@ -209,15 +209,15 @@ def test_a_missing_kernel_is_named(tiny):
         check_runnable(plan)
 
 
-def test_pipeline_without_clipping_may_do_without_zero(tiny):
+def test_a_pipeline_without_clipping_may_use_zero_0(tiny):
     resolve(tiny.with_(**{**PIPELINE, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}), GPUS)
 
 
-def test_bf16_takes_tied_weights_through_a_pipeline(tiny):
+def test_bf16_pipelines_support_tied_weights(tiny):
     resolve(tiny.with_(**{**PIPELINE, "parallel.precision": "bf16"}), GPUS)
 
 
-def test_learned_positions_end_and_rotary_ones_do_not(tiny):
+def test_learned_positions_limit_the_sequence_and_rotary_ones_do_not(tiny):
     gpt2 = {"model.architecture": "gpt2", "data.sequence_length": 2048}
     gpt2 |= {"model.config": {"n_embd": 192, "n_layer": 2, "n_head": 6}, "batch.global_batch_size": 64}
     assert "model.positions" in refusals(tiny, **gpt2)
@@ -234,7 +234,7 @@ def test_notes_do_not_refuse(tiny):
 
 @pytest.mark.parametrize("total", [8, 16, 30, 64, 96, 210])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
+def test_the_note_about_the_bubble_suggests_changes(tiny, total, stages):
     cluster = Cluster(devices_per_node=stages)
     fields = {"parallel.pipeline": stages, "parallel.zero_stage": 1, "batch.global_batch_size": total}
     recipe = tiny.with_(**fields, **{"batch.micro_batch_size": total})
@@ -253,7 +253,7 @@ def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
     assert larger is None or resolve(better.with_(**{"batch.micro_batch_size": larger}), cluster).notes
 
 
-def test_rules_have_ids_of_their_own():
+def test_rule_ids_are_unique():
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
 
@@ -266,7 +266,7 @@ def test_absurd_sizes_neither_overflow_nor_hang(tiny):
     assert "7000000" in problem.message
 
 
-def test_a_draft_whose_model_is_wrong_is_still_checked(tiny):
+def test_a_draft_with_an_invalid_model_is_still_checked(tiny):
     assert broken(Draft(tiny, Cluster(), None)) == ([], [])
 
 
@@ -295,7 +295,7 @@ def test_a_schedule_has_its_own_number_of_stages(tiny, fields, rule, field):
     assert refusals(tiny, Cluster(devices_per_node=2), **{**CHUNKED, **given})[rule].field == field
 
 
-def test_interleaved_stages_take_whole_groups_of_micro_batches(tiny):
+def test_interleaved_stages_require_a_multiple_of_micro_batches(tiny):
     fields = CHUNKED | {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
     odd = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"batch.global_batch_size": 5})
     assert "5 micro-batches" in odd["pipeline.interleaved"].message

@@ -1,4 +1,4 @@
-"""The rules of adapters against the real engine: what they refuse fails there, or trains something else."""
+"""The rules of adapters on the real engine: refused plans fail or train something else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _compare(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "zero3" else pytest.mark.breadth) for name in REFUSED]
 )
-def test_dora_fails_where_it_is_refused(name):
+def test_refused_plans_with_dora_fail(name):
     recipe = tiny_recipe(**DORA, **REFUSED[name])
     assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.dora"}
     with pytest.raises(AssertionError):
@@ -61,7 +61,7 @@ def test_dora_fails_where_it_is_refused(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "fsdp2" else pytest.mark.breadth) for name in ALLOWED]
 )
-def test_dora_trains_where_it_is_allowed(name):
+def test_allowed_plans_with_dora_train(name):
     recipe = tiny_recipe(**DORA, **ALLOWED[name])
     assert not broken(_draft(recipe))[0]
     _compare(recipe)
@@ -73,7 +73,7 @@ SGD = {"optim.name": "sgd", "optim.lr": 0.3}
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("stage", [1, 2])
-def test_zero_cannot_be_set_up_with_frozen_experts(stage):
+def test_zero_fails_to_initialize_with_frozen_experts(stage):
     recipe = moe_recipe("mixtral", **FROZEN_EXPERTS, **SGD, **{"parallel.zero_stage": stage})
     assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.experts"}
     with pytest.raises(AssertionError, match="None of the param groups are marked as MoE"):

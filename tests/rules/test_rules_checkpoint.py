@@ -1,4 +1,4 @@
-"""Options of retention, evaluation and samples that would do nothing."""
+"""Options of retention, evaluation and samples without an effect are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_s
         ({"samples.prompts": ["a"], "samples.every_steps": 5}, []),
     ],
 )
-def test_what_would_do_nothing_is_refused(tiny, fields, broken):
+def test_checkpoint_fields_without_effect_are_refused(tiny, fields, broken):
     recipe = tiny.with_(**{**SAVED, **fields})
     try:
         resolve(recipe, Cluster())

@@ -1,4 +1,4 @@
-"""The rules against the real engine: what they refuse fails or is falsified, what they let through trains.
+"""The rules on the real engine: refused plans fail or deviate, and allowed plans train.
 
 Truth is a plain torch loop (see `engine_probe.py`).
 """
@@ -74,7 +74,7 @@ class Sweep:
 
 
 def falsified(draft, outcome) -> str:
-    """What the engine did otherwise than it was told; empty where it did it right."""
+    """Returns how the engine deviated from its options; empty if it did not."""
     if "error" in outcome:
         return outcome["error"]
     parallel = draft.parallel
@@ -94,7 +94,7 @@ def falsified(draft, outcome) -> str:
         apart = max(outcome["deviation_from_fp32_sum"], outcome["deviation"])
         return f"sum of gradients off by {apart:.1e}" if apart > tolerance else ""
     if given == draft.weight_dtype != "fp32" and draft.cluster.world_size > 1:
-        return ""  # another order of the sum rounds otherwise: the norm above is what can be compared
+        return ""  # another order of summation rounds differently: only the norm above can be compared
     if outcome["deviation"] > tolerance:
         return f"weights off by {outcome['deviation']:.1e}"
     return ""
@@ -139,7 +139,7 @@ def test_rules_and_engine_agree(tiny, tmp_path):
     sweep = selection(Sweep(tiny, ranks=1))
     results = sweep.run(tmp_path)
     assert not (found := list(disagreements(sweep, results))), "\n".join(found)
-    # Both directions were seen, for every rule that says so.
+    # Both directions were observed, for every rule that claims so.
     tried = {problem.rule for draft in sweep.drafts.values() for problem in broken(draft)[0]}
     # Below, in `test_rules_engine_directed`, and in `test_rules_hierarchical`.
     elsewhere = {"precision.fp16_cpu", "zero.nvme_path", "zero.expert"}

@@ -1,4 +1,4 @@
-"""What each rule refuses, on the real engine past the rules: it fails, or does something else, in the way that is told.
+"""Refused plans on the real engine, in spite of the rules: they fail or deviate as the rule says.
 
 One plan for each rule that needs a plan of its own; `test_rules_engine_random` draws the others.
 """
@@ -37,14 +37,14 @@ REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rule", "ranks", "fields", "sizes", "words"), REFUSED)
-def test_what_is_refused_goes_wrong(rule, ranks, fields, sizes, words):
+def test_refused_plans_fail_or_deviate(rule, ranks, fields, sizes, words):
     one = plan_of(fields, sizes, ranks)
     assert one.rules == {rule}
     assert words in verdict(one)
 
 
 @pytest.mark.breadth
-def test_sums_in_fp16_show_where_nothing_hides_them():
+def test_fp16_accumulation_errors_are_visible_with_sgd_in_fp32():
     """Under autocast, and with Adam in fp32, other roundings are as large; SGD in fp32 has the sums' own."""
     fields = {"parallel.zero_stage": 3, "parallel.precision": "autocast_bf16", "parallel.grad_accum_dtype": "fp16"}
     one = plan_of(fields, {}, 1)
@@ -52,7 +52,7 @@ def test_sums_in_fp16_show_where_nothing_hides_them():
     assert "deviates" in verdict(one)
 
 
-def test_experts_whose_rows_are_uneven_run_nowhere():
+def test_experts_with_unaligned_rows_never_run():
     """Not in the plain loop either."""
     one: Case = plan_of({}, EXPERTS | {"intermediate_size": 54}, 1)
     assert one.rules == {"model.experts_aligned"}
@@ -63,7 +63,7 @@ def test_experts_whose_rows_are_uneven_run_nowhere():
     ).rules
 
 
-def test_heads_that_tensor_ranks_share_unevenly_may_be_divided_by_sequence_ranks():
+def test_uneven_tensor_parallel_heads_may_be_divided_by_sequence_ranks():
     """AutoTP gives four heads to one rank and two to the other; two sequence ranks can divide both."""
     one = plan_of({"parallel.tensor": 2, "parallel.sequence": 2}, {"heads": (6, 3)}, 4)
     assert one.rules == {"layout.tensor_divides"}

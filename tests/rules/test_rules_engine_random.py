@@ -1,4 +1,4 @@
-"""Rules and engine agree on plans that nobody chose: what is legal trains as the plain loop does, the rest does not.
+"""Rules and engine agree on random plans: legal plans match the plain loop, and refused ones do not.
 
 `tests/plan/campaign.py` runs more of them, with any seed.
 """

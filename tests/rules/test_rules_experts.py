@@ -1,4 +1,4 @@
-"""The rules of expert parallelism against the engine's own blocks, which it puts in the place of the model's.
+"""The rules of expert parallelism, compared with the engine's own blocks that replace those of the model.
 
 One rank that holds all experts is enough for most: what a block computes does not depend on where the experts are.
 """
@@ -49,7 +49,7 @@ def outputs(model, seed=0):
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_the_engines_blocks_are_the_models(architecture):
+def test_autoep_blocks_equal_those_of_the_model(architecture):
     recipe = moe_recipe(architecture)
     assert refusals(recipe) == set()
     theirs, ours = outputs(model_of(recipe)), outputs(model_of(recipe, replaced=True))
@@ -74,7 +74,7 @@ def test_a_family_without_a_preset_is_refused():
         model_of(recipe, replaced=True)
 
 
-def test_noise_of_the_router_is_left_out():
+def test_autoep_draws_no_router_noise():
     recipe = moe_recipe(**{"model.config.router_jitter_noise": 0.5})
     assert refusals(recipe) == {"expert.router_noise"}
     theirs, ours = model_of(recipe), model_of(recipe, replaced=True)
@@ -82,7 +82,7 @@ def test_noise_of_the_router_is_left_out():
     assert torch.equal(outputs(ours, seed=1).logits, outputs(ours, seed=2).logits)
 
 
-def test_the_load_balance_loss_of_probabilities_is_another():
+def test_autoep_passes_probabilities_to_the_load_balance_loss():
     recipe = moe_recipe("qwen3_5_moe_text", **{"model.config.output_router_logits": True})
     assert refusals(recipe) == {"expert.router_loss"}
     theirs, ours = outputs(model_of(recipe)).aux_loss, outputs(model_of(recipe, replaced=True)).aux_loss
@@ -118,7 +118,7 @@ def _scale_after_an_overflow(rank: int, recipe) -> float:
     return engine.engine.torch_autocast_z0_gradscaler.get_scale()
 
 
-def test_an_overflow_of_one_ranks_experts_lowers_the_scale_of_that_rank_alone():
+def test_an_overflow_in_one_ranks_experts_lowers_only_its_own_scale():
     recipe = moe_recipe(**{"parallel.precision": "autocast_fp16", "optim.name": "sgd", "optim.lr": 0.1})
     assert refusals(recipe) == {"expert.loss_scale"}
     first, second = run_ranks(2, _scale_after_an_overflow, recipe)

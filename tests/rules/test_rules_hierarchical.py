@@ -1,4 +1,4 @@
-"""Which ranks may keep the parameters of ZeRO-3 among themselves (hpZ), and what the engine does with others."""
+"""The valid groups for hpZ, and the behaviour of the engine with others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}
         (GROUPS | FSDP2, {"backend.hierarchical": f"{WITHOUT}, or --set parallel.backend=deepspeed"}),
     ],
 )
-def test_groups_that_keep_parameters(fields, expected):
+def test_valid_groups_of_hierarchical_partition(fields, expected):
     recipe = small_plan().recipe.with_(**{"batch.global_batch_size": 16, **fields})
     draft = Draft(recipe, Cluster(nodes=2, devices_per_node=4, device="h100"), small_plan().model)
     assert {problem.rule: problem.fix for problem in broken(draft, LEGALITY)[0]} == expected
@@ -61,7 +61,7 @@ REFUSED = [
 
 @pytest.mark.breadth
 @pytest.mark.parametrize(("fields", "sizes", "words"), REFUSED)
-def test_what_is_refused_goes_wrong(fields, sizes, words):
+def test_refused_plans_fail_or_deviate(fields, sizes, words):
     one = plan_of(GROUPS | fields, sizes, 4)
     assert len(one.rules) == 1
     assert (found := verdict(one))

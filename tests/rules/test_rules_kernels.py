@@ -1,4 +1,4 @@
-"""Kernels of other libraries: where plans refuse them, and what they mean for memory and for what is told."""
+"""Kernels of other libraries: plans that refuse them, their memory, and the printed lines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _found(device: str, **fields: object) -> dict[str, str]:
         ),
     ],
 )
-def test_where_ligers_kernels_are_refused(device, fields, expected):
+def test_liger_kernels_are_refused(device, fields, expected):
     assert _found(device, **fields) == expected
 
 
@@ -87,7 +87,7 @@ def test_where_ligers_kernels_are_refused(device, fields, expected):
         ("h100", LIGER),
     ],
 )
-def test_where_fp8_passes(device, fields):
+def test_fp8_is_allowed(device, fields):
     assert _found(device, **FP8 | fields) == {}
 
 
@@ -106,7 +106,7 @@ def test_where_fp8_passes(device, fields):
         ("h100", {"batch.micro_batch_size": 1, "data.sequence_length": 120}, "the 120 tokens of a micro-batch"),
     ],
 )
-def test_where_fp8_is_refused(device, fields, why):
+def test_fp8_is_refused(device, fields, why):
     recipe = small_plan().recipe.with_(**FP8 | fields)
     with pytest.raises(RecipeError) as caught:
         resolve(recipe, Cluster(devices_per_node=2, device=device))
@@ -125,11 +125,11 @@ def test_where_fp8_is_refused(device, fields, why):
         (3, 64, 128_000, 1),
     ],
 )
-def test_tokens_of_a_chunk_of_ligers(tokens, width, vocabulary, chunk):
+def test_the_number_of_tokens_in_a_chunk_of_liger(tokens, width, vocabulary, chunk):
     assert liger_chunk(tokens, width, vocabulary) == chunk
 
 
-def test_the_chunks_are_those_that_liger_takes():
+def test_predicted_chunks_equal_those_of_liger():
     """As its own code has them (`ops/fused_linear_cross_entropy.py`), where it is installed."""
     triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[liger]'")
     for tokens, width, vocabulary in ((8192, 4096, 128_256), (16_384, 2048, 50_257), (37, 64, 256), (1, 8, 3)):
@@ -142,7 +142,7 @@ def _on_gpu(**fields: object):
     return resolve(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2, device="h100"))
 
 
-def test_memory_counts_ligers_chunks():
+def test_predicted_memory_includes_the_chunks_of_liger():
     large = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 4, "data.sequence_length": 1024}
     plan = _on_gpu(**large, **LIGER)
     assert chunks_loss(plan)
@@ -152,7 +152,7 @@ def test_memory_counts_ligers_chunks():
     assert memory_of(plan).stages[-1].forward.logits == 4 * 128_000 * chunk + of_head + of_hidden
 
 
-def test_what_is_told():
+def test_printed_lines_about_kernels():
     assert kernel_lines(_on_gpu()) == []
     told = "kernels  Liger's norms, rotary positions and gated activations; Liger's fused loss"
     assert kernel_lines(_on_gpu(**LIGER)) == [told]
@@ -174,7 +174,7 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch):
     assert installed.missing_packages(_on_gpu()) == []
 
 
-def test_a_dry_run_takes_what_a_cpu_has_instead():
+def test_a_dry_run_uses_cpu_kernels_instead():
     tiny = ModelConfig(architecture="llama", config=small_plan().recipe.model.config)
     shrunk = shrink.shrink_plan(_on_gpu(**LIGER | FP8), tiny)
     kernels = shrunk.plan.recipe.kernels

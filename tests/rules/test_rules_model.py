@@ -1,4 +1,4 @@
-"""Rotary types that follow the longest position, and what a refusal of tensor parallelism names."""
+"""Rotary types that depend on the longest position, and the names in a refusal of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_frequencies_that_depend_on_the_micro_batch_are_refused(key, rope, decla
         assert f"--set data.sequence_length={fixed}" in found[0].fix
 
 
-def test_they_are_found_in_families_that_are_built():
+def test_rotary_frequencies_are_found_in_families_that_are_built():
     config = {"vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     config |= {"num_key_value_heads": 2, "intermediate_size": 96, "original_max_position_embeddings": 64}
     phi = ModelConfig(architecture="phi3", config={**config, "pad_token_id": 0, "rope_parameters": LONG})

@@ -1,4 +1,4 @@
-"""What cannot be compared is refused, with the reason."""
+"""Unsupported objectives are refused with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAMBA = {
         (MAMBA, "objective.documents", "objective.name"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(fields, rule, field):
+def test_unsupported_preference_runs_are_refused(fields, rule, field):
     resolve(tiny_recipe(**DPO), Cluster())
     resolve(tiny_recipe(**fields), Cluster())  # without pairs it is allowed
     with pytest.raises(RecipeError) as caught:
@@ -35,7 +35,7 @@ def test_what_cannot_be_compared_is_refused(fields, rule, field):
     assert [(problem.rule, problem.field) for problem in caught.value.problems] == [(rule, field)]
 
 
-def test_single_completions_may_have_sequences_of_their_own():
+def test_single_completions_may_be_unpacked():
     kto = DPO | {"objective.name": "kto"}
     resolve(tiny_recipe(**kto, **{"data.packing": "none"}), Cluster())
     resolve(tiny_recipe(**kto, **MAMBA, **{"data.packing": "none"}), Cluster())
@@ -43,7 +43,7 @@ def test_single_completions_may_have_sequences_of_their_own():
         resolve(tiny_recipe(**kto, **MAMBA), Cluster())
 
 
-def test_a_loss_that_needs_its_weights_at_once_is_refused():
+def test_liger_loss_is_refused_for_preferences():
     gpu = Cluster(device="h100")
     with pytest.raises(RecipeError, match="only known once all tokens of its completion are"):
         resolve(tiny_recipe(**DPO, **{"kernels.loss": "liger"}), gpu)

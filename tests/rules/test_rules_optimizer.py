@@ -18,7 +18,7 @@ def _refused(**fields) -> dict[str, str]:
     return {problem.field: f"{problem.message} {problem.fix}" for problem in caught.value.problems}
 
 
-def test_all_wrong_options_are_named_at_once():
+def test_all_invalid_options_are_named_at_once():
     options = {"ns_stepz": 5, "momentum": 2.0, "nesterov": "yes", "ns_steps": 100, "adjust_lr_fn": "none"}
     found = _refused(**{"optim.name": "muon", "optim.options": options})
     assert found.keys() == {f"optim.options.{name}" for name in options}
@@ -55,7 +55,7 @@ def test_what_schedule_free_adamw_cannot_do_is_refused(fields, rule):
     assert [problem.rule for problem in caught.value.problems] == [rule]
 
 
-def test_a_decaying_rate_beside_a_mean_is_noted():
+def test_a_decaying_rate_with_schedule_free_adamw_is_noted():
     for schedule, noted in (("constant", False), ("cosine", True)):
         notes = resolve(tiny_recipe(**FREE | {"optim.schedule": schedule}), Cluster()).notes
         assert any("needs no decay" in str(one) for one in notes) is noted

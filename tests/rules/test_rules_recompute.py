@@ -1,4 +1,4 @@
-"""What may be computed again in the backward pass, and with what."""
+"""The combinations in which layers may be recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ INSTEAD = "--set parallel.activation_checkpointing=full"
         ),
     ],
 )
-def test_plans_that_compute_again(fields, expected):
+def test_rules_about_recomputation(fields, expected):
     draft = Draft(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2, device="h100"), small_plan().model)
     assert {problem.rule: problem.fix for problem in broken(draft, LEGALITY)[0]} == expected

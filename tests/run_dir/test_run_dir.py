@@ -37,7 +37,7 @@ def test_default_path(plan):
     assert str(default_run_dir(plan.recipe, "64gpu").path) == "runs/small-64gpu"
 
 
-def test_a_run_directory_is_read_as_it_was_written(run, plan):
+def test_a_written_run_directory_is_read_back(run, plan):
     run.create(plan, DS_CONFIG)
     assert run.read_plan() == plan
     assert json.loads(run.ds_config_file.read_text()) == DS_CONFIG
@@ -59,7 +59,7 @@ def test_without_deepspeed_there_is_no_configuration_of_it(run, plan):
     assert run.read_ds_config() == {}
 
 
-def test_another_recipe_is_refused_once_there_is_something_to_lose(run, plan):
+def test_another_recipe_is_refused_once_the_run_has_trained(run, plan):
     run.create(plan, DS_CONFIG)
     run.metrics_file.write_text('{"step": 1}\n')
     changes = {
@@ -84,20 +84,20 @@ def test_the_message_shows_both_values(run, plan):
         run.create(changed, DS_CONFIG)
 
 
-def test_a_checkpoint_is_something_to_lose(run, plan):
+def test_another_recipe_is_refused_if_there_is_a_checkpoint(run, plan):
     run.create(plan, DS_CONFIG)
     (run.checkpoints / "step_00000010").mkdir()
     assert refused(run, plan, **{"model.config.hidden_size": 128}) == ["model.config.hidden_size"]
 
 
-def test_a_run_that_never_trained_takes_a_corrected_recipe(run, plan):
+def test_a_run_that_never_trained_accepts_a_corrected_recipe(run, plan):
     run.create(plan, DS_CONFIG)
     changed = plan.model_copy(update={"recipe": plan.recipe.with_(**{"optim.lr": 2e-3})})
     run.create(changed, DS_CONFIG)
     assert run.read_plan().recipe.optim.lr == 2e-3
 
 
-def test_a_run_is_continued_elsewhere_and_longer(run, plan):
+def test_a_run_can_be_continued_on_another_machine_and_extended(run, plan):
     run.create(plan, DS_CONFIG)
     run.metrics_file.write_text('{"step": 1}\n')
     changes = {"parallel.zero_stage": 2, "train.max_steps": 300, "logging.every_steps": 1, "batch.micro_batch_size": 4}
@@ -175,7 +175,7 @@ def test_the_identity_of_a_recipe_consists_of_the_fields_that_a_run_may_not_chan
     assert identity_of(recipe.with_(**{"optim.weight_decay": default})) == identity
 
 
-def test_a_folder_of_something_else_is_left_alone(run, plan):
+def test_a_folder_with_other_content_is_not_changed(run, plan):
     run.path.mkdir(parents=True)
     (run.path / "thesis.tex").write_text("years of work")
     with pytest.raises(RecipeError, match=r"thesis\.tex"):
@@ -183,7 +183,7 @@ def test_a_folder_of_something_else_is_left_alone(run, plan):
     assert [entry.name for entry in run.path.iterdir()] == ["thesis.tex"]
 
 
-def test_an_interrupted_creation_is_taken_up(run, plan):
+def test_an_interrupted_creation_is_completed(run, plan):
     run.create(plan, DS_CONFIG)
     run.recipe_file.unlink()
     run.create(plan, DS_CONFIG)

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: with real processes on this host, and owners that say they are elsewhere."""
+"""One run at a time in a run directory: with real processes on this host, and owners that claim to be on another."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_stopped_owner_is_alive(holder, tmp_path):
         RunLock.take(tmp_path / "run", pytest.fail)
 
 
-def test_a_process_id_that_was_used_again_is_nobodys(holder, tmp_path):
+def test_a_reused_process_id_does_not_own_the_lock(holder, tmp_path):
     file = _owner(tmp_path / "run")
     file.write_text(json.dumps({**json.loads(file.read_text()), "start": 1}))
     said = []
@@ -119,7 +119,7 @@ def test_a_process_id_that_was_used_again_is_nobodys(holder, tmp_path):
         assert "which has ended" in said[0]
 
 
-def test_an_owner_elsewhere_that_touches_its_file_is_alive(holder, hasty, tmp_path):
+def test_an_owner_on_another_host_that_touches_its_file_is_alive(holder, hasty, tmp_path):
     _move_elsewhere(tmp_path / "run")
     said = []
     with pytest.raises(RecipeError, match=rf"process {holder.pid} on node7"):
@@ -127,7 +127,7 @@ def test_an_owner_elsewhere_that_touches_its_file_is_alive(holder, hasty, tmp_pa
     assert "waiting" in said[0]
 
 
-def test_an_owner_elsewhere_that_does_not_is_gone(holder, hasty, tmp_path):
+def test_an_owner_on_another_host_that_does_not_touch_its_file_is_dead(holder, hasty, tmp_path):
     _move_elsewhere(tmp_path / "run")
     os.kill(holder.pid, signal.SIGSTOP)
     said = []
@@ -138,7 +138,7 @@ def test_an_owner_elsewhere_that_does_not_is_gone(holder, hasty, tmp_path):
         assert holder.wait(timeout=30) == Exit.WORKER
 
 
-def test_an_owner_elsewhere_that_lets_go_is_not_waited_for(holder, hasty, monkeypatch, tmp_path):
+def test_a_lock_released_on_another_host_is_acquired_without_waiting(holder, hasty, monkeypatch, tmp_path):
     monkeypatch.setattr(run_lock, "STALE_S", 600)
     _move_elsewhere(tmp_path / "run")
     os.kill(holder.pid, signal.SIGSTOP)
@@ -148,7 +148,7 @@ def test_an_owner_elsewhere_that_lets_go_is_not_waited_for(holder, hasty, monkey
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[" * 3000, '{"pid": -1}', "\0" * 5000])
-def test_an_owner_that_cannot_be_read_is_gone_when_it_does_nothing(hasty, tmp_path, content):
+def test_an_unreadable_owner_without_activity_is_dead(hasty, tmp_path, content):
     (tmp_path / ".lock").mkdir()
     (tmp_path / ".lock" / ("0" * 32)).write_text(content)
     said = []
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunLock.take(tmp_path / "file" / "run", pytest.fail)
 
 
-def test_of_processes_that_begin_at_once_one_is_first(tmp_path):
+def test_one_of_several_simultaneous_processes_gets_the_lock(tmp_path):
     folder = tmp_path / "run"
     processes = [_process(COMPETE, folder) for _ in range(3)]
     for process in processes:
@@ -194,7 +194,7 @@ def test_of_processes_that_begin_at_once_one_is_first(tmp_path):
     assert sorted(answers) == ["held\n", *["refused\n"] * 2]
 
 
-def test_of_many_that_take_over_one_is_first(tmp_path):
+def test_one_of_several_processes_takes_over_a_dead_lock(tmp_path):
     """In threads, many times, as the steps of a few lines meet in every order."""
     for round_ in range(40):
         folder = tmp_path / str(round_)
@@ -217,7 +217,7 @@ def test_of_many_that_take_over_one_is_first(tmp_path):
         held[0].release()
 
 
-def test_the_file_of_the_owner_is_touched(monkeypatch, tmp_path):
+def test_the_owner_touches_its_file(monkeypatch, tmp_path):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
     with RunLock.take(tmp_path, pytest.fail):
         file = _owner(tmp_path)

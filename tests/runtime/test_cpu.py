@@ -49,19 +49,19 @@ def untold(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
-def test_freed_memory_is_kept_and_not_cleared_again():
+def test_freed_memory_is_kept():
     assert run_ranks(1, _page_faults, {})[0] < PAGES
     assert run_ranks(1, _page_faults, {"MALLOC_ARENA_MAX": "8"})[0] >= TURNS * PAGES
 
 
 @pytest.mark.parametrize("setting", [{"GLIBC_TUNABLES": "glibc.malloc.check=0"}, {"MALLOC_ARENA_MAX": "8"}])
-def test_a_setting_of_the_users_own_is_left_alone(setting, monkeypatch, untold):
+def test_a_setting_of_the_user_is_kept(setting, monkeypatch, untold):
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
     keep_freed_memory(plan_of(tiny_recipe(), 1))
 
 
-def test_another_libc_is_left_alone(monkeypatch):
+def test_another_libc_is_not_configured(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     keep_freed_memory(plan_of(tiny_recipe(), 1))
 
@@ -70,7 +70,7 @@ def test_another_libc_is_left_alone(monkeypatch):
     ("bytes_of", "granted"),
     [("memory_bytes", 2**20), ("memory_limit", 2**20)],
 )
-def test_a_host_without_room_gets_its_memory_back(bytes_of, granted, monkeypatch, untold):
+def test_freed_memory_is_returned_on_a_host_without_room(bytes_of, granted, monkeypatch, untold):
     monkeypatch.setattr(cpu, bytes_of, lambda: granted)
     keep_freed_memory(plan_of(tiny_recipe(), 1))
 
@@ -89,7 +89,7 @@ def test_all_ranks_of_a_host_need_room(monkeypatch):
         assert bool(told) is not bool(missing)
 
 
-def test_a_plan_of_unknown_memory_gives_it_back(monkeypatch, untold):
+def test_freed_memory_is_returned_if_the_memory_of_the_plan_is_unknown(monkeypatch, untold):
     monkeypatch.setattr(cpu, "memory_of", lambda plan: None)
     keep_freed_memory(plan_of(tiny_recipe(), 1))
 
@@ -138,7 +138,7 @@ BIAS = {
 
 
 @pytest.mark.parametrize("with_out", [False, True])
-def test_onednn_computes_what_torch_does_for_every_layout(products, with_out):
+def test_onednn_equals_torch_for_every_layout(products, with_out):
     for left, right, bias in itertools.product(LEFT.values(), RIGHT.values(), BIAS.values()):
         expected = left.double() @ right.double() + (0 if bias is None else bias.double())
         into = {"out": torch.empty(300, 400)} if with_out else {}
@@ -149,7 +149,7 @@ def test_onednn_computes_what_torch_does_for_every_layout(products, with_out):
     assert len(products) == len(LEFT) * len(RIGHT) * 4  # a bias with two dimensions is left to torch
 
 
-def test_the_products_of_a_linear_layer_and_of_its_gradients_are_onednns(products):
+def test_linear_layers_and_their_gradients_use_onednn(products):
     inputs, weight, bias = torch.randn(3, 100, 200), torch.randn(400, 200), torch.randn(400)
     whole = [one.double().requires_grad_() for one in (inputs, weight, bias)]
     own = [one.requires_grad_() for one in (inputs, weight, bias)]
@@ -160,7 +160,7 @@ def test_the_products_of_a_linear_layer_and_of_its_gradients_are_onednns(product
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4 * other.grad.abs().max().item())
 
 
-def test_the_gradient_of_a_weight_is_left_to_torch_where_onednn_is_not_twice_as_fast(products, monkeypatch):
+def test_gradients_of_weights_use_torch_on_zen_4(products, monkeypatch):
     monkeypatch.setattr(onednn, "_is_twice_as_fast", lambda: False)
     inputs, weight = torch.randn(300, 200, requires_grad=True), torch.randn(400, 200, requires_grad=True)
     functional.linear(inputs, weight).square().sum().backward()
@@ -176,7 +176,7 @@ def test_onednn_is_twice_as_fast_on_zen_5(vendor, family, expected, monkeypatch)
     assert onednn._is_twice_as_fast.__wrapped__() is expected
 
 
-def test_products_that_onednn_does_not_compute_are_left_to_torch(products):
+def test_unsupported_products_are_left_to_torch(products):
     ones = torch.ones(300, 200)
     assert torch.mm(ones.double(), ones.double().t()).dtype is torch.float64
     assert torch.mm(ones.long(), ones.long().t())[0, 0] == 200
@@ -198,7 +198,7 @@ def _rank_products(rank: int, matmul: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("matmul", ["torch", "onednn"])
-def test_an_engine_uses_the_products_that_its_recipe_names(matmul):
+def test_an_engine_uses_the_matmul_kernel_of_its_recipe(matmul):
     assert run_ranks(1, _rank_products, matmul) == [[matmul == "onednn"]]
 
 
@@ -211,9 +211,7 @@ def test_an_engine_uses_the_products_that_its_recipe_names(matmul):
         ("GenuineIntel", "AVX512", "fp32", "torch"),
     ],
 )
-def test_products_depend_on_the_processor_if_a_recipe_leaves_them_open(
-    vendor, instructions, precision, expected, monkeypatch
-):
+def test_the_default_matmul_kernel_depends_on_the_processor(vendor, instructions, precision, expected, monkeypatch):
     monkeypatch.setattr(cpu, "of_processor", lambda field: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
@@ -225,7 +223,7 @@ def test_products_depend_on_the_processor_if_a_recipe_leaves_them_open(
         cpu._lacks_avx512_in_mkl.cache_clear()
 
 
-def test_a_build_of_torch_without_onednn_says_so(monkeypatch):
+def test_torch_without_onednn_is_reported(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=r"kernels\.matmul: onednn was given, but this build of torch"):
         use_kernels_of_cpu(plan_of(tiny_recipe(**{"kernels.matmul": "onednn"}), 1))

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes. Only the last lines of `init_process_group` need one."""
+"""The choice of a rank's GPU. Only the last lines of `init_process_group` need one."""
 
 import socket
 from threading import Thread
@@ -44,7 +44,7 @@ def test_gpus_that_do_not_match_the_ranks_are_refused(rank, visible, says):
 
 
 def ask(identities):
-    """What each rank is told about the GPUs that they say they have."""
+    """Returns the message for each rank about the GPUs that the ranks report."""
     store = HashStore()
     told: dict[int, str] = {}
 
@@ -63,7 +63,7 @@ def ask(identities):
     return [told[rank] for rank in range(len(identities))]
 
 
-def test_every_rank_learns_who_shares():
+def test_every_rank_knows_which_ranks_share_its_gpu():
     assert ask(["a GPU-1", "a GPU-2", "b GPU-3"]) == [""] * 3
     answers = ask(["a GPU-1", "a GPU-2", "a GPU-1", "b GPU-3"])
     assert len(set(answers)) == 1

@@ -38,7 +38,7 @@ def refused():
     return refusal(LARGE, NODE)
 
 
-def test_each_way_fits_and_is_the_same_run(refused):
+def test_each_suggested_plan_fits_and_is_the_same_run(refused):
     assert len(refused.nearest) == 3
     for arguments in refused.nearest:
         changed = LARGE.with_(**parse_assignments(arguments.replace("--set ", "").split()))
@@ -49,18 +49,18 @@ def test_each_way_fits_and_is_the_same_run(refused):
         assert changed.model_copy(update=same) == LARGE
 
 
-def test_they_are_the_fastest_of_all_that_fit():
+def test_suggested_plans_are_the_fastest_that_fit():
     ways = cheapest_ways(LARGE, NODE, FACTS)
     rates = [way.time.tokens_per_second for way in ways]
     assert rates == sorted(rates, reverse=True)
     fitting = [plan for _, draft in legal_plans(LARGE, NODE, FACTS) if not lacking(plan := assemble(draft))]
     assert rates[0] >= (1 - EQUAL) * max(predict(plan).tokens_per_second for plan in fitting)
-    # None of them changes what another leaves alone for nothing.
+    # None of them changes all fields of another one, and more.
     fields = [way.changes.keys() for way in ways]
     assert not any(one < other for one in fields for other in fields)
 
 
-def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines():
+def test_figures_are_shown_and_options_have_their_own_lines():
     refused = refusal(MICRO_64, Cluster(device="a100"))
     said = refused.report().splitlines()
     start = said.index("cheapest ways to make it fit, with the same global batch:")
@@ -72,14 +72,14 @@ def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines():
     assert json.loads(json.dumps(refused.as_dict()))["nearest"] == list(refused.nearest)
 
 
-def test_one_change_is_enough_where_one_is():
+def test_one_change_is_suggested_if_it_is_enough():
     first, second, third = refusal(MICRO_64, Cluster(device="a100")).nearest
     assert first == "--set batch.micro_batch_size=8"
     assert second == "--set parallel.zero_stage=2 --set parallel.activation_checkpointing=full"
     assert third == "--set parallel.activation_checkpointing=full --set parallel.offload_optimizer=cpu"
 
 
-def test_three_are_named_where_all_need_the_same_change():
+def test_three_plans_are_suggested_even_if_all_change_the_same_field():
     recipe = load_recipe("recipes/llama3_70b.py:pipeline", [])[0].with_(**{"parallel.pipeline": 8})
     ways = refusal(recipe, Cluster(devices_per_node=8, device="a100")).nearest
     assert len(set(ways)) == 3
@@ -109,7 +109,7 @@ def test_without_a_prediction_the_nearest_are_named():
     assert said.nearest_figures == ()
 
 
-def test_a_very_large_cluster_is_answered():
+def test_a_very_large_cluster_takes_no_long_time():
     recipe = LARGE.with_(**{"batch.global_batch_size": 7 * 10**6, "batch.micro_batch_size": 1})
     huge = recipe.with_(**{"data.sequence_length": 2**20, "model.config.max_position_embeddings": 2**20})
     refusal(huge, Cluster(nodes=10**6, devices_per_node=7, device="h100"))

@@ -1,4 +1,4 @@
-"""Which plans there are to verify on a few devices."""
+"""The plans to verify on a few devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_world_sizes_divide_the_devices():
     }
 
 
-def test_what_is_refused_names_its_rule():
+def test_refused_plans_name_their_rule():
     _, refused = enumerate_plans(RECIPE, 2)
     rules = {one.name: one.problem.rule for one in refused}
     assert rules["dp1-zero0-acc1-offload"] == "zero.offload_optimizer_stage"
@@ -74,7 +74,7 @@ def test_what_is_refused_names_its_rule():
     assert rules["dp2-ep2-zero1-acc1"] == "layout.expert"
 
 
-def test_a_router_keeps_its_micro_batch():
+def test_plans_with_a_router_keep_the_micro_batch():
     recipe = RECIPE.with_(**{"model.config.output_router_logits": True})
     sizes = {candidate.batch.micro_batch_size for _, candidate, _ in candidates(recipe, 2)}
     assert sizes == {RECIPE.batch.micro_batch_size}
@@ -88,7 +88,7 @@ def test_plans_are_chosen_by_name_and_pattern():
     assert chosen == ["dp1-zero0-acc1", *of_two]
 
 
-def test_the_whole_schedule_lies_within_the_steps_and_nothing_is_drawn():
+def test_the_schedule_is_compressed_into_the_steps_and_dropout_is_off():
     recipe, _ = load_recipe("recipes/gpt2_124m.py", ["parallel.precision=fp32"])
     compared = comparable(recipe, 8)
     assert compared.train.max_steps == 8

@@ -81,7 +81,7 @@ def test_each_suggestion_is_a_plan_of_the_same_run(tiny, count):
         ({"parallel.precision": "bf16"}, "--set parallel.zero_stage=1"),
         ({"parallel.offload_param": "nvme"}, "--set parallel.offload_param=none"),
         ({"parallel.nvme_path": "/nvme"}, "--set parallel.nvme_path=null"),
-        # Two faults, one of them in what the first one's cure changes.
+        # Two faults, one of them in a field that the fix of the other one changes.
         (
             {"parallel.pipeline": 8, "parallel.zero_stage": 0},
             "--set parallel.zero_stage=1 --set parallel.pipeline=4",
@@ -105,25 +105,25 @@ def test_a_batch_that_the_devices_do_not_divide_asks_for_fewer_replicas(tiny):
         {"model.architecture": None, "model.pretrained": "/nowhere"},
     ],
 )
-def test_what_no_layout_cures_has_no_suggestion(tiny, fields):
+def test_faults_that_no_layout_fixes_have_no_suggestion(tiny, fields):
     recipe = tiny.with_(**fields, **{"parallel.pipeline": 2, "parallel.zero_stage": 3})
     assert refused(recipe, FOUR)
     assert nearest_plans(recipe, FOUR) == ()
 
 
-def test_what_is_forced_is_in_each_suggestion(tiny):
+def test_necessary_changes_are_in_each_suggestion(tiny):
     recipe = tiny.with_(**{"parallel.pipeline": 4, "parallel.zero_stage": 1, "batch.global_batch_size": 8})
     (first, *_) = nearest_plans(recipe, FOUR, {"parallel.pipeline": 1})
     assert first == "--set batch.micro_batch_size=2 --set parallel.pipeline=1"
 
 
-def test_a_large_cluster_is_answered(tiny):
+def test_a_large_cluster_takes_no_long_time(tiny):
     recipe = tiny.with_(**{"parallel.tensor": 3, "parallel.pipeline": 16, "batch.global_batch_size": 5040})
     nearest_plans(recipe, Cluster(nodes=10**6, devices_per_node=7, device="h100"))
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(160, marks=pytest.mark.breadth)])
-def test_neighbours_of_legal_plans_find_a_way_back(count):
+def test_plans_close_to_legal_ones_have_suggestions(count):
     """Over every field that the rules speak of, backends and models among them."""
     tried = helped = 0
     for one in cases(11, count, [1, 2, 4]):

@@ -1,4 +1,4 @@
-"""The search finds what enumerating by hand finds, shows what can be pasted, and says why others lose."""
+"""The search finds what enumerating by hand finds, shows options to paste, and explains why other plans are slower."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _key(draft):
         pytest.param(8, marks=pytest.mark.breadth),
     ],
 )
-def test_every_legal_plan_is_looked_at_and_no_other(llama, devices):
+def test_exactly_the_legal_plans_are_considered(llama, devices):
     facts, cluster = model_facts(llama.model, llama.vocab_size), Cluster(devices_per_node=devices, device="h100")
     drafts = [draft for _, draft in legal_plans(llama, cluster, facts)]
     found = [_key(draft) for draft in drafts]
@@ -139,7 +139,7 @@ def test_a_schedule_loses_by_its_bubble():
     assert loses(*times) == "bubble 19%"
 
 
-def test_losers_say_why():
+def test_slower_plans_state_the_reason():
     recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
     result = search_plans(recipe.with_(**{"kernels.blocks": "eager"}), cluster)
     assert result.legal > 1000

@@ -1,4 +1,4 @@
-"""What is legal by asking about every number is what each user of the one generator of plans finds."""
+"""Search, verify and suggestions find the same plans as trying every number."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _split(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "devices"), CLUSTERS, ids=lambda value: getattr(value, "name", value))
-def test_every_legal_split_is_found_by_each_user(recipe, devices):
+def test_search_verify_and_suggestions_find_every_legal_split(recipe, devices):
     legal = splits_by_brute_force(recipe, devices)
     cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
     assert {_split(draft.recipe) for _, draft in legal_plans(recipe, cluster, facts)} == legal
@@ -75,7 +75,7 @@ def test_degrees_of_experts_are_those_of_all_ranks_of_a_stage():
 
 
 @pytest.mark.parametrize(("recipe", "devices"), [(QWEN, 8), (DENSE, 8)], ids=["experts", "dense"])
-def test_a_plan_that_is_spoilt_in_one_field_is_found_again_as_the_nearest(recipe, devices):
+def test_the_nearest_plan_reverts_a_change_of_one_field(recipe, devices):
     cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
     legal = {_split(draft.recipe): draft.recipe for _, draft in legal_plans(recipe, cluster, facts)}
     for split, plan in sorted(legal.items())[:: max(1, len(legal) // 4)]:
@@ -112,7 +112,7 @@ def test_a_recipe_that_names_a_disk_has_plans_with_and_without_it():
     }
 
 
-def test_the_own_micro_batch_is_tried_among_many():
+def test_the_micro_batch_of_the_recipe_is_among_the_candidates():
     recipe = DENSE.with_(**{"batch.global_batch_size": 720_720, "batch.micro_batch_size": 720_720})
     sizes = {plan.batch.micro_batch_size for plan in _stored(recipe, Cluster())}
     assert {*range(1, 17)} - {16} <= sizes

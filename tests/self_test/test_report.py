@@ -1,4 +1,4 @@
-"""What a self-test reports, on measurements that are made up, and what a prediction takes from it."""
+"""The findings of a self-test on made-up measurements, and the rates that a prediction uses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_rate_below_the_assumed_one_on_all_devices_is_a_warning():
     assert "0.75 of the assumed 2.68 TB/s: slower" in found["memory.bandwidth"].text
 
 
-def test_predictions_use_what_was_measured(monkeypatch, tmp_path):
+def test_predictions_use_the_measured_rates(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "visible_gpus", lambda: ("NVIDIA H100 80GB HBM3",) * DEVICES)
     monkeypatch.delenv("DS_ACCELERATOR")

@@ -1,4 +1,4 @@
-"""`llmtrain doctor --self-test` on this machine's CPUs, and the offer to run it."""
+"""`llmtrain doctor --self-test` on this machine's CPUs, and the recommendation to run it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_strategy_is_tried_once():
     assert all("ep" in one.name for one in run.representatives(legal, 4, experts=True))
 
 
-def test_it_is_offered_once_where_there_are_gpus(monkeypatch, tmp_path, capsys):
+def test_the_self_test_is_recommended_once_on_gpus(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     _offer_self_test(Cluster())
     assert capsys.readouterr().err == ""

@@ -82,7 +82,7 @@ def test_the_committed_scripts_are_rendered():
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda path: path.name)
-def test_syntax(script):
+def test_scripts_have_valid_syntax(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
@@ -95,7 +95,7 @@ def test_one_task_for_each_device_with_the_arguments_as_given(job, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_port_that_somebody_listens_on_is_left_to_them(job, tmp_path):
+def test_a_port_in_use_is_not_chosen(job, tmp_path):
     import socket
 
     (tmp_path / "end").write_text("0")
@@ -117,7 +117,7 @@ def test_a_port_that_somebody_listens_on_is_left_to_them(job, tmp_path):
         (137, 1, True, True),
     ],
 )
-def test_what_ends_a_job_and_what_starts_it_again(job, tmp_path, code, node, asked, requeued):
+def test_exit_codes_and_nodes_decide_whether_a_job_is_requeued(job, tmp_path, code, node, asked, requeued):
     (tmp_path / "end").write_text(str(code))
     (tmp_path / "node").write_text(str(node))
     assert finished(job("recipes/tiny.py"))[0] == code
@@ -125,7 +125,7 @@ def test_what_ends_a_job_and_what_starts_it_again(job, tmp_path, code, node, ask
     assert (tmp_path / "requeued").exists() == requeued
 
 
-def test_a_run_that_died_is_started_again_until_it_dies_twice_in_one_place(job, tmp_path):
+def test_a_dead_run_is_restarted_until_it_dies_twice_in_the_same_place(job, tmp_path):
     (tmp_path / "end").write_text("5")
     run_dir = tmp_path / "a run"
     (run_dir / "logs").mkdir(parents=True)
@@ -150,14 +150,14 @@ def test_a_run_that_died_is_started_again_until_it_dies_twice_in_one_place(job, 
     assert is_requeued(SLURM_JOB_ID="654321")  # somebody has mended it and submitted it again
 
 
-def test_a_step_that_was_told_to_stop_past_its_job_stays_so(job, tmp_path):
+def test_a_job_whose_step_alone_was_stopped_is_not_requeued(job, tmp_path):
     (tmp_path / "end").write_text("75")
     (tmp_path / "logs").mkdir()
     assert finished(job("recipes/tiny.py", f"--run-dir={tmp_path}"))[0] == 75
     assert not (tmp_path / "requeued").exists()
 
 
-def test_the_warning_reaches_the_ranks_and_then_puts_the_job_back_into_the_queue(job, tmp_path):
+def test_the_warning_reaches_the_ranks_and_then_requeues_the_job(job, tmp_path):
     process = job("recipes/tiny.py")
     wait_for(tmp_path / "srun")
     process.send_signal(signal.SIGUSR1)
@@ -166,7 +166,7 @@ def test_the_warning_reaches_the_ranks_and_then_puts_the_job_back_into_the_queue
     assert (tmp_path / "requeued").read_text() == "123456\n"
 
 
-def test_a_job_is_not_started_again_for_ever(job, tmp_path):
+def test_the_number_of_requeues_is_limited(job, tmp_path):
     process = job("recipes/tiny.py", SLURM_RESTART_COUNT="20")
     wait_for(tmp_path / "srun")
     process.send_signal(signal.SIGUSR1)
@@ -187,7 +187,7 @@ def test_a_cancelled_job_is_not_requeued(job, tmp_path):
     assert not (tmp_path / "nodes").exists()
 
 
-def test_a_task_of_an_array_trains_its_choice_and_requeues_itself(job, tmp_path):
+def test_a_task_of_an_array_trains_its_setting_and_requeues_itself(job, tmp_path):
     (tmp_path / "end").write_text("5")
     (tmp_path / "node").write_text("1")
     words = ["runs/a sweep", "optim.lr=1e-3", "data.tokenizer=a/b c", "--", "recipes/tiny.py", "--max-steps", "3"]
@@ -198,7 +198,7 @@ def test_a_task_of_an_array_trains_its_choice_and_requeues_itself(job, tmp_path)
     assert (tmp_path / "requeued").read_text() == "123400_1\n"
 
 
-def test_a_rendered_sweep_does_the_same(job, tmp_path):
+def test_a_rendered_sweep_trains_its_settings_and_requeues_itself(job, tmp_path):
     (tmp_path / "end").write_text("0")
     script = tmp_path / "job.sbatch"
     script.write_text(render_job(a_job("sweep=optim.lr=1e-3", "sweep=optim.lr=$(touch x)")))
@@ -265,14 +265,14 @@ def test_containers(options, line):
         (("runtime=docker", "nodes=3"), ["--slurm nodes", "--slurm runtime"]),
     ],
 )
-def test_wrong_options_are_refused_by_name(options, fields):
+def test_invalid_options_are_named(options, fields):
     with pytest.raises(RecipeError) as error:
         parse_slurm_options(options)
     assert [problem.field for problem in error.value.problems] == fields
     assert {problem.rule for problem in error.value.problems} == {"slurm.option"}
 
 
-def test_a_path_that_no_script_can_hold_is_refused():
+def test_a_path_that_a_script_cannot_contain_is_refused():
     job = a_job()
     broken = SlurmJob(job.name, job.cluster, 2, job.command, job.run_dir, Path("/home/me\nme"), job.options)
     with pytest.raises(RecipeError, match="an #SBATCH line cannot contain"):

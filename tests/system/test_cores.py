@@ -1,4 +1,4 @@
-"""What others use of the cores of this process, and how its threads wait beside them."""
+"""The use of this process's cores by others, and the waiting of its threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ while time.process_time() < until:
 """
 
 
-def test_a_child_is_of_others_until_it_has_ended():
+def test_a_child_counts_as_another_process_until_it_has_ended():
     started, meter = time.monotonic(), host.CoreMeter()
     child = subprocess.Popen([sys.executable, "-c", SPIN])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -35,7 +35,7 @@ def test_a_child_is_of_others_until_it_has_ended():
     assert beside - after > 0.9 * SPIN_S
 
 
-def test_what_this_process_computes_is_its_own(monkeypatch):
+def test_the_time_of_this_process_is_not_counted(monkeypatch):
     busy_s = iter([10.0, 10.0 + 3 * SPIN_S])
     monkeypatch.setattr(host, "_busy_s", lambda: next(busy_s))
     started, meter = time.monotonic(), host.CoreMeter()
@@ -44,12 +44,12 @@ def test_what_this_process_computes_is_its_own(monkeypatch):
     assert of_others == pytest.approx(2 * SPIN_S, abs=0.1)
 
 
-def test_a_large_machine_does_more_by_itself():
+def test_a_larger_machine_may_have_more_background_load():
     assert host.most_cores_of_others(2) == host.most_cores_of_others(15) == 0.15
     assert host.most_cores_of_others(128) == 1.28
 
 
-def test_of_a_launcher_is_all_that_it_has_started_running_or_not():
+def test_all_processes_of_a_launcher_count_as_its_own():
     before, other = host._tree_s(os.getpid()), subprocess.Popen(["sleep", "60"])
     grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
     child = subprocess.Popen([sys.executable, "-c", grandparent])
@@ -71,13 +71,13 @@ def nothing_said(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_threads_soon_sleep_when_they_wait(nothing_said):
+def test_waiting_threads_sleep_soon(nothing_said):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert os.environ["GOMP_SPINCOUNT"] == "10000"
 
 
-def test_openmp_reads_what_it_is_told(nothing_said):
+def test_openmp_reads_the_setting(nothing_said):
     library = next(Path(torch.__file__).parent.glob("lib/libgomp*"), None)
     if library is None:
         pytest.skip("this torch brings no GNU OpenMP")
@@ -92,7 +92,7 @@ def test_openmp_reads_what_it_is_told(nothing_said):
 
 
 @pytest.mark.parametrize("said", [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
-def test_who_says_how_threads_wait_is_obeyed(said):
+def test_a_setting_of_the_user_for_waiting_threads_is_kept(said):
     environment = dict(said)
     host.limit_spinning(environment)
     assert environment == said
@@ -126,7 +126,7 @@ def test_large_pinned_memory_is_not_rounded_unless_allocators_are_configured(mon
         ({"GOMP_SPINCOUNT": "5"}, 1, 4.0, "5"),
     ],
 )
-def test_threads_sleep_where_others_use_their_cores(monkeypatch, said, ranks, others, spins):
+def test_threads_sleep_if_other_processes_use_their_cores(monkeypatch, said, ranks, others, spins):
     monkeypatch.setattr(host, "own_cores", lambda: 4)
     monkeypatch.setattr(host, "cores_of_others", lambda seconds: others)
     environment = dict(said)
@@ -154,7 +154,7 @@ class Used:
     ("ranks", "threads", "others", "is_told"),
     [(1, 4, 0.4, False), (1, 4, 0.6, True), (2, 2, 0.6, True), (1, 2, 2.4, False), (1, 2, 2.6, True)],
 )
-def test_a_run_says_that_others_use_the_cores_it_needs(monkeypatch, ranks, threads, others, is_told):
+def test_a_run_reports_that_other_processes_use_its_cores(monkeypatch, ranks, threads, others, is_told):
     monkeypatch.setenv("GOMP_SPINCOUNT", str(host.SPIN_COUNT))
     Used(monkeypatch, others)
     cores = BusyCores(ranks, threads)
@@ -166,7 +166,7 @@ def test_a_run_says_that_others_use_the_cores_it_needs(monkeypatch, ranks, threa
         assert cores.line() is None  # once
 
 
-def test_what_is_said_does_not_advise_what_is_done_already(monkeypatch):
+def test_the_message_does_not_advise_active_settings(monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", str(host.SPIN_COUNT))
     Used(monkeypatch, 1.0, 1.0)
     assert "continued" not in BusyCores(4, 1).line()
@@ -174,6 +174,6 @@ def test_what_is_said_does_not_advise_what_is_done_already(monkeypatch):
     assert "continued" not in BusyCores(1, 4).line()
 
 
-def test_a_look_at_the_cores_takes_its_time(monkeypatch):
+def test_use_of_the_cores_is_not_reported_after_a_short_time(monkeypatch):
     Used(monkeypatch, seconds=throughput.LOOK_S - 1)
     assert BusyCores(1, 4).line() is None

@@ -9,7 +9,7 @@ from llmtrain.system.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Board, Hea
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
@@ -21,72 +21,72 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def step(heart, clock, number, seconds):
-    heart.begin_step(number)
+def step(heartbeat, clock, number, seconds):
+    heartbeat.begin_step(number)
     clock.now += seconds
-    heart.end_step(0.0)
+    heartbeat.end_step(0.0)
 
 
-def test_what_a_rank_does_is_read_elsewhere(clock):
-    heart = Heartbeat()
-    reader = heart.reader()
+def test_the_state_of_a_rank_is_read_by_another_process(clock):
+    heartbeat = Heartbeat()
+    reader = heartbeat.reader()
     assert reader.read().phase == Phase.LOADING
     for number in range(1, WARM_STEPS + 1):
-        heart.begin_step(number)
+        heartbeat.begin_step(number)
         assert reader.read().phase == Phase.FIRST_STEPS
-        heart.end_step(0.0)
-    heart.begin_step(3)
+        heartbeat.end_step(0.0)
+    heartbeat.begin_step(3)
     assert (reader.read().phase, reader.read().step) == (Phase.TRAINING, 3)
     clock.now += 7
-    heart.end_step(0.0)
+    heartbeat.end_step(0.0)
     assert (reader.read().phase, reader.read().beat) == (Phase.BETWEEN, clock.now)
     for phase in (Phase.EVALUATING, Phase.SAVING):
-        with heart.phase(phase):
+        with heartbeat.phase(phase):
             assert reader.read().phase == phase
         assert reader.read().phase == Phase.BETWEEN
-    with heart.waiting():
+    with heartbeat.waiting():
         assert reader.read().waiting
     assert not reader.read().waiting
-    heart.done()
+    heartbeat.done()
     assert reader.read().phase == Phase.DONE
 
 
 def test_a_step_that_compiles_may_take_as_long_as_the_first(clock):
-    heart = Heartbeat()
-    reader = heart.reader()
+    heartbeat = Heartbeat()
+    reader = heartbeat.reader()
     for number in range(1, WARM_STEPS + 1):
-        step(heart, clock, number, 1)
-    heart.begin_step(3)
+        step(heartbeat, clock, number, 1)
+    heartbeat.begin_step(3)
     clock.now += 5
-    with heart.compiling():
+    with heartbeat.compiling():
         assert (reader.read().phase, reader.read().beat) == (Phase.FIRST_STEPS, clock.now)
         clock.now += 50
     assert (reader.read().phase, reader.read().beat) == (Phase.TRAINING, clock.now)
-    with heart.phase(Phase.EVALUATING), heart.compiling():
+    with heartbeat.phase(Phase.EVALUATING), heartbeat.compiling():
         assert reader.read().phase == Phase.EVALUATING
 
 
 def test_the_p99_leaves_out_first_steps_evaluations_and_saves(clock):
-    heart = Heartbeat()
-    reader = heart.reader()
+    heartbeat = Heartbeat()
+    reader = heartbeat.reader()
     assert reader.p99() == 0
     for number in range(1, WARM_STEPS + 1):
-        step(heart, clock, number, 500)
+        step(heartbeat, clock, number, 500)
     for number in range(3, 203):
-        step(heart, clock, number, 1 if number % 50 else 9)
-        with heart.phase(Phase.SAVING):
+        step(heartbeat, clock, number, 1 if number % 50 else 9)
+        with heartbeat.phase(Phase.SAVING):
             clock.now += 300
     assert reader.p99() == 9
 
 
 def test_the_p99_is_of_recent_steps_and_counts_what_follows_them(clock):
-    heart = Heartbeat()
+    heartbeat = Heartbeat()
     for number in range(1, WARM_STEPS + RECENT + 1):
-        step(heart, clock, number, 60)
+        step(heartbeat, clock, number, 60)
     for number in range(RECENT + 10):
-        step(heart, clock, 5000 + number, 1)
+        step(heartbeat, clock, 5000 + number, 1)
         clock.now += 1  # reading the loss waits for the device
-    assert heart.reader().p99() == pytest.approx(2)
+    assert heartbeat.reader().p99() == pytest.approx(2)
 
 
 def test_own_time_is_summed(clock):
@@ -97,45 +97,45 @@ def test_own_time_is_summed(clock):
         def end(self, data_wait_s):
             return clock.now - self.begun + data_wait_s
 
-    heart = Heartbeat()
-    heart.own = Own()
+    heartbeat = Heartbeat()
+    heartbeat.own = Own()
     for number in range(1, 8):
-        heart.begin_step(number)
+        heartbeat.begin_step(number)
         clock.now += 2
-        heart.end_step(0.5)
-    pulse = heart.reader().read()
+        heartbeat.end_step(0.5)
+    pulse = heartbeat.reader().read()
     assert (pulse.own_s, pulse.measured) == (5 * 2.5, 5)
 
 
-def test_what_the_watcher_says_comes_back_once():
-    heart = Heartbeat()
-    reader = heart.reader()
-    assert heart.slowest() is None
+def test_a_straggler_from_the_watcher_is_read_once():
+    heartbeat = Heartbeat()
+    reader = heartbeat.reader()
+    assert heartbeat.slowest() is None
     reader.tell_slowest(3, 1.2, is_named=False)
-    assert heart.slowest() == (3, 1.2)
-    assert heart.straggler() is None
+    assert heartbeat.slowest() == (3, 1.2)
+    assert heartbeat.straggler() is None
     reader.tell_slowest(3, 2.5, is_named=True)
-    assert heart.straggler() == (3, 2.5)
-    assert heart.straggler() is None
+    assert heartbeat.straggler() == (3, 2.5)
+    assert heartbeat.straggler() is None
 
 
 def test_an_address_fits_or_is_refused():
-    heart = Heartbeat()
-    assert heart.reader().address() is None
-    heart.tell_address('["fe80::1", 1234, "aä"]')
-    assert heart.reader().address() == '["fe80::1", 1234, "aä"]'
+    heartbeat = Heartbeat()
+    assert heartbeat.reader().address() is None
+    heartbeat.tell_address('["fe80::1", 1234, "aä"]')
+    assert heartbeat.reader().address() == '["fe80::1", 1234, "aä"]'
     with pytest.raises(ValueError, match="address"):
-        heart.tell_address("x" * 1000)
+        heartbeat.tell_address("x" * 1000)
 
 
-def test_a_launcher_reads_the_steps_of_workers_that_are_gone():
+def test_a_launcher_reads_the_steps_of_dead_workers():
     board = Board(2)
     program = """
 import sys
 from llmtrain.system.heartbeat import Heartbeat
-heart = Heartbeat.of_worker(int(sys.argv[1]))
+heartbeat = Heartbeat.of_worker(int(sys.argv[1]))
 for step in range(1, int(sys.argv[2]) + 1):
-    heart.begin_step(step)
+    heartbeat.begin_step(step)
 import os; os.kill(os.getpid(), 9)
 """
     for rank, steps in ((0, 8), (1, 7)):

@@ -1,4 +1,4 @@
-"""What libraries print while a command runs stays off its output."""
+"""Output of libraries during a command does not mix with the output of the command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHATTER = ["a warning", "by C", "by Python", "by a child"]
     [("pass", []), ("raise RecipeError('no')", []), ("1 / 0", CHATTER)],
     ids=["success", "a mistake of the user", "a bug"],
 )
-def test_what_libraries_print_is_shown_where_it_may_explain_a_bug(action, shown):
+def test_library_output_is_shown_if_it_may_explain_a_bug(action, shown):
     script = SCRIPT.format(action=action)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout == "done\n"

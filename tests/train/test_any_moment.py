@@ -1,4 +1,4 @@
-"""Signals at drawn moments of a run's life, alone and in pairs: a promised exit code, a word, and no process left."""
+"""Signals at random moments of a run, alone and in pairs: a documented exit code, a message, and no process left."""
 
 import os
 import random
@@ -152,7 +152,7 @@ def test_the_order_of_signals_does_not_matter(both, wait):
     assert not wait or heard[0] in HEARD[both]
 
 
-def test_a_second_interrupt_is_heard_as_a_quit():
+def test_a_second_interrupt_is_handled_as_a_quit():
     with caught_signals() as events:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)

@@ -65,13 +65,13 @@ def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
     assert "finished at step 12 of 12" in (run_dir / "report.html").read_text()
 
 
-def test_two_workers_train_what_one_does(one_worker, two_workers):
+def test_two_workers_train_the_same_as_one(one_worker, two_workers):
     for ours, theirs in zip(losses(two_workers[0]), losses(one_worker[0]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_path):
+def test_a_pipeline_trains_the_same_as_one_worker(one_worker, small_recipe, tmp_path):
     stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--nproc", "2")
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages, *SAMPLES)
     assert result.returncode == 0, result.stderr
@@ -171,7 +171,7 @@ def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):
 
 
 @pytest.mark.slow
-def test_an_export_that_is_missing_is_made(one_worker, small_recipe):
+def test_a_missing_export_is_made(one_worker, small_recipe):
     run_dir, _ = one_worker
     weights = (run_dir / "export" / "model.safetensors").read_bytes()
     shutil.rmtree(run_dir / "export")

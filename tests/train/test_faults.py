@@ -1,4 +1,4 @@
-"""A rank that stops, hangs, crashes or is slow: it is named, the run ends with exit code 5, and goes on from there."""
+"""A rank that stops, hangs, crashes or is slow is named, and the run ends with exit code 5 and can be continued."""
 
 import json
 import os
@@ -93,8 +93,8 @@ def test_rank_0_that_hangs_with_its_watcher_is_named_and_ends_the_run(small_reci
 
 @pytest.mark.breadth
 @pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
-def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):
-    """The other one is asleep, so that no lost connection tells it."""
+def test_separately_started_ranks_end_if_one_is_gone(small_recipe, tmp_path, victim, other):
+    """The other rank sleeps, so no lost connection informs it."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     fault = {"FAULT": f"late_kill:{victim}:6,sleep:{other}:6", "PYTHONPATH": BREAKABLE}
     command = [sys.executable, str(small_recipe), "--run-dir", str(tmp_path / "run"), *RUN[2:]]
@@ -124,7 +124,7 @@ def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, t
         pytest.param("gil", "in _hold_the_gil", marks=pytest.mark.breadth),
     ],
 )
-def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrupted, tmp_path, fault, says):
+def test_a_job_that_dies_is_restarted_and_loses_nothing(small_recipe, uninterrupted, tmp_path, fault, says):
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:6:{tmp_path / 'once'}", *HANGS, *SAVED, "--max-restarts", "2")
     assert result.returncode == 0, result.stderr
@@ -137,7 +137,7 @@ def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrup
 
 
 @pytest.mark.breadth
-def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
+def test_a_job_that_dies_twice_in_one_step_is_not_restarted(small_recipe, tmp_path):
     result = train(small_recipe, tmp_path / "run", "abort:1:6", *SAVED, "--max-restarts", "5")
     assert result.returncode == 5
     assert result.stdout.count("restart ") == 1
@@ -157,7 +157,7 @@ def test_a_long_step_evaluation_or_save_is_not_a_hang(small_recipe, uninterrupte
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.breadth
-def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted, tmp_path, fault):
+def test_only_the_save_is_lost_if_a_rank_dies_during_it(small_recipe, uninterrupted, tmp_path, fault):
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:saving:{tmp_path / 'once'}", *HANGS, "--max-restarts", "1")
     assert result.returncode == 0, result.stderr
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted,
 
 
 @pytest.mark.breadth
-def test_a_storm_of_signals_during_a_save_is_one_more_save(small_recipe, uninterrupted, tmp_path):
+def test_repeated_signals_during_a_save_cause_one_more_save(small_recipe, uninterrupted, tmp_path):
     run_dir, once = tmp_path / "run", tmp_path / "once"
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *RUN]
     env = {**os.environ, "PYTHONPATH": BREAKABLE, "FAULT": f"pause:0:saving:{once}"}

@@ -1,4 +1,4 @@
-"""What the loop computes, and which data it takes, depends on nothing that is only written down."""
+"""Results and data of the loop do not depend on logging."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("logging", [1, 3, 7, 1000])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("every", "found"), [(1, 9), (4, 12), (10, 10), (1000, 16)])
-def test_when_a_run_goes_back_does_not_depend_on_what_it_logs(logging, rank, every, found):
+def test_rollbacks_do_not_depend_on_logging(logging, rank, every, found):
     """Two may be skipped: the third is that of step 9. It is looked for at least once in a window."""
     fields = {"logging.every_steps": logging, "guard.every_steps": every, "guard.max_skipped": 2}
     step, logged = _found_after(rank, **fields)

@@ -1,4 +1,4 @@
-"""A second run in a run directory is refused while the first lives, and takes over once that is dead."""
+"""A second run in a run directory is refused while the first is alive, and takes over when it is dead."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def test_a_second_run_in_a_run_directory_is_refused(small_recipe, tmp_path):
 
 
 @pytest.mark.breadth
-def test_it_is_read_meanwhile_closed_to_other_launchers_and_taken_over_once_the_first_is_dead(small_recipe, tmp_path):
+def test_an_active_run_can_only_be_read_and_is_taken_over_once_it_is_dead(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
     first = start(small_recipe, run_dir, *LONG)
     assert llmtrain("checkpoint", "list", run_dir).returncode == Exit.DONE

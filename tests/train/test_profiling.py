@@ -1,4 +1,4 @@
-"""A window of steps is recorded as the recipe says, or as a running job is asked to; nothing else is."""
+"""A window of steps is recorded as the recipe says, or as requested from a running job; nothing else is."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_the_window_of_the_recipe_is_recorded_once(run):
         assert any(one.get("name") == "aten::mm" for one in json.load(file)["traceEvents"])
 
 
-def test_other_ranks_runs_that_are_past_it_and_recipes_without_one_record_nothing(run):
+def test_nothing_is_recorded_by_other_ranks_or_after_the_window_or_without_one(run):
     assert recorded_steps(run, profiler_of(run, rank=1, steps=2, after_step=3), range(1, 9)) == {}
     assert recorded_steps(run, profiler_of(run, step=4, steps=2, after_step=3), range(5, 12)) == {}
     assert recorded_steps(run, profiler_of(run), range(1, 12)) == {}
     assert not run.profile.exists()
 
 
-def test_a_request_is_followed_after_the_next_look(run):
+def test_a_request_starts_after_the_next_logged_step(run):
     run.profile.mkdir()
     write_json(run.profile_request, {"steps": 9})  # of an earlier attempt
     profiler = profiler_of(run, rank=2)
@@ -92,7 +92,7 @@ def event(name: str, start: float, end: float, device: str = "CUDA") -> SimpleNa
     return SimpleNamespace(name=name, time_range=time_range, device_type=kind, cpu_parent=None, self_cpu_time_total=1)
 
 
-def test_communication_is_split_into_what_computation_hides_and_the_rest():
+def test_communication_is_split_into_hidden_and_exposed():
     events = [
         event("gemm", 0, 4e6),
         event("ncclDevKernel_AllReduce", 3e6, 6e6),
@@ -118,7 +118,7 @@ def test_memory_is_written_and_no_longer_recorded(monkeypatch, tmp_path):
     assert called == [("record", {}), ("dump", str(tmp_path / "memory.pickle")), ("record", {"enabled": None})]
 
 
-def test_requests_for_what_is_no_run_or_rank_are_refused(tmp_path):
+def test_requests_for_invalid_runs_or_ranks_are_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"has no plan\.json"):
         app(["profile", str(tmp_path)], standalone_mode=False)
 

@@ -1,4 +1,4 @@
-"""A run that goes on with more steps and another batch says so, and its export is of its last step."""
+"""A run that continues with more steps and another batch reports it, and exports its last step."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def prolonged(small_recipe, tmp_path_factory):
 
 
 @pytest.mark.breadth
-def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(prolonged):
+def test_an_extended_run_reports_changes_and_exports_its_last_step(prolonged):
     run_dir, before, output = prolonged
     assert json.loads((before / "llmtrain.json").read_text())["step"] == 6
     assert _exported_step(run_dir) == 8
@@ -64,11 +64,11 @@ def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(prolonged):
 
 
 @pytest.mark.breadth
-def test_a_prolonged_run_makes_an_export_that_is_missing_and_then_has_nothing_left(small_recipe, prolonged):
+def test_an_extended_run_makes_a_missing_export_and_is_then_finished(small_recipe, prolonged):
     run_dir, before, _ = prolonged
     card = (run_dir / "export" / "README.md").read_text()
     shutil.rmtree(run_dir / "export")
-    shutil.copytree(before, run_dir / "export")  # as if it had been killed before its export
+    shutil.copytree(before, run_dir / "export")  # like a run that was killed before its export
     assert "is finished" not in _train(small_recipe, run_dir, *EIGHT)
     assert _exported_step(run_dir) == 8
     assert (run_dir / "export" / "README.md").read_text() == card

@@ -1,4 +1,4 @@
-"""When a job that died is started again, and where."""
+"""The conditions for restarting a job that died, and where it restarts."""
 
 import io
 import itertools
@@ -23,13 +23,13 @@ from pathlib import Path
 from llmtrain.system.heartbeat import Heartbeat
 rank = int(os.environ["RANK"])
 log = Path(sys.argv[1])
-heart = Heartbeat.of_worker(rank)
+heartbeat = Heartbeat.of_worker(rank)
 if rank == 0:
     log.open("a").write(sys.argv[3] + "\\n")
 attempt = len(log.read_text().splitlines())
 outcome = sys.argv[4:][0].split(",")[attempt - 1]
 if outcome.startswith("@"):
-    heart.begin_step(int(outcome[1:]))
+    heartbeat.begin_step(int(outcome[1:]))
     os.kill(os.getpid(), 9)
 sys.exit(int(outcome))
 """
@@ -63,7 +63,7 @@ def attempts(folder):
     return (folder.path / "attempts").read_text().split()
 
 
-def test_a_job_that_died_starts_again_and_finishes(folder, quick):
+def test_a_job_that_died_is_restarted_and_finishes(folder, quick):
     code, told = train(folder, "@7,@9,0", max_restarts=3)
     assert code == 0
     assert attempts(folder) == ["auto"] * 3
@@ -72,7 +72,7 @@ def test_a_job_that_died_starts_again_and_finishes(folder, quick):
     assert [(one["event"], one["step"]) for one in events(folder.path)] == [("died", 7), ("died", 9)]
 
 
-def test_dying_twice_in_one_step_is_enough(folder, quick):
+def test_a_job_that_dies_twice_in_one_step_is_not_restarted(folder, quick):
     error, _ = train(folder, "@7,@9,@9,0", max_restarts=9)
     assert "died twice in step 9, with no checkpoint" in str(error)
     assert "killed by signal 9" in str(error)
@@ -86,7 +86,7 @@ def test_restarts_are_counted(folder, quick):
     assert len(attempts(folder)) == 3
 
 
-def test_without_the_option_nothing_is_started_again(folder):
+def test_without_the_option_nothing_is_restarted(folder):
     error, told = train(folder, "@1,0", max_restarts=0)
     assert "restart" not in str(error) + told
     assert len(attempts(folder)) == 1
@@ -122,7 +122,7 @@ def test_errors_of_earlier_attempts_are_kept(folder):
     assert [path.name for path in folder.logs.iterdir()] == ["attempt_2.rank_1.error.json"]
 
 
-def test_pauses_grow():
+def test_pauses_between_restarts_grow():
     assert [pause_after([Death(7, None)] * restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert pause_after([Death(7, None), Death(7, None), Death(9, "step_00000008")]) == 1
 
@@ -139,7 +139,7 @@ def test_pauses_grow():
         ("checkpoints/step_00000004", Death(5, "step_00000004"), "auto"),
     ],
 )
-def test_where_the_next_attempt_starts(resume, death, following):
+def test_the_checkpoint_of_the_next_attempt(resume, death, following):
     assert next_resume(resume, death) == following
 
 

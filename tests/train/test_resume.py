@@ -1,4 +1,4 @@
-"""Stop, continue, and have what an uninterrupted run has."""
+"""A stopped and continued run equals an uninterrupted one."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def _weights(run_dir):
     return {name: value.tobytes() for name, value in load_file(run_dir / "export" / "model.safetensors").items()}
 
 
-def test_stopped_and_continued_is_uninterrupted_bit_for_bit(small_recipe, uninterrupted, tmp_path):
+def test_a_stopped_and_continued_run_equals_the_uninterrupted_one_bit_for_bit(small_recipe, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     for extra in (["--max-steps", "5"], []):
         result = llmtrain("train", small_recipe, "--run-dir", run_dir, *ZERO, *extra)
@@ -49,7 +49,7 @@ def test_stopped_and_continued_is_uninterrupted_bit_for_bit(small_recipe, uninte
 
 
 @pytest.mark.breadth
-def test_a_killed_worker_ends_the_run_and_costs_one_interval(small_recipe, uninterrupted, tmp_path):
+def test_a_killed_worker_ends_the_run_and_loses_one_interval(small_recipe, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *ZERO]
     slow = ["--set", "train.max_steps=5000", "--set", "checkpoint.keep_last=2"]
@@ -92,7 +92,7 @@ def test_another_recipe_is_refused(small_recipe, uninterrupted):
     assert "optim.lr" in result.stderr
 
 
-def test_never_does_not_replace_checkpoints(small_recipe, uninterrupted):
+def test_resume_never_does_not_replace_checkpoints(small_recipe, uninterrupted):
     result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--resume", "never")
     assert result.returncode == 2
     assert "--run-dir" in result.stderr
@@ -146,7 +146,7 @@ def test_another_global_batch_continues_with_the_next_samples(small_recipe, unin
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_costs_one_interval_and_is_reported(small_recipe, uninterrupted, interrupted):
+def test_a_damaged_checkpoint_loses_one_interval_and_is_reported(small_recipe, uninterrupted, interrupted):
     shard = _damage(interrupted / "checkpoints" / "step_00000010")
     listed = llmtrain("checkpoint", "verify", interrupted, "--json")
     assert listed.returncode == 4
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_costs_one_interval_and_is_reported(small_recipe, u
     assert result.returncode == 0, result.stderr
     assert shard.name in result.stdout
     assert "falling back to step_00000008" in result.stdout
-    # No line is missing, none is there twice, and each one says what it would have said.
+    # No line is missing or duplicated, and each one equals that of an undisturbed run.
     assert losses(interrupted) == losses(uninterrupted)
     assert _weights(interrupted) == _weights(uninterrupted)
     assert _tracked(interrupted) == {line["step"]: line["loss"] for line in metrics(uninterrupted) if "loss" in line}
@@ -177,7 +177,7 @@ def _tracked(run_dir) -> dict[int, float]:
 
 
 @pytest.mark.breadth
-def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_anew(small_recipe, interrupted):
+def test_a_run_with_unreadable_checkpoints_does_not_start_from_scratch(small_recipe, interrupted):
     before = losses(interrupted)
     for folder in (interrupted / "checkpoints").glob("step_*"):
         _damage(folder)
@@ -208,7 +208,7 @@ def test_checkpoints_are_listed(uninterrupted):
 
 
 @pytest.mark.breadth
-def test_another_runs_checkpoint_starts_a_branch_and_replaces_nothing(
+def test_a_checkpoint_of_another_run_starts_a_branch_and_replaces_nothing(
     small_recipe, uninterrupted, interrupted, tmp_path
 ):
     named = uninterrupted / "checkpoints" / "step_00000008"

@@ -1,4 +1,4 @@
-"""Samples end where they must, and all ranks agree on each token."""
+"""Samples end at the right token, and all ranks agree on each token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_text_ends_at_its_length_at_a_stop_and_at_the_end_of_a_sequence(prepar
     assert len(beats) == 6 + 3  # the third prompt is in a micro-batch of its own
 
 
-def test_passes_are_as_small_as_the_plan_allows(prepared):
+def test_sampling_passes_are_as_small_as_the_plan_allows(prepared):
     free, fixed = Counting(), Counting()
     texts(prepared, free, "1")
     texts(prepared, fixed, "1", **{"kernels.blocks": "compiled"})
@@ -72,7 +72,7 @@ def test_passes_are_as_small_as_the_plan_allows(prepared):
     assert set(fixed.shapes) == {(2, 128)}
 
 
-def test_a_temperature_draws_the_same_again_and_leaves_the_generator_alone(prepared):
+def test_sampling_with_a_temperature_is_reproducible_and_keeps_the_generator(prepared):
     state = torch.get_rng_state()
     drawn = [texts(prepared, Counting(likely=1.0), "1", "1", **{"samples.temperature": 1.0}) for _ in range(2)]
     assert drawn[0] == drawn[1]
@@ -84,7 +84,7 @@ def test_a_temperature_draws_the_same_again_and_leaves_the_generator_alone(prepa
 TEMPLATE = "{% for one in messages %}{{ '8 ' if one.role == 'user' else '9 ' }}{{ one.content }} {% endfor %}{{ '9' }}"
 
 
-def test_of_conversations_a_prompt_is_a_question(prepared):
+def test_prompts_of_a_conversation_model_are_questions(prepared):
     template = load_template(TEMPLATE, prepared.tokenizer_dir)
     chats = SimpleNamespace(**vars(prepared) | {"chat_template": template})
     engine = Counting()

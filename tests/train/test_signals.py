@@ -1,4 +1,4 @@
-"""A run that is told to stop saves on a step that all ranks agree on, and goes on from there as if never stopped."""
+"""A run that gets a stopping signal saves at a step that all ranks agree on, and continues as if never stopped."""
 
 import os
 import random
@@ -60,7 +60,9 @@ def storm(process):
     ],
     ids=["one worker", "the launcher", "a storm"],
 )
-def test_stopped_by_a_signal_and_continued_is_uninterrupted(small_recipe, uninterrupted, tmp_path, told):
+def test_a_run_stopped_by_a_signal_and_continued_equals_the_uninterrupted_one(
+    small_recipe, uninterrupted, tmp_path, told
+):
     run_dir = tmp_path / "run"
     process = start(small_recipe, run_dir)
     told(process)
@@ -90,15 +92,15 @@ def test_a_signal_during_a_save_keeps_it(small_recipe, uninterrupted, tmp_path):
     "number",
     [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.breadth)],
 )
-def test_one_rank_alone_saves_too(small_recipe, tmp_path, number):
+def test_a_single_rank_saves_too(small_recipe, tmp_path, number):
     process = start(small_recipe, tmp_path / "run", "--nproc", "1")
     process.send_signal(number)
     stopped_at(process, tmp_path / "run")
 
 
 @pytest.mark.breadth
-def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
-    """While a rank stands still, so that nobody can agree."""
+def test_a_second_interrupt_ends_a_run_at_once(small_recipe, tmp_path):
+    """While a rank is stopped, so that the ranks cannot agree."""
     process = start(small_recipe, tmp_path / "run")
     pids = workers(process.pid)
     os.kill(pids[0], signal.SIGSTOP)
@@ -111,7 +113,7 @@ def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
     assert newest(tmp_path / "run" / "checkpoints") is None
 
 
-def test_a_worker_of_another_launcher_leaves_on_the_second_interrupt():
+def test_a_worker_of_another_launcher_ends_on_the_second_interrupt():
     program = """
 import signal, sys, threading
 from llmtrain.train.signals import StopSignals

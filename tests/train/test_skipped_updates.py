@@ -1,4 +1,4 @@
-"""Runs whose data spoil their updates: they skip them, go back and on past those data, or stop."""
+"""Runs with data that cause bad updates skip these, roll back and skip the data, or stop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _train(recipe: Path, run_dir: Path, **fields: object):
 
 
 @pytest.mark.slow
-def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_path):
+def test_a_run_rolls_back_and_skips_the_data_of_skipped_updates(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 2})
     assert result.returncode == 0, result.stdout + result.stderr
     # Three of the last steps are too many; the last checkpoint from before step 7 is that of step 4.
@@ -86,14 +86,14 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
 
 
 @pytest.mark.breadth
-def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
+def test_a_run_stops_after_too_many_rollbacks(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 0, "guard.max_rollbacks": 1})
     assert result.returncode != 0
     assert "no rollback is left (1 of 1)" in result.stderr
     assert "guard.max_rollbacks" in result.stderr
 
 
-def test_stops_where_the_recipe_says_so(small_recipe, tmp_path):
+def test_a_run_stops_instead_of_rolling_back_if_configured(small_recipe, tmp_path):
     """An ordinary step breaks the rule: a loss or a norm above the mean of the last three, soon in any run so long."""
     fields = {"spike_sigma": 1e-3, "spike_norm_ratio": 1, "window_steps": 3, "max_skipped": 0, "then": "stop"}
     fields |= {"every_steps": 1}

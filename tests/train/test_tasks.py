@@ -1,4 +1,4 @@
-"""Downstream tasks are scored beside a run, on its checkpoints and at its end."""
+"""Downstream tasks are scored during a run, on its checkpoints and at its end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save(beside, step: int) -> None:
     (beside.run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
 
 
-def test_the_newest_checkpoint_that_is_written_is_scored_and_one_at_a_time(beside):
+def test_only_the_newest_complete_checkpoint_is_scored_at_a_time(beside):
     save(beside, 10)
     assert beside.tasks.look(19) is None  # that of the step from which the run continues
     assert beside.tasks.look(20) is None  # it is not written yet
@@ -93,7 +93,7 @@ def test_scores_that_were_not_computed_are_reported_and_the_next_ones_follow(bes
         beside.tasks.look(31)
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+def test_folders_without_a_run_and_a_missing_harness_are_refused(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match=r"has no recipe\.json"):
         app(["eval", str(tmp_path)], standalone_mode=False)
     monkeypatch.setattr(tasks, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Kernels by measurement: what is tried, what is taken, and what a run continues with."""
+"""Kernels by measurement: the candidates, the choice, and the kernels with which a run continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _tune(plan, batch, always=True, threads=1):
     return search.tune(plan, batch, CPU, threads, always, said.append), said
 
 
-def test_kernels_that_a_recipe_names_are_not_tried():
+def test_kernels_set_by_the_recipe_are_not_measured():
     plan = small_plan()
     assert open_kernels(plan.recipe) == KERNELS
     names = {"kernels.blocks": "eager", "kernels.loss": "whole", "model.attention": "eager"}
@@ -65,7 +65,7 @@ def test_kernels_that_a_recipe_names_are_not_tried():
     assert dict(alternatives(named, on_cpu=True, threads=4)) == {"kernels.threads": [4, 2, 1]}
 
 
-def test_a_cpu_is_asked_for_both_kinds_of_matrix_products(monkeypatch):
+def test_both_matmul_kernels_are_measured_on_a_cpu(monkeypatch):
     for default, other in (("torch", "onednn"), ("onednn", "torch")):
         monkeypatch.setattr(choice, "matmul_of", lambda plan: default)  # noqa: B023
         assert dict(alternatives(small_plan(), on_cpu=True, threads=1))["kernels.matmul"] == [default, other]
@@ -74,7 +74,7 @@ def test_a_cpu_is_asked_for_both_kinds_of_matrix_products(monkeypatch):
     assert dict(alternatives(low, on_cpu=True, threads=1))["kernels.matmul"] == ["torch"]
 
 
-def test_a_gpu_is_asked_for_its_own_kernels():
+def test_gpu_kernels_are_measured_on_a_gpu():
     h100 = Cluster(devices_per_node=2, device="h100")
     plan = resolve(small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}).recipe, h100)
     tried = dict(alternatives(plan, on_cpu=False, threads=1))
@@ -85,14 +85,14 @@ def test_a_gpu_is_asked_for_its_own_kernels():
     assert "kernels.threads" not in tried
 
 
-def test_kernels_that_a_rule_refuses_are_not_tried():
+def test_kernels_refused_by_a_rule_are_not_measured():
     h100 = Cluster(devices_per_node=2, device="h100")
     plan = resolve(small_plan().recipe.with_(**{"parallel.backend": "data_parallel"}), h100)
     tried = dict(alternatives(plan, on_cpu=False, threads=1))
     assert tried["kernels.loss"] == ["whole"]  # nn.DataParallel must have the logits
 
 
-def test_logits_that_a_plan_has_no_room_for_are_not_tried():
+def test_whole_logits_beyond_the_planned_memory_are_not_measured():
     large = {"model.config.vocab_size": 200_000, "data.sequence_length": 4096}
     tried = dict(alternatives(small_plan(**large), on_cpu=True, threads=1))
     assert tried["kernels.loss"][0] == "chunked"
@@ -100,7 +100,7 @@ def test_logits_that_a_plan_has_no_room_for_are_not_tried():
 
 
 @pytest.mark.slow
-def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
+def test_the_fastest_value_of_each_field_is_chosen(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
     found, said = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
     products = matmul_of(small_plan())
@@ -119,7 +119,7 @@ def test_the_time_of_each_precision_is_reported(monkeypatch, batch):
     assert "parallel.precision" not in found.values
 
 
-def test_a_field_is_compared_at_one_speed_of_the_device(monkeypatch, batch):
+def test_times_of_a_field_are_scaled_to_one_speed_of_the_device(monkeypatch, batch):
     """Which drifts from one comparison to the next."""
     speeds = iter([1.0, 2.0, 4.0])
     Timed(monkeypatch, lambda recipe: 1.0)
@@ -129,13 +129,13 @@ def test_a_field_is_compared_at_one_speed_of_the_device(monkeypatch, batch):
     assert found.milliseconds["model.attention"] == {"sdpa": 1000, "eager": 1100, "varlen": 1100}
 
 
-def test_a_small_gain_may_be_chance(monkeypatch, batch):
+def test_a_small_gain_is_not_accepted(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.01 * (recipe.model.attention == "eager"))
     monkeypatch.setattr(search, "alternatives", lambda *_: [("model.attention", ["sdpa", "eager"])])
     assert _tune(small_plan(), batch)[0].values["model.attention"] == "sdpa"
 
 
-def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch, batch):
+def test_a_kernel_with_deviating_results_is_not_chosen(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
     own = search.Trial.warm
     monkeypatch.setattr(
@@ -154,7 +154,7 @@ def test_a_kernel_that_cannot_run_is_reported_and_skipped(monkeypatch, batch):
     assert "FlashAttention2" in found.failed["model.attention=flash_attention_2"]
 
 
-def test_a_short_run_is_not_worth_measuring(monkeypatch, batch):
+def test_a_short_run_does_not_measure(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 0.1)
     plan = small_plan()  # 2 layers, 2 micro-batches a step, 100 steps
     assert search.run_seconds(plan, 0.1) == pytest.approx(20)
@@ -165,7 +165,7 @@ def test_a_short_run_is_not_worth_measuring(monkeypatch, batch):
     assert _tune(long, batch, always=False)[0].milliseconds
 
 
-def test_a_choice_holds_for_device_packages_and_shapes_alone():
+def test_a_cached_choice_depends_only_on_device_packages_and_shapes():
     def key(device="a", **fields):
         return choice.key_of_run(small_plan(**fields), device)
 
@@ -187,7 +187,7 @@ def _choice(key, **values):
     return KernelChoice(key=key, device="d", why="measured", values=values, milliseconds=measured)
 
 
-def test_a_run_keeps_its_kernels_then_those_measured_before_then_the_rules(tmp_path, monkeypatch):
+def test_kernels_come_from_the_run_then_the_cache_then_the_rules(tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("nothing is to be measured")
 
@@ -200,7 +200,7 @@ def test_a_run_keeps_its_kernels_then_those_measured_before_then_the_rules(tmp_p
     choice.write_cached(plan.recipe.data, _choice(key, **{"kernels.loss": "chunked"}))
     cached = kernels._choose(plan, CPU, 1, print)
     assert choice.apply(plan, cached).recipe.kernels.loss == "chunked"
-    # The run began before there was a measurement, and goes on as it began.
+    # The run began before there was a measurement, and continues with its first choice.
     begun = plan.model_copy(update={"kernels": by_the_rules})
     assert kernels._choose(begun, CPU, 1, print) == by_the_rules
     # On another device it is chosen anew.
@@ -211,7 +211,7 @@ def test_a_run_keeps_its_kernels_then_those_measured_before_then_the_rules(tmp_p
     assert kernels._choose(plan, CPU, 1, print) == by_the_rules
 
 
-def test_a_measuring_process_that_dies_costs_the_measurement_alone(tmp_path, monkeypatch):
+def test_only_the_measurement_is_lost_if_its_process_dies(tmp_path, monkeypatch):
     plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
     monkeypatch.setattr(request.sys, "executable", "/bin/false")
     found = kernels._choose(plan, CPU, 1, print)
@@ -253,24 +253,24 @@ def five_turns(monkeypatch):
     ],
     ids=["always", "once slower", "slower"],
 )
-def test_a_kernel_that_may_have_won_by_chance_is_not_faster(monkeypatch, five_turns, others, ratio, is_faster):
+def test_a_kernel_that_may_be_faster_by_chance_is_not_chosen(monkeypatch, five_turns, others, ratio, is_faster):
     Cores(monkeypatch, 0.0)
     assert trial.in_turn(Passes(2.0), Passes(*(2 * one for one in others))) == Compared(2.0, ratio, is_faster)
 
 
-def test_turns_that_drift_are_compared_one_by_one(monkeypatch, five_turns):
+def test_drifting_turns_are_compared_pair_by_pair(monkeypatch, five_turns):
     Cores(monkeypatch, 0.0)
     drift, others = (1.0, 5.0, 2.0, 4.0, 3.0), (0.75, 2.5, 1.5, 2.0, 2.25)  # of which the medians are 3 and 2
     assert trial.in_turn(Passes(*drift), Passes(*others)) == Compared(3.0, 0.75, True)
 
 
-def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch, five_turns):
+def test_a_comparison_is_repeated_if_other_processes_used_the_cores(monkeypatch, five_turns):
     cores = Cores(monkeypatch, 0.9, 0.16, 0.1, 0.7)
     assert trial.in_turn(Passes(2.0), Passes(1.0)) == Compared(2.0, 0.5, True)
     assert next(cores.used) == 0.7  # three were made
 
 
-def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch, five_turns):
+def test_nothing_is_chosen_on_a_busy_machine(monkeypatch, batch, five_turns):
     Cores(monkeypatch, *[0.9] * 3)
     monkeypatch.setattr(trial, "WARM_PASSES", 1)
     monkeypatch.setattr(trial, "TURN_S", 0.001)
@@ -278,12 +278,12 @@ def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch, five_turns):
         _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
 
 
-def test_busy_cores_beside_a_gpu_do_not_matter(monkeypatch, five_turns):
+def test_busy_cores_do_not_matter_on_a_gpu(monkeypatch, five_turns):
     Cores(monkeypatch, 0.9)
     assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == Compared(2.0, 0.5, True)
 
 
-def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monkeypatch):
+def test_a_run_on_a_busy_machine_uses_the_rules_and_caches_nothing(tmp_path, monkeypatch):
     plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
     busy = tmp_path / "python"
     busy.write_text("""#!/bin/sh\necho '{"busy": "others use 0.90 of 2 cores"}'\n""")
@@ -358,7 +358,7 @@ def test_fp8_that_is_slower_is_refused(batch, monkeypatch, always):
         _tune(plan, batch, always)
 
 
-def test_fp8_is_measured_where_nothing_is_open_and_the_run_is_short(tmp_path, monkeypatch):
+def test_fp8_is_measured_even_if_all_kernels_are_set_and_the_run_is_short(tmp_path, monkeypatch):
     plan = small_plan(**{"data.cache_dir": str(tmp_path)})
     in_fp8 = plan.model_copy(update={"recipe": plan.recipe.with_(**{"kernels.fp8": "rowwise"})})
     asked = []

@@ -1,4 +1,4 @@
-"""`llmtrain tune`, and runs that take what it found."""
+"""`llmtrain tune`, and runs that use its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.commands import llmtrain, losses, metrics
 from tests.helpers.small_runs import write_small_recipe
 
 
-def test_nothing_is_left_to_be_measured(tmp_path):
+def test_a_recipe_that_sets_all_kernels_is_refused(tmp_path):
     named = [f"{field}={value}" for field, value in zip(KERNELS, (1, "torch", "sdpa", "eager", "whole"), strict=True)]
     words = [part for one in named for part in ("--set", one)]
     done = llmtrain("tune", write_small_recipe(tmp_path), *words)
@@ -36,7 +36,7 @@ def _beside(folder, monkeypatch, cores):
     monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
 
 
-def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch):
+def test_nothing_is_measured_or_started_on_a_busy_machine(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0.9)
     named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
     done = llmtrain("tune", write_small_recipe(tmp_path), *named)
@@ -58,7 +58,7 @@ def _measured(recipe) -> dict:
 
 
 @pytest.mark.slow
-def test_what_the_recipe_leaves_open_is_measured_and_kept(tmp_path, monkeypatch):
+def test_open_kernel_fields_are_measured_and_cached(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0)
     measured = _measured(write_small_recipe(tmp_path))
     [file] = (tmp_path / "cache" / "kernels").glob("*.json")
@@ -66,7 +66,7 @@ def test_what_the_recipe_leaves_open_is_measured_and_kept(tmp_path, monkeypatch)
 
 
 @pytest.mark.breadth
-def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
+def test_later_runs_use_a_measurement_and_keep_its_kernels(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0)
     recipe = write_small_recipe(tmp_path)
     measured = _measured(recipe)

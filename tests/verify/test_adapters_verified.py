@@ -1,4 +1,4 @@
-"""`verify` certifies adapters and frozen weights under every strategy, and sees what is planted in them."""
+"""`verify` certifies adapters and frozen weights under every strategy, and detects planted bugs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_clean_plans_of_four_ranks_are_certified(part, verify_corpus, tmp_path):
         pytest.param(SLICED, "SLICED", marks=BREADTH),
     ],
 )
-def test_every_planted_bug_is_caught(plan, bugs, verify_corpus, tmp_path):
+def test_every_planted_bug_is_detected(plan, bugs, verify_corpus, tmp_path):
     job = job_of(small(verify_corpus, **TRAINED["adapter"]), [plan], nproc=4 if plan == SLICED else 2)
     run_ranks(1, refer, job, tmp_path)
     found = run_ranks(job.plans[plan].workers, plant, job, tmp_path, "planted_adapter", bugs, timeout=600)[0]
@@ -88,7 +88,7 @@ def _beside_packed(corpus, folder):
         pytest.param([], 2, marks=BREADTH),
     ],
 )
-def test_plans_beside_weights_in_4_bit_are_certified(names, nproc, verify_corpus, tmp_path):
+def test_plans_with_4_bit_weights_are_certified(names, nproc, verify_corpus, tmp_path):
     job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), names, nproc)
     run_ranks(1, refer, job, tmp_path)
     verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
@@ -97,7 +97,7 @@ def test_plans_beside_weights_in_4_bit_are_certified(names, nproc, verify_corpus
 
 
 @pytest.mark.breadth
-def test_bugs_of_weights_in_4_bit_are_caught(verify_corpus, tmp_path):
+def test_bugs_of_4_bit_weights_are_detected(verify_corpus, tmp_path):
     job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), [FLAT], nproc=2)
     run_ranks(1, refer, job, tmp_path)
     found = run_ranks(2, plant, job, tmp_path, "planted_adapter", "PACKED", timeout=600)[0]

@@ -1,4 +1,4 @@
-"""What the plans are compared on varies in everything that breaks strategies."""
+"""The batches for comparing plans vary in everything that strategies may handle incorrectly."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_certificate_in_json(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_that_fails_costs_no_other_its_verdict(data, tmp_path):
+def test_a_failing_plan_does_not_affect_other_verdicts(data, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     plans = ("--nproc", "2", "--plans", "dp1-zero0-acc1,dp2-zero1-*,dp2-zero2-acc1")

@@ -1,4 +1,4 @@
-"""What docs/guides/verify.md tells of the committed certificate is what that says."""
+"""docs/guides/verify.md quotes the committed certificate correctly."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def test_the_documentation_quotes_the_certificate():
     most = [f"{max(plan['max_deviation'][name] for plan in plans):.1e}" for name in ("loss", "grad_norm", "weights")]
     told = " ".join((ROOT / "docs/guides/verify.md").read_text().split())
     assert f"{certified} of {len(plans)} plans certified in {certificate['seconds']:.0f} s" in told
-    assert "{} off in a loss, {} in a gradient norm and {} in a weight".format(*most) in told
+    assert "{} in a loss, {} in a gradient norm and {} in a weight".format(*most) in told

@@ -1,4 +1,4 @@
-"""The recipe as it is compared."""
+"""The changes to a recipe for a comparison."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OPT = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_
         ("opt", OPT, {"dropout"}),
     ],
 )
-def test_nothing_is_drawn_at_random(architecture, config, off, verify_corpus):
+def test_dropout_is_off(architecture, config, off, verify_corpus):
     recipe = small(verify_corpus, **{"model.architecture": architecture, "model.config": config})
     assert recipe.model.config == {**config, **dict.fromkeys(off, 0.0)}
 
 
-def test_the_whole_schedule_lies_within_the_steps(verify_corpus):
+def test_the_schedule_is_compressed_into_the_steps(verify_corpus):
     declared = small(verify_corpus).with_(**{"train.max_steps": 1000, "optim.warmup_steps": 100})
     recipe = comparable(declared, STEPS)
     assert recipe.train.max_steps == STEPS

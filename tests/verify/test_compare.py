@@ -1,4 +1,4 @@
-"""Distances between runs, and what is allowed."""
+"""Deviations between runs, and tolerances."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rounding_a_weight_that_never_moved_is_no_deviation():
     ],
     ids=str,
 )
-def test_what_is_missing_or_not_finite_is_never_within(fields):
+def test_missing_or_non_finite_values_always_deviate(fields):
     most = Deviation(loss=1e9, grad_norm=1e9, weights=1e9, same_lr=True)
     assert not _of(**fields).within(most)
 

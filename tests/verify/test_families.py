@@ -1,4 +1,4 @@
-"""The forward pass that engines share gives the numbers of the reference, family by family."""
+"""The forward pass of the engines equals the reference, family by family."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WHOLE = ("falcon_h1", "jamba", "qwen3_next", "minimax", "xlstm", "deepseek_v32",
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("family", ALONE + WHOLE)
-def test_packed_sequences_are_what_the_reference_makes_of_documents(family):
+def test_packed_sequences_equal_the_documents_of_the_reference(family):
     default = AutoConfig.for_model(family)
     values = shrink_configuration(default, 4).to_dict()
-    # Only what differs: a default may be infinite, which no recipe holds.
+    # Only fields that differ: a default may be infinite, which a recipe cannot contain.
     fields = {key: value for key, value in values.items() if default.to_dict().get(key, ...) != value}
     fields |= {key: 0.0 for key, value in fields.items() if ("drop" in key or "jitter" in key) and value}
     recipe = tiny_recipe(

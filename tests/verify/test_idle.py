@@ -1,4 +1,4 @@
-"""Weights that a step gives no gradient: frozen ones, experts that no token meets, modules that a step does not run."""
+"""Weights without a gradient in a step: frozen ones, experts without tokens, modules that a step does not run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _without_gradient(recipe: Recipe) -> Iterator[set[str]]:
         pytest.param("SOMETIMES", marks=pytest.mark.breadth),
     ],
 )
-def test_what_a_step_gives_no_gradient_is_as_in_plain_torch(kind, recipe, tmp_path):
+def test_weights_without_a_gradient_are_treated_as_in_plain_torch(kind, recipe, tmp_path):
     first, *others = _without_gradient(recipe)
     assert first
     assert (first.union(*others) == first.intersection(*others)) is (kind == "FROZEN")
@@ -94,7 +94,7 @@ SLOW = ("dp2-fsdp2-acc2",)
         for names in of_kind
     ],
 )
-def test_every_strategy_treats_it_so(kind, names, recipe, tmp_path):
+def test_every_strategy_treats_weights_without_a_gradient_alike(kind, names, recipe, tmp_path):
     plans = [one.name for one in choose_plans(*enumerate_plans(recipe, 2), names)]
     job = job_of(recipe, plans)
     run_ranks(1, refer, job, tmp_path)

@@ -1,4 +1,4 @@
-"""What proves shares no code with what is proved."""
+"""The reference shares no code with the engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_reference_imports_declarations_only(name):
             assert names == {"MIXES_DOCUMENTS"}
 
 
-def test_nothing_else_uses_what_the_reference_is_made_of():
+def test_no_other_module_uses_the_parts_of_the_reference():
     allowed = {PACKAGE / "verify" / name for name in ("train.py", "batches.py", "documents.py", "reference.py")}
     for path in set(PACKAGE.rglob("*.py")) - allowed:
         assert not _imported(path).keys() & MADE_OF, path

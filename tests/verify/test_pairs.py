@@ -1,4 +1,4 @@
-"""Objectives that compare pairs are certified under every strategy, and every planted bug is caught."""
+"""Objectives that compare pairs are certified under every strategy, and every planted bug is detected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
-def test_clean_plans_of_judged_completions_are_certified(names, fields, judged, tmp_path):
+def test_clean_plans_of_labelled_completions_are_certified(names, fields, judged, tmp_path):
     test_clean_plans_are_certified(names, fields, judged, tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_clean_plans_of_judged_completions_are_certified(names, fields, judged, 
         pytest.param("dp2-zero3-acc2", "COMPARED", marks=BREADTH),
     ],
 )
-def test_every_planted_bug_is_caught(plan, bugs, pairs, tmp_path):
+def test_every_planted_bug_is_detected(plan, bugs, pairs, tmp_path):
     _all_are_caught(plan, bugs, small_pairs(pairs, **DPO), tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_every_planted_bug_is_caught(plan, bugs, pairs, tmp_path):
         pytest.param("dp2-zero1-acc2", "JUDGED", marks=BREADTH),
     ],
 )
-def test_every_planted_bug_of_judged_completions_is_caught(plan, bugs, judged, tmp_path):
+def test_every_planted_bug_of_labelled_completions_is_detected(plan, bugs, judged, tmp_path):
     _all_are_caught(plan, bugs, small_pairs(judged, **KTO), tmp_path)
 
 

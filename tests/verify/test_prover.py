@@ -1,4 +1,4 @@
-"""The prover proved: it sees every planted bug, and none where there is none."""
+"""Tests `verify` itself: it detects every planted bug, and reports none in a correct engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
         ),
     ],
 )
-def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpus, tmp_path):
+def test_every_planted_bug_is_detected(plan, module, bugs, precision, verify_corpus, tmp_path):
     recipe = small(verify_corpus, **{"parallel.precision": precision})
     job = job_of(recipe, [plan], nproc=4)
     run_ranks(1, refer, job, tmp_path)
@@ -51,7 +51,7 @@ def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpu
 
 
 @pytest.mark.slow
-def test_every_bug_of_a_mask_of_conversations_is_caught(tmp_path):
+def test_every_bug_of_a_conversation_mask_is_detected(tmp_path):
     job = job_of(small(write_chats(tmp_path), **CHATS), ["dp2-zero1-acc2"])
     run_ranks(1, refer, job, tmp_path)
     found = run_ranks(2, plant, job, tmp_path, "planted_masks", "MASKED", timeout=600)[0]
@@ -89,7 +89,7 @@ def _plant_shared(rank: int, job, folder, bugs: str, chosen: slice) -> dict[str,
         pytest.param(MOE, "ROUTED", slice(None), marks=BREADTH),
     ],
 )
-def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_corpus, tmp_path):
+def test_a_bug_that_all_engines_share_is_detected(fields, bugs, chosen, verify_corpus, tmp_path):
     job = job_of(small(verify_corpus, **fields, **{"model.config.rms_norm_eps": 1e-2}), ["dp1-zero0-acc4"], nproc=1)
     (found,) = run_ranks(1, _plant_shared, job, tmp_path, bugs, chosen, timeout=600)
     assert found.pop("none") == ["dp1-zero0-acc4"]

@@ -1,4 +1,4 @@
-"""The reference, taken by itself."""
+"""The reference by itself."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _losses(recipe, **fields) -> list[float]:
 
 
 @pytest.mark.parametrize("fields", [{}, MOE, MAMBA], ids=["llama", "experts", "recurrence"])
-def test_documents_at_once_are_documents_alone(fields, verify_corpus):
+def test_documents_in_one_batch_equal_documents_alone(fields, verify_corpus):
     recipe = small(verify_corpus, **fields)
     alone, at_once = _losses(recipe), _losses(recipe, together=True)
     assert worst(abs(a - b) / b for a, b in zip(alone, at_once, strict=True)) < FP32
 
 
-def test_a_document_is_the_same_whatever_is_beside_it(verify_corpus):
+def test_a_document_does_not_depend_on_its_neighbours(verify_corpus):
     recipe = small(verify_corpus)
     documents = [ReferenceDocument(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (5, 9, 3)]
     loop = train._reference(recipe, CPU)
@@ -45,7 +45,7 @@ def test_a_document_is_the_same_whatever_is_beside_it(verify_corpus):
     assert loop.evaluate([documents]) == pytest.approx(apart, rel=FP32)
 
 
-def test_a_recurrence_goes_on_from_document_to_document(verify_corpus):
+def test_a_recurrence_continues_from_document_to_document(verify_corpus):
     """In such a family sequences are run whole, by their positions; in others each document begins anew."""
     for fields, goes_on in ((MAMBA, True), ({}, False)):
         loop = train._reference(small(verify_corpus, **fields), CPU)
@@ -71,7 +71,7 @@ def test_learning_rates_are_the_engines(name, warmup, verify_corpus):
             scheduler.step()
 
 
-def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
+def test_a_weight_without_a_gradient_is_not_updated(verify_corpus, monkeypatch):
     own = reference._model
 
     def with_unused(*arguments):
@@ -88,7 +88,7 @@ def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
     assert not torch.equal(weights["model.norm.weight"], torch.ones(32))
 
 
-def test_what_a_models_code_freezes_is_not_trained(verify_corpus, tmp_path):
+def test_parameters_frozen_by_a_models_code_are_not_trained(verify_corpus, tmp_path):
     """`from_pretrained` forgets it."""
     norm = "self.norm = nn.LayerNorm(config.hidden_size)"
     folder = str(write_folder(tmp_path, {norm: f"{norm}.requires_grad_(False)", "own_of_the_tests": "own_with_frozen"}))

@@ -1,4 +1,4 @@
-"""Whatever a plan trains is saved, loaded and exported: each family whose experts the engine spreads."""
+"""The state of every plan is saved, loaded and exported, for each family whose experts can be distributed."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _check(rank: int, recipe: Recipe, folder: Path, spoilt: str = "") -> str:
         for family in sorted(EXPERT_PRESETS)
     ],
 )
-def test_spread_experts_are_saved_loaded_and_exported(family, stage, tmp_path):
+def test_distributed_experts_are_saved_loaded_and_exported(family, stage, tmp_path):
     assert EXPERT_PRESETS.keys() == CONFIGS.keys()
     recipe = moe_recipe(family, **{"parallel.zero_stage": stage})
     assert run_ranks(2, _check, recipe, tmp_path / "saved") == ["", ""]
     assert not (tmp_path / "saved").exists()
 
 
-def test_other_values_are_seen(tmp_path):
+def test_deviating_values_are_detected(tmp_path):
     recipe = moe_recipe("mixtral", **{"parallel.expert": 1, "parallel.zero_stage": 0})
     with pytest.raises(AssertionError, match="has other values in the checkpoint"):
         run_ranks(2, _raise, recipe, tmp_path / "saved")

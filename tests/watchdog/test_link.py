@@ -1,4 +1,4 @@
-"""What watchers say to each other, and what strangers cannot."""
+"""The messages between watchers, and unauthenticated connections."""
 
 import json
 import socket
@@ -69,7 +69,7 @@ def test_statuses_stacks_and_the_end(hub):
     assert told(peers[0]) == [Problem("worker.hang", "rank 1", "m", "f")]
 
 
-def test_who_hangs_up_has_no_process_any_more(hub):
+def test_a_closed_connection_means_a_dead_process(hub):
     peer = connected(hub, 1)
     peer.tell(STATUS)
     hub.poll(0.2)
@@ -82,7 +82,7 @@ def test_who_hangs_up_has_no_process_any_more(hub):
     assert hub.statuses[1].state == "S"
 
 
-def test_who_is_silent_is_gone_too(hub, monkeypatch):
+def test_a_silent_watcher_counts_as_gone(hub, monkeypatch):
     peer = connected(hub, 1)
     peer.tell(STATUS)
     hub.poll(0.2)
@@ -96,7 +96,7 @@ MESSAGE = {"rank": 1, "status": {**asdict(STATUS), "phase": 2}}
 
 
 def line_of(seal, message, number=0, end="peer"):
-    """A stranger's line; the hub's word is not in it."""
+    """An unauthenticated line, which does not contain the hub's word."""
     return seal.seal(f"{end} {'0' * 32} {'1' * 32} {number}", json.dumps(message)).encode() + b"\n"
 
 
@@ -115,7 +115,7 @@ def line_of(seal, message, number=0, end="peer"):
     ],
     ids=["token", "http", "endless", "deep", "deep message", "endless message", "bytes", "guess", "replay"],
 )
-def test_a_stranger_is_hung_up_on(hub, line):
+def test_an_unauthenticated_connection_is_closed(hub, line):
     with socket.create_connection((LOOPBACK, hub.port)) as stranger:
         sender = Thread(target=lambda: _send(stranger, line))
         sender.start()
@@ -132,7 +132,7 @@ def test_a_stranger_is_hung_up_on(hub, line):
     assert hub.statuses == {1: STATUS}
 
 
-def test_a_line_that_comes_again_ends_the_connection(hub):
+def test_a_repeated_message_ends_the_connection(hub):
     peer = connected(hub, 1)
     peer.tell(STATUS)
     peer._link.sent = 0
@@ -151,7 +151,7 @@ def test_a_line_that_comes_again_ends_the_connection(hub):
         {"rank": 1, "status": MESSAGE["status"] | {"waiting": 1}},
     ],
 )
-def test_a_message_that_says_something_else_ends_the_connection(hub, message):
+def test_a_forged_message_ends_the_connection(hub, message):
     peer = connected(hub, 2)
     peer._link.send(message)
     hub.poll(0.1)
@@ -159,7 +159,7 @@ def test_a_message_that_says_something_else_ends_the_connection(hub, message):
     assert hub._links() == []
 
 
-def test_names_are_cleaned(hub):
+def test_control_characters_in_names_are_removed(hub):
     peer = connected(hub, 1)
     peer.tell(replace(STATUS, host="a\x1b]0;owned\x07\nb" + "x" * 1000))
     hub.poll(0.2)
@@ -168,7 +168,7 @@ def test_names_are_cleaned(hub):
     assert len(host) == link.LONGEST_NAME
 
 
-def test_strangers_who_say_nothing_make_room(hub):
+def test_silent_unauthenticated_connections_make_room(hub):
     most = WORLD_SIZE + link.MOST_STRANGERS
     strangers = [socket.create_connection((LOOPBACK, hub.port)) for _ in range(most + 5)]
     hub.poll(0.3)
@@ -191,8 +191,8 @@ def test_a_hub_of_another_run_is_not_obeyed(hub):
     assert not peer.is_connected
 
 
-def test_a_hub_that_stands_still_is_gone(hub, monkeypatch):
-    """Its machine still takes connections, and answers none."""
+def test_an_unresponsive_hub_counts_as_gone(hub, monkeypatch):
+    """Its machine still accepts connections, but answers none."""
     peer = connected(hub, 1)
     peer.poll(0.01)
     monkeypatch.setattr(link, "SILENT_S", 0.1)
@@ -216,7 +216,7 @@ def _send(connection, line):
         connection.sendall(line)
 
 
-def test_a_hub_that_is_gone_is_noticed(hub):
+def test_a_missing_hub_is_detected(hub):
     peer = connected(hub, 1)
     hub.poll(0.1)
     for key in list(hub._selector.get_map().values()):

@@ -34,13 +34,13 @@ def test_twice_means_in_a_row_and_the_same_rank():
 
 
 @pytest.mark.parametrize("ratio", [1.5, 0.0])
-def test_below_the_ratio_nobody_is_named(ratio):
+def test_no_rank_is_named_below_the_ratio(ratio):
     job = Job(ratio)
     own = [1, 1, 1.4, 1] if ratio else [1, 1, 9, 1]
     assert not any(job.window(own).is_named for _ in range(4))
 
 
-def test_of_two_ranks_the_faster_is_the_measure():
+def test_the_median_of_two_ranks_is_the_faster_one():
     job = Job(ranks=2)
     job.window([1, 1.6])
     assert job.window([1, 1.6]) == Slowest(1, 1.6, is_named=True)

@@ -1,4 +1,4 @@
-"""The end of a rank that was stopped, by real signals."""
+"""The end of a stopped rank, by real signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ stands_still()
 
 
 def _stopped(log) -> subprocess.Popen[str]:
-    """A process that could not go on until it is told to, its standard error in the log."""
+    """A process that waits for a command, with its standard error in the log."""
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, stderr=file, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -36,8 +36,8 @@ def _stopped(log) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_stopped_rank_writes_where_it_stands_before_it_ends(tmp_path):
-    """Whichever of its threads goes on first."""
+def test_a_stopped_rank_writes_its_stack_before_it_ends(tmp_path):
+    """Whichever of its threads continues first."""
     logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
     processes = [_stopped(log) for log in logs]
     with ThreadPoolExecutor(RANKS) as pool:

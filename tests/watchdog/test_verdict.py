@@ -1,4 +1,4 @@
-"""Who is late, who is excused, who did not arrive."""
+"""Which ranks are late, which may take longer, and which did not arrive."""
 
 import pytest
 
@@ -27,7 +27,7 @@ WAITING = status(waiting=True)
         (Phase.FINISHING, 1.0, "S", 1800),
         (Phase.LOADING, 1.0, "S", None),
         (Phase.DONE, 1.0, "S", None),
-        (Phase.SAVING, 1.0, "T", 60),  # whoever is stopped comes to no end of it
+        (Phase.SAVING, 1.0, "T", 60),  # a stopped process cannot finish any phase
         (Phase.LOADING, 0.0, "T", 60),
         (Phase.DONE, 0.0, "T", None),
     ],
@@ -60,7 +60,7 @@ def test_waiting_for_a_rank_that_saves_is_not_a_hang():
         ({0: WAITING, 1: status(), 2: WAITING}, [1]),
         ({0: WAITING, 1: status(state="T", waiting=True), 2: status()}, [1]),
         ({0: WAITING, 1: status(state=""), 2: status()}, [1]),
-        ({0: status(), 1: status(step=56), 2: status()}, [1]),  # hosts run ahead of GPUs, and do not say who waits
+        ({0: status(), 1: status(step=56), 2: status()}, [1]),  # hosts run ahead of GPUs: no rank seems to wait
         ({0: status(phase=Phase.BETWEEN), 1: WAITING, 2: WAITING}, [0]),  # it logs, or should
         ({0: status(), 1: status(phase=Phase.BETWEEN), 2: WAITING}, [0]),  # 1 waits for its word
         ({0: status(), 1: status(), 2: status()}, []),
@@ -84,7 +84,7 @@ def test_the_message_names_rank_host_process_step_phase_and_time():
     assert "logs/rank_*.log" in lines[2]
 
 
-def test_the_message_says_that_the_late_rank_is_unknown():
+def test_the_message_reports_an_unknown_late_rank():
     found = problem({0: status(frame="a.py:3 in f"), 1: status()}, 2)
     assert found.field == "ranks 0-1"
     assert "it is unknown which" in found.message

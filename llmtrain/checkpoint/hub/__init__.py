@@ -1,1 +1,1 @@
-"""What the hub gets: a model card, and the upload."""
+"""Publishing on the hub: the model card and the upload."""

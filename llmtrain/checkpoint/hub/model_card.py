@@ -19,7 +19,7 @@ from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
 FOLDER = "FOLDER"
-"""What the card calls the model, until its repository is known."""
+"""Placeholder for the model's name, until its repository is known."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 Line = dict[str, Any]
 MOST_METRICS_BYTES = 1 << 34

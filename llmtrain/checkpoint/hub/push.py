@@ -1,4 +1,4 @@
-"""Uploads an exported folder to the hub, in one commit, so that nobody sees half a model.
+"""Uploads an exported folder to the hub in one commit, so that the repository never contains half a model.
 
 The hub's client reads the token from HF_TOKEN or from its own file, and sends it; nothing here stores or prints it.
 """

@@ -33,7 +33,7 @@ class Document(NamedTuple):
     fraction: float
     """Fraction of the whole that has been read, 0 to 1."""
     place: str = ""
-    """Where it is, for messages; empty for a whole file."""
+    """Its position, for messages; empty for a whole file."""
     row: dict[str, Any] | None = None
     """The row whose JSON `text` is, if it was read from JSON, so that it is not parsed again."""
 

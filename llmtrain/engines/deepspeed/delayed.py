@@ -78,7 +78,7 @@ class _DelayedProduct(torch.autograd.Function):
         ctx.transposed, ctx.keep, ctx.value_type = transposed, keep, value.dtype
         ctx.bias_type = None if bias is None else bias.dtype
         kind = value.device.type
-        if torch.is_autocast_enabled(kind):  # what autocast does before the product, so that the copy is what is kept
+        if torch.is_autocast_enabled(kind):  # converted before the product, so that the copy is saved, not the original
             value = value.to(torch.get_autocast_dtype(kind))
         matrix = weight.to(value.dtype)
         ctx.weight = weight  # not saved: a checkpoint would return a copy of it

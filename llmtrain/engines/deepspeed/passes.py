@@ -28,12 +28,12 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass
 class _Running:
-    """What a stage keeps of a micro-batch from its forward to its backward pass."""
+    """The data that a stage keeps of a micro-batch from its forward to its backward pass."""
 
     received: Tensors
     """Leaves, whose gradients the stage before waits for."""
     results: Tensors
-    """What was sent, or the loss."""
+    """The tensors that were sent, or the loss."""
 
 
 class PassRunner:
@@ -157,7 +157,7 @@ class PipeLinks:
                 self._pipe, self._up, self._down = list(pipe), up, down
         self.rank = self._pipe.index(own)
         self._shapes: dict[tuple[int, torch.Size], Shapes] = {}
-        """What stages send, by the shape of the micro-batch. It is sent once, before the first message."""
+        """The shapes of messages by the shape of the micro-batch. They are sent once, before the first message."""
 
     def begin(self, schedule: PipelineSchedule, kinds: Sequence[PassKind], sizes: Sequence[torch.Size]) -> None:
         """Starts passes of some kinds. sizes: the shapes of the micro-batches, [batch, T]."""
@@ -167,13 +167,13 @@ class PipeLinks:
             for one in schedule.messages(len(sizes))
             if one.kind in kinds and self.rank in (schedule.rank_of(one.stage), schedule.receiver(one))
         )
-        """What this rank sends and receives, in order."""
+        """The messages of this rank in order."""
         self._coming: dict[Pass, list[tuple[dist.Work, Tensor]]] = {}
         self._here: dict[Pass, Tensors] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def finish(self) -> None:
-        """Waits until everything was sent."""
+        """Waits until all messages are sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

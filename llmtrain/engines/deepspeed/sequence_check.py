@@ -30,10 +30,10 @@ from llmtrain.runtime.distributed import is_alone
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
 ROUNDING = 2.0**-22
-"""The same, relative to the largest entry of all gradients. A gradient that is zero because its terms cancel consists
-of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
+"""Largest deviation relative to the largest entry of all gradients. A gradient that is zero because its terms cancel
+consists of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
 WAIT = timedelta(seconds=60)
-"""How long a rank waits for another rank whose model has failed."""
+"""Longest time that a rank waits for another rank whose model has failed."""
 
 
 def cannot_slice(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -108,7 +108,7 @@ def compare_sliced_sequences(
             return _deviation(split, whole, expected, batch, Ulysses(split, group))
     except MODEL_ERRORS as error:
         # Any error that a family's forward raises for a slice is a reason to reject the family.
-        return f"its forward fails on a slice ({type(error).__name__}: {error})"
+        return f"its forward pass fails on a slice ({type(error).__name__}: {error})"
 
 
 def _deviation(

@@ -1,4 +1,4 @@
-"""What the optimizers of torch and of DeepSpeed hold in this rank's memory, parameter by parameter.
+"""The tensors that the optimizers of torch and DeepSpeed hold in this rank's memory, parameter by parameter.
 
 DeepSpeed's ZeRO flattens the parameters of a group, and gives torch's optimizer this rank's range of the result. This
 module returns each parameter's part of the range as a view: reads see live values, and writes take effect.

@@ -29,7 +29,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """What a rank, or a group of ranks under ZeRO, holds of a weight: boxes joined along one dimension."""
+    """The part of a weight that a rank, or a group of ranks under ZeRO, holds: boxes joined along one dimension."""
 
     shape: Shape
     """Shape of the whole weight, as it is viewed for the split."""

@@ -1,4 +1,4 @@
-"""How a weight is divided among the ranks of a tensor parallel group, and how it is joined again."""
+"""Divides a weight among the ranks of a tensor parallel group, and joins it again."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGT
 
 
 class KubernetesOptions(Part):
-    """What a cluster needs to know about a job beyond the plan. Given by `--kubernetes KEY=VALUE`."""
+    """Options of a job that are not part of the plan. Given by `--kubernetes KEY=VALUE`."""
 
     model_config = ConfigDict(strict=False)
 
@@ -39,7 +39,7 @@ class KubernetesOptions(Part):
     pvc: Label
     """Claim of a volume that all nodes can write to, for runs and prepared data."""
     mount: str = "/data"
-    """Where the volume is mounted."""
+    """Mount point of the volume."""
     workdir: str = "/workspace"
     """Working directory in the image; a recipe's path is relative to it."""
     name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=LONGEST_NAME)] | None = None
@@ -57,7 +57,7 @@ class KubernetesOptions(Part):
     grace_s: int = Field(300, ge=30)
     """Seconds from SIGTERM to SIGKILL: enough for a step, a save and an upload."""
     max_restarts: int = Field(20, ge=0)
-    """How many times the job is restarted after a failure; evictions are not counted."""
+    """Largest number of restarts after failures; evictions are not counted."""
     secret: tuple[Label, ...] = ()
     """Secrets whose keys become environment variables of the workers."""
     env: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ LONGEST_WARNING_S = 65535
 
 
 class SlurmOptions(Part):
-    """What a cluster needs to know about a job beyond the plan. Given by `--slurm KEY=VALUE`."""
+    """Options of a job that are not part of the plan. Given by `--slurm KEY=VALUE`."""
 
     model_config = ConfigDict(strict=False)
 
@@ -85,13 +85,13 @@ class SlurmOptions(Part):
     output: str | None = None
     """Log file, with the patterns of `sbatch --output`; default: `NAME-JOB.log` in the working directory."""
     warn_s: int = Field(300, ge=1, le=LONGEST_WARNING_S)
-    """Seconds before the time limit at which the run saves and goes back into the queue."""
+    """Seconds before the time limit at which the run saves and is requeued."""
     max_requeues: int = Field(20, ge=0)
-    """How many times a job is requeued, whatever ended it."""
+    """Largest number of times that a job is requeued."""
     container: str | None = None
     """Container image for the workers, with llmtrain in it."""
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """What starts containers: enroot with its Slurm plugin pyxis, or apptainer."""
+    """The program that starts containers: enroot with its Slurm plugin pyxis, or apptainer."""
     mounts: tuple[str, ...] = ()
     """Folders to mount in the container, `HOST:CONTAINER`."""
     setup: tuple[str, ...] = ()

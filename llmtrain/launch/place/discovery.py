@@ -17,7 +17,7 @@ ENVIRONMENT = "environment"
 """Variables that were set by a user or a template, not by a launcher."""
 TORCHRUN = "torchrun"
 HOROVODRUN = "horovodrun"
-"""Name of a launcher that says where Horovod's ranks meet, but not where torch's ranks do."""
+"""Name of a launcher that gives the rendezvous of Horovod's ranks, but not that of torch's ranks."""
 
 
 # The first launcher with a marker in the environment describes the worker. The innermost comes first, since a launcher
@@ -35,7 +35,7 @@ LAUNCHERS = (
         local_rank="HOROVOD_LOCAL_RANK",
         world_size="HOROVOD_SIZE",
         local_world_size="HOROVOD_LOCAL_SIZE",
-        # Where Horovod's ranks meet; torch's ranks agree there on an address of their own.
+        # The rendezvous of Horovod's ranks, at which torch's ranks agree on their own address.
         master_addr="HOROVOD_GLOO_RENDEZVOUS_ADDR",
         master_port="HOROVOD_GLOO_RENDEZVOUS_PORT",
     ),

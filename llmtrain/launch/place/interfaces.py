@@ -1,4 +1,4 @@
-"""Which network interface gloo and NCCL use, and which one they should use. Sends no packet. Linux; pure.
+"""Determines the network interfaces that gloo and NCCL use, and should use. Sends no packet. Linux; pure.
 
 By default gloo listens on the address that the host's own name resolves to. In the /etc/hosts of Debian and others that
 is 127.0.1.1, which no other host can reach: ranks of several hosts then wait for each other forever.
@@ -46,7 +46,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    """What this host knows about its network."""
+    """The network of this host."""
 
     host: str
     """The host's own name."""
@@ -84,7 +84,7 @@ class InterfaceChoice:
     """The interfaces that a worker uses."""
 
     lines: tuple[str, ...]
-    """Which interfaces gloo and NCCL use and why, for people."""
+    """Lines for people about the interfaces that gloo and NCCL use, and the reasons."""
     variables: dict[str, str] = field(default_factory=dict)
     """The variables to set for it; empty if the defaults or the user's own settings are right."""
     is_reachable: bool = True

@@ -1,7 +1,6 @@
 """Determines which worker this process is under the `mpirun` of Open MPI, MPICH or Intel MPI (Hydra, via PMI); pure.
 
-They number the ranks, but do not say where they meet: that is MASTER_ADDR and MASTER_PORT, or else this machine, or the
-machine of mpirun.
+They number the ranks, but give no rendezvous. It is MASTER_ADDR and MASTER_PORT, or this machine, or that of mpirun.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Mpi(Launcher):
     job: str | None = None
     """Variable that has the same value for all ranks of one job only; it determines their port."""
     export: str = ""
-    """How its command line passes variables to the ranks."""
+    """The option of its command line that passes variables to the ranks."""
     head: str | None = None
     """Variable with the address of mpirun itself."""
     own: str | None = None
@@ -84,7 +83,7 @@ def _address(mpi: Mpi, reader: RankReader, is_alone: bool) -> str:
     if len(addresses) == 1:
         if not is_rank_0 or reader.env.get(mpi.own or "") == head:
             return addresses[0]
-        message += ", rank 0 on another one than mpirun"
+        message += ", and rank 0 is not on the machine of mpirun"
     elif addresses:
         message += f"; mpirun's machine has the addresses {', '.join(addresses)}"
     fix = f"`{mpi.export.format('MASTER_ADDR=HOST')}`, where HOST is the machine of rank 0"

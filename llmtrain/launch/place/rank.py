@@ -50,7 +50,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a launcher, or whatever started it, describes a worker."""
+    """The variables with which a launcher, or whatever started it, describes a worker."""
 
     name: str
     markers: tuple[str, ...]

@@ -79,7 +79,7 @@ def pipeline_checkpoint(document: Configuration) -> Iterator[Fault]:
 @warning(
     "activation_checkpointing",
     "ignores",
-    "The block only has an effect if the model calls deepspeed.checkpointing; transformers do not.",
+    "The block only has an effect if the model calls deepspeed.checkpointing; models of transformers do not.",
 )
 def activation_checkpointing(document: Configuration) -> Iterator[Fault]:
     """Warns about the activation_checkpointing block."""

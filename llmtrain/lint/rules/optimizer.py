@@ -303,7 +303,7 @@ def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
     offloads = document.offload("offload_optimizer") != "none" and document.stage != 0
     own = document.block("optimizer") or document.off("zero_force_ds_cpu_optimizer")
     if offloads and not own and not document.filled:
-        message = "the script must bring DeepSpeedCPUAdam, since the file has no optimizer"
+        message = "the script must provide DeepSpeedCPUAdam, since the file has no optimizer"
         fix = 'an optimizer block, or "zero_force_ds_cpu_optimizer": false'
         yield ("zero_optimization", "offload_optimizer"), message, fix
 

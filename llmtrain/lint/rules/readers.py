@@ -82,7 +82,7 @@ def strict_json(document: Configuration) -> Iterator[Fault]:
 
 @error("auto", "refuses", 'An "auto" that the reader does not fill in.', True)
 def auto(document: Configuration) -> Iterator[Fault]:
-    """Reports "auto" where nobody fills it in."""
+    """Reports "auto" if no program replaces it."""
     for where in _autos(document, own=() if document.filled else _OWN):
         if where in _FILLED[document.reader]:
             continue
@@ -110,7 +110,7 @@ def zero_missing(document: Configuration) -> Iterator[Fault]:
 @error(
     "stage_text",
     "misreads",
-    "The Trainer and Accelerate compare the stage with numbers, and miss ZeRO-3 in a text.",
+    "The Trainer and Accelerate compare the stage with numbers, and do not recognise ZeRO-3 in a string.",
     True,
 )
 def stage_text(document: Configuration) -> Iterator[Fault]:

@@ -100,7 +100,7 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
         return f"{message} after {last}", "remove it", effect
     if found := home(where, document):
         return message, f"move it to {'.'.join(found)}", effect
-    of_a_block = len(where) == 1 and where[0] in schema.homes  # and so no typing error
+    of_a_block = len(where) == 1 and where[0] in schema.homes  # thus not a typo
     hint = "" if of_a_block else near(where[-1], block.keys or {})
     return message + hint, "" if hint else "remove it", effect
 
@@ -119,7 +119,7 @@ def home(where: Where, document: Configuration) -> Where | None:
     return None
 
 
-@warning("unread_key", "ignores", "A key that DeepSpeed knows, and that nothing in it reads.")
+@warning("unread_key", "ignores", "A key that DeepSpeed accepts, but never reads.")
 def unread_key(document: Configuration) -> Iterator[Fault]:
     """Warns about keys that have no effect whatever the rest of the file."""
     for key in ("disable_allgather",):
@@ -169,16 +169,14 @@ def _effect(where: Where, value: Any, node: Node) -> Effect:
     """Returns what DeepSpeed does with a value of the wrong type."""
     number = "int" in node.types or "float" in node.types
     if isinstance(value, bool) and number and where[-1] not in _NO_SWITCH:
-        return "misreads"  # as 0 or 1
+        return "misreads"  # true is read as 1, false as 0
     if where in _NEVER_EMPTY:
         return "misreads" if value else "refuses"
     asserted = node.validated or node.choices or node.types == ("object",) or where in _ONLY_SWITCH
     return "refuses" if asserted else "misreads"
 
 
-@warning(
-    "text_value", "allows", "A number or a switch that is written as text, which DeepSpeed still reads as it is meant."
-)
+@warning("text_value", "allows", "A number or a switch that is written as a string; DeepSpeed still converts it.")
 def text_value(document: Configuration) -> Iterator[Fault]:
     """Warns about texts that are read rightly."""
     for where, value, node in known(document):

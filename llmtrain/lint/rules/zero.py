@@ -272,7 +272,9 @@ def quantized_autocast(document: Configuration) -> Iterator[Fault]:
 
 
 @warning(
-    "save_16bit", "allows", "Weights that ZeRO-3 or AutoTP has split are only gathered for saving if it is asked to."
+    "save_16bit",
+    "allows",
+    "Weights that ZeRO-3 or AutoTP has split are only gathered for saving if the configuration says so.",
 )
 def save_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns if stage3_gather_16bit_weights_on_model_save is off."""

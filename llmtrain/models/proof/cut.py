@@ -87,7 +87,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
         except MODEL_ERRORS as error:
             # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
-            reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
+            reason = reason or f"its forward pass fails on a part of the layers ({type(error).__name__}: {error})"
             continue
         deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
         if deviation <= TOLERANCE:

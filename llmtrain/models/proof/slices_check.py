@@ -108,7 +108,7 @@ def compare_slices(config: PreTrainedConfig, attention: str = "eager", regions: 
         results = _run_split(whole, split, inputs, weights)
     except MODEL_ERRORS as error:
         # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
-        raise no_split(config, f"its forward fails when split ({type(error).__name__}: {error})") from error
+        raise no_split(config, f"its forward pass fails when split ({type(error).__name__}: {error})") from error
     names = [name for name, _ in _trained(whole)]
     for rank, (logits, gradients) in enumerate(results):
         _require_equal(config, "its logits deviate", [logits], [expected[0]])

@@ -64,9 +64,9 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
         layers = None
         calls = bounds_reach(shrink_configuration(config, layers))
     if not calls:
-        return "its attention is not called through the table of transformers, where documents are kept apart"
+        return "its attention is not called through the table of transformers, so documents would not be separated"
     if not all(calls):
-        return "the bounds of the documents do not reach its attention"
+        return "the document boundaries do not reach its attention"
     if attention != VARLEN:
         return ""
     noise = {name: value for name, value in config.to_dict().items() if any(word in name for word in _NOISE)}

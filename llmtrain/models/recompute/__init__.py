@@ -1,1 +1,1 @@
-"""What is computed again in the backward pass: checkpoints of layers, their inputs on the host, and tiles."""
+"""Recomputation in the backward pass: checkpoints of layers, their inputs on the host, and tiles."""

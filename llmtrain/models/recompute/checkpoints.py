@@ -37,7 +37,7 @@ PRODUCTS = frozenset(
 )
 """Operations whose results `selective` keeps, beside those of attention."""
 ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
-"""How the names of attention kernels begin. flash-attn registers its operations under `flash_attn` and similar."""
+"""Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 
 _overwritten = False
 """Whether products are not kept at the moment, because something will overwrite them."""
@@ -74,7 +74,7 @@ def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None
     """Raises FamilyError if layers have no switches of their own, as in some models with code of their own."""
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         refused = f"was given for {model.config.model_type}, or offload_activations"
-        reason = "its layers can be computed again all together only"
+        reason = "its layers can only be recomputed all together"
         raise FamilyError("recompute.every", "parallel.checkpoint_every", 1, refused, reason)
 
 

@@ -21,7 +21,7 @@ from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
 
 NAMES = ("mlp", "feed_forward", "ffn")
-"""What families call the feed-forward part of a layer."""
+"""Names of the feed-forward part of a layer in the families."""
 TOLERANCE = 1e-5
 """Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. Gradients of
 weights are summed over tiles: the order of summation of a few hundred terms differs, by some units of 2⁻²⁴."""

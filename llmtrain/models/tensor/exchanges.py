@@ -1,4 +1,4 @@
-"""What tensor parallel ranks exchange: collectives whose backward passes are other collectives.
+"""The exchanges of tensor parallel ranks: collectives whose backward passes are other collectives.
 
 Activations are [batch, T, width]. They are whole on each rank, slices of the width, slices of the sequence, or partial:
 to be summed over the ranks.
@@ -63,7 +63,7 @@ class GroupRanks:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is sliced: each of `blocks` equal blocks is cut along `dim` into equal parts.
+    """The slicing of a parameter: each of `blocks` equal blocks is cut along `dim` into equal parts.
 
     Weights that are stored as one tensor (gate and up) are several blocks, and each rank needs a part of each.
     """

@@ -46,7 +46,7 @@ def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
 
 @dataclass(frozen=True)
 class DeclaredSplit:
-    """How a model is split. All names are those of the whole model."""
+    """The split of a model. All names are those of the whole model."""
 
     styles: Mapping[str, str]
     """Module → style."""
@@ -306,7 +306,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
             elif STYLES[style].alone:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
-        raise no_split(config, f"its plan splits nothing of the layers among {degree} ranks")
+        raise no_split(config, f"its plan splits no weight of the layers among {degree} ranks")
     return DeclaredSplit(styles, shards)
 
 

@@ -1,4 +1,4 @@
-"""Conversations in rows of several formats come to one form, and faulty rows to a message."""
+"""Conversations in rows of several formats are normalized, and faulty rows are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(row: dict[str, Any], system: str | None = None, **named: str) -> Conver
     return found
 
 
-def test_formats_with_usual_columns_come_to_one_form() -> None:
+def test_formats_with_usual_columns_are_normalized() -> None:
     chat = conversation([ASKED, SAID])
     assert read({"id": 1, "messages": [ASKED, SAID]}) == chat
     assert read({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}) == chat
@@ -59,7 +59,7 @@ def test_calls_have_their_arguments_as_an_object() -> None:
     assert (shared.messages[1]["tool_calls"], shared.tools) == ([expected], ({"a": 1},))
 
 
-def test_a_message_may_say_that_it_is_not_trained_on() -> None:
+def test_a_message_can_be_excluded_from_training() -> None:
     chat = conversation([ASKED, {**SAID, "weight": 0}, ASKED, {**SAID, "train": True}, ASKED, {**SAID, "train": False}])
     assert chat.trained == (True, False, True, True, True, False)
 
@@ -117,7 +117,9 @@ def test_tools_are_not_nested_without_end() -> None:
         (["messages", "chat"], None, {"prompt": "chat"}, "'messages' has no part prompt"),
     ],
 )
-def test_columns_that_are_not_found(columns: list[str], form: Format | None, named: dict[str, str], fault: str) -> None:
+def test_missing_columns_are_reported(
+    columns: list[str], form: Format | None, named: dict[str, str], fault: str
+) -> None:
     with pytest.raises(DataError) as caught:
         find_layout(columns, "data.sources.0", format=form, named=named)
     assert fault in str(caught.value)

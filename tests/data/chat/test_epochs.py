@@ -1,4 +1,4 @@
-"""Epochs: every conversation exactly once in each, whatever the ranks and the batches."""
+"""In each epoch, every conversation is read exactly once, whatever the ranks and the batches."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_proportions_are_those_of_the_sources(made: Recipe) -> None:
     assert np.bincount(sources).tolist() == [37, 23]
 
 
-def test_a_length_is_given_once(tmp_path: Path) -> None:
+def test_only_one_of_epochs_and_max_steps_may_be_set(tmp_path: Path) -> None:
     own = ["recipes/tiny.py", ["train.epochs=2", "data.sources.0.weight=2.0"]]
     with pytest.raises(RecipeError, match=r"train.max_steps=null(.|\n)*reads every sequence of 'stdlib' once"):
         load_recipe(*own)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Exact masks: special tokens in messages, white space, tokenizers of several kinds, conversations at random."""
+"""Exact masks: special tokens in messages, white space, several kinds of tokenizers, random conversations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chatml(tmp_path: Path) -> Case:
     return case("chatml", tmp_path)
 
 
-def test_random_conversations_train_on_the_assistants_tokens_alone(chatml: Case) -> None:
+def test_random_conversations_train_only_on_the_assistants_tokens(chatml: Case) -> None:
     """ChatML's special tokens stand around each message, so its tokens are those of its parts."""
     rng = random.Random(0)
     plain = Tokenizer.from_file(str(chatml.folder / "tokenizer.json"))
@@ -129,7 +129,7 @@ CALLED = [
         ("deepseek_r1", turns("a", "b", reasoning="c"), None, "reasoning_content of message 2"),
     ],
 )
-def test_what_a_template_has_no_form_for_is_refused(
+def test_content_that_a_template_omits_is_refused(
     name: str, messages: list[Any], tools: Any, part: str, tmp_path: Path
 ) -> None:
     """Such templates pass over it: the model would train on the rest as if it were all."""
@@ -149,7 +149,7 @@ def test_reasoning_of_earlier_turns_may_be_left_out(tmp_path: Path) -> None:
     assert isinstance(qwen.encoder().encode([conversation(CALLED, [{"name": "f"}])])[0], Encoded)
 
 
-def test_a_turn_that_begins_at_token_0_is_trained_on_whole(chatml: Case) -> None:
+def test_a_turn_that_begins_at_token_0_is_trained_on_entirely(chatml: Case) -> None:
     """transformers#47325: `return_assistant_tokens_mask` masks a span that begins at token 0."""
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
@@ -181,7 +181,7 @@ def test_a_message_that_is_not_trained_on_is_context(chatml: Case) -> None:
     assert "none of its tokens are trained on" in str(found)
 
 
-def test_it_may_be_cut_after_each_turn(chatml: Case) -> None:
+def test_conversations_can_be_cut_after_each_turn(chatml: Case) -> None:
     found = encoded(chatml, turns("a", "b", "c", "d"))
     short = encoded(chatml, turns("a", "b"))
     assert len(found.turns) == 2
@@ -189,7 +189,7 @@ def test_it_may_be_cut_after_each_turn(chatml: Case) -> None:
     assert [found.trained[end - 1] for end in found.turns] == [True, True]
 
 
-def test_faults_name_what_is_wrong(chatml: Case, tmp_path: Path) -> None:
+def test_errors_of_masks_name_the_fault(chatml: Case, tmp_path: Path) -> None:
     gemma = case("gemma", tmp_path / "gemma")
     for one, messages, fault in (
         (
@@ -218,7 +218,7 @@ def test_faults_name_what_is_wrong(chatml: Case, tmp_path: Path) -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses it: maximum recursion depth"),
     ],
 )
-def test_a_template_that_does_what_it_should_not_is_refused(written: str, fault: str, chatml: Case) -> None:
+def test_an_inconsistent_template_is_refused(written: str, fault: str, chatml: Case) -> None:
     one = chatml._replace(template=ChatTemplate(chatml.source + written, chatml.template.special))
     (found,) = one.encoder().encode([conversation(turns("a", "b"))])
     assert isinstance(found, RowError)
@@ -302,14 +302,14 @@ def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
         ("tokenizer_config.json", b"\xff", "tokenizer_config.json cannot be read"),
     ],
 )
-def test_files_of_a_tokenizer_that_are_no_templates(file: str, content: bytes, fault: str, chatml: Case) -> None:
+def test_invalid_template_files_of_a_tokenizer(file: str, content: bytes, fault: str, chatml: Case) -> None:
     (chatml.folder / "chat_template.jinja").unlink()
     (chatml.folder / file).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(fault)):
         load_template(None, chatml.folder)
 
 
-def test_the_shipped_templates_pass_the_proof(tmp_path: Path) -> None:
+def test_masks_of_the_shipped_templates_can_be_determined(tmp_path: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
     messages = [*turns("a"), {"role": "assistant", "content": "b", "thinking": "t"}, *turns("c"), call]
     spoken = [{"role": "system", "content": "Be brief."}, *turns("a", "b", "c", "d")]

@@ -32,7 +32,7 @@ def read(row: dict[str, Any]) -> list[list[tuple[str, str, bool]]]:
     ]
 
 
-def test_prompts_are_columns_or_what_both_begin_with() -> None:
+def test_prompts_are_columns_or_the_common_beginning_of_both() -> None:
     expected = [[("user", "a", False), ("assistant", text, True)] for text in ("good", "bad")]
     assert read({"prompt": "a", "chosen": "good", "rejected": "bad"}) == expected
     assert read({"question": "a", "chosen": "good", "rejected": "bad"}) == expected
@@ -216,7 +216,7 @@ def completions(prepared: Prepared, one: Case) -> list[tuple[str, str, bool]]:
     ]
 
 
-def test_each_completion_has_that_of_the_row_before_as_mismatched(chatml: Case) -> None:
+def test_each_completion_has_that_of_the_previous_row_as_mismatched(chatml: Case) -> None:
     rows = [judged(number) for number in range(60)]
     made = recipe(chatml, rows, **{"objective.name": "kto"})
     prepared = prepare(made)
@@ -227,7 +227,7 @@ def test_each_completion_has_that_of_the_row_before_as_mismatched(chatml: Case) 
     assert "60 completions, 67% of them desirable (prompt from 'prompt', completion from 'completion', label" in note
 
 
-def test_a_pair_is_two_judged_completions_and_no_mismatched_one_of_the_other(chatml: Case) -> None:
+def test_a_pair_is_two_labelled_completions_that_are_not_mismatched_for_each_other(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, PAIRS, **{"objective.name": "kto"}))
     found = completions(prepared, chatml)
     before = [PAIRS[1], *PAIRS]
@@ -236,7 +236,7 @@ def test_a_pair_is_two_judged_completions_and_no_mismatched_one_of_the_other(cha
         for own, other in zip(PAIRS, before, strict=False)
         for part in ("chosen", "rejected")
     )
-    # The same as rows of their own, of which each two have the same prompt.
+    # The same completions as separate rows, of which each two have the same prompt.
     rows = [
         {"prompt": one["prompt"], "completion": one[part], "label": part == "chosen"}
         for one in PAIRS
@@ -274,7 +274,7 @@ def test_a_mismatched_completion_is_cut_and_packs_with_the_longer_one(chatml: Ca
         ({"prompt": None}, "has no prompt"),
     ],
 )
-def test_faults_of_judged_completions(change: dict[str, Any], fault: str, chatml: Case) -> None:
+def test_faults_of_labelled_completions(change: dict[str, Any], fault: str, chatml: Case) -> None:
     rows = [judged(number) for number in range(6)]
     rows[4] |= change
     with pytest.raises(DataError) as caught:
@@ -290,12 +290,12 @@ def test_one_prompt_alone_has_no_mismatched_completion(chatml: Case) -> None:
         prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
 
 
-def test_judged_completions_need_a_label(chatml: Case) -> None:
+def test_completions_for_kto_need_a_label(chatml: Case) -> None:
     with pytest.raises(DataError, match="unpaired_preference: prompt, completion, label; preference: chosen, rejected"):
         prepare(recipe(chatml, [{"prompt": "a", "completion": "b"}], **{"objective.name": "kto"}))
 
 
-def test_batches_of_judged_completions_have_their_mismatched_ones(chatml: Case) -> None:
+def test_batches_of_labelled_completions_have_their_mismatched_ones(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, [judged(number) for number in range(60)], **{"objective.name": "kto"}))
     sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
     parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]

@@ -81,7 +81,7 @@ TRAINED = [name for name in NAMES if "refused" not in about_template(name)]
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exactly_what_the_assistant_says_is_trained_on(name: str, tmp_path: Path) -> None:
+def test_exactly_the_text_of_the_assistant_is_trained_on(name: str, tmp_path: Path) -> None:
     one, rng = case(name, tmp_path), random.Random(name)
     lead, end = one.about.get("lead", ""), one.about["end"]
     chats = conversations(rng, one.about, BETWEEN[:-2], 12)
@@ -91,7 +91,7 @@ def test_exactly_what_the_assistant_says_is_trained_on(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_no_word_of_another_role_is_trained_on_whatever_messages_hold(name: str, tmp_path: Path) -> None:
+def test_no_text_of_another_role_is_trained_on(name: str, tmp_path: Path) -> None:
     one, rng = case(name, tmp_path), random.Random(name)
     chats = conversations(rng, one.about, ODD, 24)
     together = encoded(one, chats)

@@ -37,7 +37,7 @@ def texts(one: Shown, *, is_trained: bool) -> str:
     return "".join(token.text for document in one.documents for token in document if token.is_trained is is_trained)
 
 
-def test_it_shows_the_tokens_of_the_first_sequences_and_what_is_trained_on(made: Recipe) -> None:
+def test_the_first_sequences_are_shown_with_trained_tokens_marked(made: Recipe) -> None:
     prepared = prepare(made)
     shown = first_sequences(prepared, made, 3)
     for one in shown:
@@ -54,7 +54,7 @@ def test_it_shows_the_tokens_of_the_first_sequences_and_what_is_trained_on(made:
     assert sum(one.trained for one in first_sequences(prepared, made, len(samples))) == (everything != NO_TARGET).sum()
 
 
-def test_the_page_escapes_what_data_say(made: Recipe) -> None:
+def test_the_page_escapes_the_data(made: Recipe) -> None:
     prepared = prepare(made)
     page = as_html(first_sequences(prepared, made, 2), prepared, made)
     assert "<script>" not in page
@@ -65,7 +65,7 @@ def test_the_page_escapes_what_data_say(made: Recipe) -> None:
 
 
 @pytest.mark.parametrize("color", ["truecolor", None])
-def test_a_terminal_shows_what_is_trained_on_by_colour_or_brackets(made: Recipe, color: Any) -> None:
+def test_a_terminal_marks_trained_tokens_by_colour_or_brackets(made: Recipe, color: Any) -> None:
     console = Console(
         force_terminal=color is not None, color_system=color, width=200, record=True, file=None, quiet=False
     )

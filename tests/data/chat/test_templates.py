@@ -85,7 +85,7 @@ def test_exactly_the_turns_of_the_assistant_are_trained_on(one: Case) -> None:
 
 
 @pytest.mark.parametrize("name", those_with("thinking"))
-def test_thinking_is_trained_on_where_the_template_writes_it(one: Case) -> None:
+def test_reasoning_is_trained_on_if_the_template_writes_it(one: Case) -> None:
     turns = THINKING
     if one.about["special"][0] == "<|startoftext|>":  # it reads thinking from a field only
         turns = [

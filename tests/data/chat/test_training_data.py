@@ -1,4 +1,4 @@
-"""Conversations from files to batches: found, proven, packed whole, with labels where the loss is."""
+"""Conversations from files to batches: found, masked, packed whole, with labels for the loss."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_faulty_rows_are_refused_with_their_line_or_left_out(chatml: Case) -> No
     assert "2 faulty rows left out, such as " in "".join(notes(prepared, made))
 
 
-def test_each_choice_has_tokens_of_its_own(chatml: Case) -> None:
+def test_each_option_has_its_own_token_store(chatml: Case) -> None:
     plain = prepare(recipe(chatml, ROWS))
     again = prepare(recipe(chatml, ROWS))
     assert (again.made, again.key) == (False, plain.key)
@@ -149,7 +149,7 @@ def test_parquet_and_text_together_with_conversations(chatml: Case) -> None:
     assert alone.tokens.tolist() == streams[0].tokens.tolist()
 
 
-def test_rows_of_arrow_have_no_keys_of_other_rows(tmp_path: Path) -> None:
+def test_arrow_rows_do_not_have_the_keys_of_other_rows(tmp_path: Path) -> None:
     """Every object of a column has the keys of all, most of them null, which templates would write."""
     import pyarrow
     import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""Experts spread over ranks compute the run of a plain PyTorch loop, resume exactly and export bit for bit."""
+"""Distributed experts match the plain loop, resume exactly and are exported bit for bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) 
     "architecture",
     [pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("qwen3_moe", marks=pytest.mark.breadth)],
 )
-def test_fp32_is_the_plain_loop(architecture):
+def test_fp32_matches_the_plain_loop(architecture):
     """Untied and tied embeddings; with a dense layer between; four micro-batches, and one."""
     stages = [{"parallel.zero_stage": stage, **SGD} for stage in range(4)]
     others = [
@@ -86,7 +86,7 @@ def test_groups_smaller_than_the_replicas():
         ),
     ],
 )
-def test_every_family_is_the_plain_loop(architecture):
+def test_every_family_matches_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, [{"parallel.zero_stage": stage, **SGD} for stage in range(4)])
 
 
@@ -121,7 +121,7 @@ RESUMED = [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 
 
 @pytest.mark.breadth
-def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_and_its_export_bit_for_bit(tmp_path):
     recipes = [
         moe_recipe("qwen3_moe", **{"parallel.zero_stage": stage, "parallel.precision": precision})
         for stage, precision in RESUMED
@@ -140,7 +140,7 @@ def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path):
                     assert np.array_equal(exported[name].float().numpy(), saved[name]), (name, RESUMED[index])
 
 
-def test_zero3_without_groups_waits_for_no_rank():
+def test_zero3_without_expert_groups_does_not_hang():
     """An expert without a token on one rank must not hang ZeRO-3, which gathers what a rank is about to use."""
     config = {"model.config.num_local_experts": 16, "model.config.num_experts_per_tok": 1, "parallel.expert": 1}
     recipe = moe_recipe(**config, **SGD, **{"parallel.zero_stage": 3})

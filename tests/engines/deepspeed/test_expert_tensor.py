@@ -1,4 +1,4 @@
-"""Experts and slices of attention on the same ranks compute the run of a plain PyTorch loop."""
+"""Experts and slices of attention on the same ranks match the plain loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _stages(*stages: int, **fields) -> list[dict]:
 
 
 @pytest.mark.breadth
-def test_fp32_is_the_plain_loop():
+def test_fp32_matches_the_plain_loop():
     """One replica, whose two ranks share attention and experts; norms over heads, a dense layer, a tied head."""
     adam = {"parallel.zero_stage": 2, "batch.micro_batch_size": 4, "parallel.activation_checkpointing": "full"}
     _assert_runs_are_plain("qwen3_moe", 2, [*_stages(0, 1, 3), adam])
@@ -89,7 +89,7 @@ def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
     "architecture",
     [pytest.param(name, marks=pytest.mark.breadth) for name in sorted(EXPERT_TENSOR_FAMILIES)],
 )
-def test_every_family_is_the_plain_loop(architecture):
+def test_every_family_matches_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
 
 
@@ -99,7 +99,7 @@ def test_slices_of_sequences_at_every_stage():
 
 
 @pytest.mark.breadth
-def test_adapters_of_attention_are_the_plain_loop():
+def test_adapters_of_attention_match_the_plain_loop():
     adapter = {"model.adapter": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
     _assert_runs_are_plain("mixtral", 2, _stages(0, 3, **adapter))
 
@@ -116,7 +116,7 @@ def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
     return verdicts
 
 
-def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
+def test_the_rule_refuses_exactly_what_the_engine_computes_incorrectly():
     """DeepSeek's latent attention has none of the projections that are cut."""
     block = render(plan_of(moe_recipe(**{"parallel.tensor": 2}), 2))["tensor_parallel"]
     recipes = [moe_recipe(family) for family in CONFIGS]
@@ -145,7 +145,7 @@ def _compares_inputs(rank: int) -> tuple[bool, bool]:
     return found[0], engine.engine.first_dataloader_check is not None
 
 
-def test_fused_and_uneven_shards_become_whole():
+def test_fused_and_uneven_shards_are_joined():
     whole = torch.arange(7 * 3).reshape(7, 3)
     split = AutoTPSplit(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
     shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
@@ -164,7 +164,7 @@ def _offloaded(rank: int, recipe) -> str:
 
 
 def test_offload_is_refused_by_the_engine():
-    """And so by `zero.expert`; it stumbles over `{"device": "none"}` as well, so nothing is rendered."""
+    """And so by `zero.expert`; it also fails on `{"device": "none"}`, so nothing is rendered."""
     recipe = moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1})
     assert all("offload" in message for message in run_ranks(2, _offloaded, recipe))
 
@@ -237,7 +237,7 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
         pytest.param("qwen3_moe", [(1, "fp32", 2), (2, "bf16", 4), (3, "bf16", 4)], marks=pytest.mark.breadth),
     ],
 )
-def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path, architecture, cases):
+def test_a_continued_run_equals_the_uninterrupted_one_and_its_export_bit_for_bit(tmp_path, architecture, cases):
     """Of ZeRO stages, precisions and ranks in a group of experts."""
     recipes = [
         moe_recipe(

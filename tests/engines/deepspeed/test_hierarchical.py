@@ -1,4 +1,4 @@
-"""ZeRO-3 whose neighbours keep all parameters among themselves (hpZ): the plain loop, and never with old copies."""
+"""ZeRO-3 with a second copy of the parameters in each node (hpZ) matches the plain loop, and never uses old copies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _train(rank: int, plan: Plan):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.breadth) for name in PLANS]
 )
-def test_neighbours_that_keep_parameters_are_the_plain_loop(name):
+def test_hierarchical_partition_matches_the_plain_loop(name):
     plan = hierarchical(name)
     fields = {"model.adapter": {"rank": 4}} if name == "LoRA" else {}
     expected = plain_run(tiny_recipe(**fields), STEPS)

@@ -1,4 +1,4 @@
-"""Products of sequence parallelism with everything else give the run of a plain PyTorch loop."""
+"""Combinations of sequence parallelism with all other axes match the plain loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _train_experts(rank: int, cases) -> list[Trace]:
 
 
 @pytest.mark.breadth
-def test_experts_spread_over_ranks_that_share_sequences():
+def test_experts_distributed_over_sequence_parallel_ranks():
     """With the loss of the router, which is a product of means over whole sequences."""
     stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]
     cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
@@ -64,13 +64,13 @@ def test_experts_spread_over_ranks_that_share_sequences():
 
 
 @pytest.mark.slow
-def test_all_of_them_at_once():
+def test_all_axes_at_once():
     everything = PIPELINE | TENSOR
     cases = [everything, everything | SGD, {**everything, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}]
     _compare(run_ranks(8, _train, 1, cases, timeout=500), cases)
 
 
 @pytest.mark.breadth
-def test_with_replicas():
+def test_hybrids_with_data_parallel_replicas():
     cases = [TENSOR | {"parallel.zero_stage": 2}, PIPELINE | SGD]
     _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)

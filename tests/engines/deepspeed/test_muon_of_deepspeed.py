@@ -1,4 +1,4 @@
-"""Why Muon is not DeepSpeed's own: with ZeRO, that one measures and clips the orthogonal update, not the gradient."""
+"""The reason for our own Muon: under ZeRO, DeepSpeed's measures and clips the orthogonal update, not the gradient."""
 
 from __future__ import annotations
 

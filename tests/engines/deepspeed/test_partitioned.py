@@ -1,4 +1,4 @@
-"""No rank of ZeRO-3 ever holds the whole model; a worker joins the group that it was told of, or refuses."""
+"""No rank of ZeRO-3 ever holds the whole model; a worker joins the group that its launcher describes, or fails."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _seed(rank: int):
     return state.step, state.data, torch.initial_seed()
 
 
-def test_a_new_run_seeds_each_rank_its_own_way():
+def test_a_new_run_seeds_each_rank_differently():
     """Else dropout would drop the same on every rank, or not depend on the recipe."""
     seed = tiny_recipe().train.seed
     assert run_ranks(2, _seed) == [(0, "key", seed), (0, "key", seed + 1)]
@@ -106,7 +106,7 @@ def _joined_as_if_alone(rank: int):
     return None
 
 
-def test_a_worker_that_is_alone_refuses():
+def test_a_worker_without_its_process_group_is_refused():
     kind, message = run_ranks(1, _joined_as_if_alone)[0]
     assert kind == "RecipeError"
     assert "2 workers" in message

@@ -1,4 +1,4 @@
-"""Pipeline stages × data parallel × ZeRO-1 give the run of a plain PyTorch loop."""
+"""Pipeline stages × data parallel × ZeRO-1 match the plain loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _train(rank: int, cases) -> list[Trace]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_pipeline_is_the_plain_loop(ranks):
+def test_a_pipeline_matches_the_plain_loop(ranks):
     cases = [case for case in CASES if case[0] * case[1] == ranks]
     for results in run_ranks(ranks, _train, cases):
         for case, run in zip(cases, results, strict=True):
@@ -97,7 +97,7 @@ def _interrupted(rank: int, folder):
     return whole, _run(second, plan, range(4, 8))
 
 
-def test_a_continued_pipeline_is_uninterrupted_bit_for_bit(tmp_path):
+def test_a_continued_pipeline_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
     for whole, continued in run_ranks(2, _interrupted, tmp_path):
         assert continued.losses == whole.losses[4:]
         assert continued.grad_norms == whole.grad_norms[4:]

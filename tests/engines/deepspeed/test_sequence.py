@@ -1,4 +1,4 @@
-"""Sequence parallelism: slices of sequences give the run of a plain PyTorch loop over whole ones."""
+"""Sequence parallelism: slices of sequences match the plain loop over whole sequences."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ PAIR = [
     [PAIR[::3], pytest.param([one for one in PAIR if one not in PAIR[::3]], marks=pytest.mark.breadth)],
     ids=["some", "others"],
 )
-def test_two_slices_are_the_plain_loop(cases):
+def test_two_slices_match_the_plain_loop(cases):
     runs = run_ranks(2, _train, [_recipe(2, 2, stage, acc, **fields) for stage, acc, fields in cases], 2)
     expected: dict[str, Trace] = {}
     for index, case in enumerate(cases):
@@ -106,7 +106,7 @@ def test_two_slices_are_the_plain_loop(cases):
             _assert_equal(runs[rank][index], theirs, (*case, rank))
 
 
-def test_the_routers_loss_shows():
+def test_the_router_loss_changes_the_reference():
     silent = _reference(GLOBAL_BATCH, **{**MIXTRAL, "model.config.router_aux_loss_coef": 0.0})
     assert worst(silent.grad_norms, _reference(GLOBAL_BATCH, **MIXTRAL).grad_norms) > 10 * FP32
 
@@ -216,7 +216,7 @@ def _interrupted(rank: int, folder: Path, sp: int, ranks: int):
 
 
 @pytest.mark.breadth
-def test_continued_is_uninterrupted_bit_for_bit(tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
     for results in run_ranks(2, _interrupted, tmp_path, 2, 2):
         for case, (whole, continued) in zip(RESUMED, results, strict=True):
             assert continued.losses == whole.losses[3:], case
@@ -252,7 +252,7 @@ ODD_HEADS = {
 
 
 @pytest.mark.breadth
-def test_the_rules_refuse_what_the_engine_does_not_take():
+def test_rules_refuse_what_the_engine_does_not_support():
     recipes = [_recipe(2, 2, 1, **fields) for fields in ({}, THREE_KEY_HEADS)]
     assert [_breaks(recipe) for recipe in recipes] == [set(), set()]
     assert run_ranks(2, _engine_takes, recipes, 2) == [[True, True]] * 2
@@ -288,7 +288,7 @@ def _refusal(rank: int, recipes: list) -> list[str]:
     return reasons
 
 
-def test_what_slices_would_falsify_is_refused_on_every_rank():
+def test_models_that_slices_would_change_are_refused_on_every_rank():
     cases = [MAMBA, {"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"}, {}]
     for mamba, bloom, plain in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
         assert mamba == "the logits of a slice deviate from those of the whole sequence"
@@ -313,5 +313,5 @@ def _left_behind(rank: int, recipe) -> list[object]:
     return found
 
 
-def test_other_models_of_the_process_are_left_alone():
+def test_other_models_of_the_process_are_not_changed():
     assert run_ranks(2, _left_behind, _recipe(2, 2, 0)) == [["trained", True, "failed", True]] * 2

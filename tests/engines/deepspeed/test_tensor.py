@@ -1,4 +1,4 @@
-"""Tensor parallelism, at every ZeRO stage and with data parallelism, gives the run of a plain PyTorch loop."""
+"""Tensor parallelism, at every ZeRO stage and with data parallelism, matches the plain loop."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_norms_of_heads_and_an_optimizer_in_host_memory():
 
 
 @pytest.mark.breadth
-def test_experts_whose_sums_wait_until_their_block_ends():
+def test_sums_of_experts_are_delayed_to_the_end_of_their_block():
     """The router's loss is a product of means over a micro-batch, so they are those of the plain loop."""
     fields = SGD | MIXTRAL
     again = fields | {"parallel.activation_checkpointing": "full"}
@@ -107,7 +107,7 @@ def test_adam_tied_and_checkpointed():
 
 
 @pytest.mark.slow
-def test_groups_of_two_and_of_four_are_the_plain_loop():
+def test_groups_of_two_and_of_four_match_the_plain_loop():
     more_heads = SGD | {"model.config.num_key_value_heads": 4}
     cases = [(SGD, _recipe(2, 2, stage, 2, **SGD)) for stage in (0, 1, 3)]
     # Other degrees in the same processes: DeepSpeed would keep the first one's groups.
@@ -142,7 +142,7 @@ def _initial(rank: int, recipes, ranks: int):
 
 
 @pytest.mark.slow
-def test_pretrained_weights_are_cut_and_come_back(tmp_path):
+def test_pretrained_weights_are_sliced_and_joined_again(tmp_path):
     saved = _whole(tiny_recipe(**UNTIED))
     saved.save_pretrained(tmp_path)
     fields = {"model.architecture": None, "model.pretrained": str(tmp_path), "model.config": {}}
@@ -168,7 +168,7 @@ def _interrupted(rank: int, ranks: int, cases, folder):
     return found
 
 
-def test_continued_is_uninterrupted_bit_for_bit(tmp_path):
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path):
     cases = [{"parallel.zero_stage": stage} for stage in (0, 3)]
     cases.append({"parallel.zero_stage": 2, "parallel.precision": "bf16"})
     by_rank = run_ranks(2, _interrupted, 2, cases, tmp_path)
@@ -189,7 +189,7 @@ def _with_dropout(rank: int, seeds) -> Trace:
 
 
 @pytest.mark.breadth
-def test_ranks_that_draw_the_same_masks_stay_equal():
+def test_tensor_parallel_ranks_with_dropout_stay_equal():
     same, other = (run_ranks(2, _with_dropout, seeds) for seeds in ((5, 5), (5, 6)))
     assert same[0].losses == same[1].losses
     assert all(np.array_equal(value, same[1].weights[name]) for name, value in same[0].weights.items())

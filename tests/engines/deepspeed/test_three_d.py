@@ -1,4 +1,4 @@
-"""Tensor parallel ranks within pipeline stages, × data parallel × ZeRO-1, give the run of a plain PyTorch loop."""
+"""Tensor parallel ranks within pipeline stages, × data parallel × ZeRO-1, match the plain loop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trained():
 
 
 @pytest.mark.slow
-def test_stages_of_two_ranks_are_the_plain_loop(trained):
+def test_stages_of_two_ranks_match_the_plain_loop(trained):
     _compare([results[:-1] for results in trained], FP32_CASES)
 
 
@@ -79,7 +79,7 @@ def test_bf16_stays_near_the_fp32_loop(trained):
 
 
 @pytest.mark.breadth
-def test_other_families_and_options_are_the_plain_loop():
+def test_other_families_and_options_match_the_plain_loop():
     checkpointing = {"parallel.activation_checkpointing": "full"}
     offload = {"parallel.offload_optimizer": "cpu"}
     cases = [SGD, {**SGD, **UNTIED}, {**SGD, **BIASES}, {**SGD, **EXPERTS}, checkpointing, {**SGD, **offload}]
@@ -88,7 +88,7 @@ def test_other_families_and_options_are_the_plain_loop():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_other_schedules_are_the_plain_loop(schedule):
+def test_other_schedules_match_the_plain_loop(schedule):
     stages = {"parallel.pipeline_schedule": schedule, "parallel.pipeline_chunks": 2}
     stages |= {"model.config.num_hidden_layers": 4}
     cases = [stages | SGD | UNTIED, stages | SGD | BIASED]
@@ -136,14 +136,14 @@ def interrupted(tmp_path_factory):
     return folder, run_ranks(4, _interrupted, folder)
 
 
-def test_a_continued_run_is_uninterrupted_bit_for_bit(interrupted):
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(interrupted):
     for _, whole, _, continued in interrupted[1]:
         assert continued.losses == whole.losses[3:]
         assert continued.grad_norms == whole.grad_norms[3:]
         assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-def test_the_ranks_of_a_stage_draw_alike(interrupted):
+def test_tensor_parallel_ranks_of_a_stage_draw_the_same_numbers(interrupted):
     seed = tiny_recipe().train.seed
     assert [drawn for drawn, *_ in interrupted[1]] == [seed, seed, seed + 1, seed + 1]
 
@@ -155,7 +155,7 @@ def test_all_ranks_hold_the_same_weights_in_spite_of_dropout(interrupted):
         assert all(np.array_equal(weights[name], first[name]) for name in first)
 
 
-def test_the_exported_weights_are_the_engines_bit_for_bit(interrupted, tmp_path):
+def test_exported_weights_equal_the_engines_bit_for_bit(interrupted, tmp_path):
     folder, results = interrupted
     inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(tmp_path / "tokenizer")

@@ -53,6 +53,6 @@ def _step(rank: int, stage: int) -> list[float]:
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.breadth), 2, pytest.param(3, marks=pytest.mark.breadth)]
 )
-def test_gradients_of_both_calls_arrive(stage: int) -> None:
+def test_gradients_of_both_calls_are_summed(stage: int) -> None:
     for apart in run_ranks(2, _step, stage):
         assert max(apart) < 1e-5
