@@ -141,14 +141,9 @@ class TrainRequest:
     def script(self, path: str) -> tuple[str, ...]:
         """Returns what a launcher's Python runs as a worker, without the run directory.
 
-        path: of the recipe's file where the worker is. A Python file is itself the script.
+        path: of the recipe's file where the worker is. The file itself may lack the lines that make it a script.
         """
-        from llmtrain.system.untrusted import is_yaml
-
-        if is_yaml(path):
-            return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
-        named = ("--variant", self.variant) if self.variant else ()
-        return (path, *named, *self.arguments)
+        return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
 
     def load(self) -> tuple[Recipe, Cluster | None]:
         """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""

@@ -249,7 +249,7 @@ def test_the_command_prints_the_manifest_and_applies_nothing():
     document = yaml.safe_load(done.stdout)
     jsonschema.validate(document, JOBSET)
     assert _pod(document)["containers"][0]["command"][13:] == [
-        *("recipes/tiny.py", "--resume", "auto", "--run-dir", "/data/runs/tiny")
+        *("-m", "llmtrain", "train", "recipes/tiny.py", "--resume", "auto", "--run-dir", "/data/runs/tiny")
     ]
     refused = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2

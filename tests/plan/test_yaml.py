@@ -172,13 +172,14 @@ def test_a_file_that_is_not_text(tmp_path):
     assert "is longer than" in str(faults(tmp_path / "large.yaml"))
 
 
-def test_launchers_run_yaml_as_a_module(written):
+def test_launchers_run_the_module_not_the_file(written):
+    """A YAML file is no script, and a Python file may lack the lines that make it one."""
     path = str(written(WHOLE))
     request = TrainRequest(recipe=f"{path}:short", assignments=["optim.lr=1e-3"])
     script = request.script(request.absolute_path)
     assert script[:4] == ("-m", "llmtrain", "train", f"{path}:short")
     assert split_arguments(["--nnodes", "2", *script]) == (["--nnodes", "2"], list(script))
-    assert TrainRequest(recipe="tiny.py:bf16").script("tiny.py")[:3] == ("tiny.py", "--variant", "bf16")
+    assert TrainRequest(recipe="tiny.py:bf16").script("tiny.py")[3] == "tiny.py:bf16"
 
 
 @pytest.mark.breadth
