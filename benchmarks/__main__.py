@@ -1,8 +1,8 @@
 """`python -m benchmarks NAME` answers a question and writes the result to `results/NAME.json`.
 
-Without a NAME it lists the questions. A result is kept only if the whole measurement ran on an otherwise idle machine.
-With fewer `--pairs` than the question needs, with `--short` or with `--force`, the result is printed, and written where
-`--out` says.
+Without a NAME, it lists the questions. A result is kept only if the whole measurement ran on an otherwise idle machine.
+With fewer `--pairs` than the question needs, with `--only`, `--short` or `--force`, the verdicts are only printed; the
+result is written only if `--out` names a file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from llmtrain.system.host import cores_of_others, most_cores_of_others, own_core
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOOK_S = 3.0
-"""Seconds during which it checks whether other processes use the cores."""
+"""Seconds for which the load of other processes is measured before anything is started."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Lists the questions or measures one."""
+    """Lists the questions, or measures one."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -31,10 +31,10 @@ CASES = (
     (PipelineSchedule("zero_bubble", 4, 2), 8),
     (PipelineSchedule("zero_bubble", 4, 4), 8),
 )
-"""Schedules, and numbers of micro-batches."""
+"""Pairs of a schedule and a number of micro-batches."""
 FORWARD_S, BACKWARD_S = 0.8, 1.6
-"""Seconds of the passes of a rank over a micro-batch, which its stages share. Those of a forward pass include the few
-milliseconds that its small layer computes; a backward pass takes as much besides."""
+"""Seconds of a rank's forward and backward pass over a micro-batch, divided among its stages. A forward pass includes
+the few milliseconds that its small layer computes. A backward pass takes that computing time in addition."""
 STEPS = 2
 WORLD = 4
 LENGTH = 4
@@ -42,7 +42,7 @@ RESULT = Path(__file__).parent / "results" / "bubble.json"
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, which sleeps in the forward and in the backward pass, and may delay half of the latter."""
+    """The identity function, which sleeps in the forward and the backward pass and can delay half of the latter."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, started: float, chunks: int, delayed: Any) -> Tensor:
@@ -61,7 +61,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
-    """Returns the median duration of a step in seconds, without the first step. All ranks of the world call it."""
+    """Returns the median seconds of a step, without the first one. All ranks must call it."""
     from llmtrain.cluster import Cluster
     from llmtrain.data import MicroBatch, StepBatch
     from llmtrain.ds_config import render
@@ -115,7 +115,7 @@ def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
 
 
 def _sleeping(forward: Any, chunks: int, delayed: Any) -> Any:
-    """Returns the forward pass of a stage, which sleeps."""
+    """Returns the forward pass of a stage with added sleep."""
 
     def run(inputs: Any) -> Any:
         started = time.perf_counter()
@@ -128,7 +128,10 @@ def _sleeping(forward: Any, chunks: int, delayed: Any) -> Any:
 
 
 def result_of(schedule: PipelineSchedule, micro_batches: int, seconds: float) -> dict[str, float | str]:
-    """Returns prediction and measurement side by side. A rank is busy for m forward and m backward passes."""
+    """Returns prediction and measurement side by side.
+
+    A rank is busy for one forward and one backward pass per micro-batch.
+    """
     busy = micro_batches * (FORWARD_S + BACKWARD_S)
     bubble = schedule.bubble(micro_batches)
     predicted = busy / (1 - bubble)
@@ -146,14 +149,14 @@ def result_of(schedule: PipelineSchedule, micro_batches: int, seconds: float) ->
 
 
 def work(rank: int, port: int) -> None:
-    """Runs one rank; rank 0 writes the result."""
+    """Runs one rank. Rank 0 writes the result."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    __compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed would compile it first
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     rows = [result_of(schedule, micro, measure(schedule, micro)) for schedule, micro in CASES]
     if rank == 0:

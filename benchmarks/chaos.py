@@ -1,10 +1,10 @@
-"""Kills saves and runs and counts what was lost: `python benchmarks/chaos.py --kills 500`.
+"""Kills saves and runs, and counts what was lost: `python benchmarks/chaos.py --kills 500`.
 
 Saves are killed before and after each of their filesystem calls, in the middle of each write, and at random times. This
-happens on one rank and on several, with a stand-in and with DeepSpeed's engine (`tests/helpers/killing.py` has the
-campaigns). Then whole runs are killed: the same run is started and killed again and again, and its final output is
-compared bit for bit with that of an undisturbed run. Writes `benchmarks/results/chaos.json`. If a kill costs more than
-the save that it interrupts, the program ends with an error.
+is done on one rank and on several, with a stand-in and with DeepSpeed's engine (`tests/helpers/killing.py` has the
+campaigns). Whole runs are killed next: the same run is started and killed repeatedly, and its final output is compared
+bit for bit with that of an undisturbed run. The program writes `benchmarks/results/chaos.json`. It ends with an error
+if a kill costs more than the save that it interrupts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAIN = (
     "train.max_steps=400",
 )
 DELAY_S = 3.0
-"""Longest time between the first checkpoint of an attempt and its kill."""
+"""Longest time in seconds between the first logged line of an attempt and its kill."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def _timed(what: str, campaign: Callable[[], int]) -> dict[str, Any]:
 
 
 def _runs(folder: Path, kills: int, seed: int) -> int:
-    """Kills one run repeatedly and compares its output with that of an undisturbed run."""
+    """Kills one run repeatedly, and compares its output with that of an undisturbed run."""
     generator = random.Random(seed)
     recipe = _recipe(folder)
     killed, whole = folder / "killed", folder / "whole"
@@ -129,7 +129,7 @@ def _runs(folder: Path, kills: int, seed: int) -> int:
 
 
 def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
-    """Starts the run and, some time after it has saved, kills one of its workers or the launcher."""
+    """Starts the run and, at a random time after its first logged line, kills one of its workers or the launcher."""
     command = [sys.executable, "-m", "llmtrain", "train", str(recipe), "--run-dir", str(run), *TRAIN]
     log = run / "metrics.jsonl"
     seen = log.stat().st_mtime_ns if log.exists() else 0
@@ -140,11 +140,11 @@ def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
     time.sleep(generator.uniform(0, DELAY_S))
     os.kill(generator.choice([process.pid, *workers(process.pid)]), signal.SIGKILL)
     process.wait()
-    time.sleep(0.5)  # the kernel ends the workers of a killed launcher
+    time.sleep(0.5)  # until the kernel has ended the workers of a killed launcher
 
 
 def _recipe(folder: Path) -> Path:
-    """Writes the recipe that tests of whole runs use, and its corpus."""
+    """Writes the recipe that is also used in tests of whole runs, with its corpus."""
     folder.mkdir(parents=True)
     return write_small_recipe(folder)
 

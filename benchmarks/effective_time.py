@@ -48,11 +48,11 @@ FIELDS = {
     "logging.every_steps": 10,
 }
 AROUND = 5
-"""Logged lines before and after a line with which it is compared."""
+"""Number of logged lines before and after a line whose median gives the undisturbed time of its steps."""
 
 
 def main() -> None:
-    """Runs, kills and writes the results."""
+    """Runs and kills the job, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=15.0, help="of training, without the kills")
     parser.add_argument("--between", type=float, default=240.0, help="mean seconds between kills")
@@ -95,16 +95,13 @@ def _command(recipe: Path, run: Path, steps: int, every: int) -> list[str]:
 
 
 def _step_time(recipe: Path, folder: Path) -> float:
-    """Returns the seconds per step of a short run.
-
-    They determine the number of steps for the requested minutes.
-    """
+    """Returns the seconds per step of a short run, from which the number of steps for the requested minutes follows."""
     subprocess.run(_command(recipe, folder, 200, 200), check=True, stdout=subprocess.DEVNULL)
     return statistics.median(line["step_time_s"] for line in _lines(folder))
 
 
 def _undisturbed_s(run: Path) -> float:
-    """Returns the time that all steps of a run take if each takes as long as the median of its neighbours."""
+    """Returns the seconds that all steps of a run would take if each took the median time of its neighbours."""
     lines = _lines(run)
     seconds = [line["step_time_s"] for line in lines]
     last, total = 0, 0.0
@@ -140,7 +137,7 @@ def _killed_run(
             pids = workers(process.pid)
             if len(pids) == WORKERS and (step := _last_step(run)):
                 os.kill(generator.choice(pids), signal.SIGKILL)
-                lost.append(step % every if step != last else 0)  # if the step is the same, the run was still starting
+                lost.append(step % every if step != last else 0)  # same step as before: still starting
                 print(f"{due:.0f} s: killed after step {step}, {lost[-1]} steps lost", flush=True)
                 last = step
             due = next(instants)

@@ -41,9 +41,9 @@ HEAD = 16
 """Size of an attention head."""
 CLIP_NORM = 1.0
 PROBED = 250
-"""Steps between those at which corrupted batches are tried."""
+"""Number of steps after which corrupted batches are tried again."""
 EVERY = 10
-"""Steps between those at which the gradient norm of a healthy step is multiplied."""
+"""Number of steps after which the gradient norm of a healthy step is multiplied again."""
 FACTORS = (3, 10, 100)
 WINDOW = GuardConfig().window_steps
 OURS = "guard"
@@ -169,7 +169,7 @@ def train(run: Run) -> Series:
 
 
 def measured(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Returns loss and gradient norm; the gradients stay in the parameters."""
+    """Returns loss and gradient norm. The gradients remain in the parameters."""
     model.zero_grad()
     logits = model(input_ids=tokens).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -179,7 +179,7 @@ def measured(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, 
 
 
 def probed(model: nn.Module, batch: Tensor) -> Iterator[tuple[str, float, float]]:
-    """Yields kind, loss and gradient norm for several faults of a step; the weights are restored."""
+    """Yields kind, loss and gradient norm for several faults of a step. The weights are restored afterwards."""
     for kind, tokens, targets in spoilt_batches(batch):
         yield kind, *measured(model, tokens, targets)
     kept = [one.detach().clone() for one in model.parameters()]
@@ -210,7 +210,7 @@ def spoilt_batches(batch: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def guarded(steps: Numbers) -> Numbers:
-    """Returns the guard's limits on loss and gradient norm for each step; NaN if it has no limit yet."""
+    """Returns the guard's limits on loss and gradient norm for each step; NaN while it has no limit."""
     guard, column = Guard(GuardConfig(), torch.device("cpu")), COLUMNS.index("loss_limit")
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], fused=True)
     guard.watch(optimizer)
@@ -223,7 +223,7 @@ def guarded(steps: Numbers) -> Numbers:
 
 
 def by(rule: Callable[[Numbers], Numbers]) -> Callable[[Numbers], Numbers]:
-    """Returns a function that gives the limits of another rule.
+    """Returns a function that computes the limits of another rule for each step.
 
     rule: computes the limits from the last window of accepted updates.
     """
@@ -278,7 +278,7 @@ def judged(run: Run, series: Series) -> dict[str, Any]:
 
 
 def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the sums over runs."""
+    """Returns the sums of the results over runs."""
     found: dict[str, Any] = {"runs": len(rows), "steps": sum(row["steps"] for row in rows), "skipped": {}, "caught": {}}
     for name in RULES:
         found["skipped"][name] = sum(row["skipped"][name] for row in rows)

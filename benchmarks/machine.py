@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement and its other load."""
+"""Describes the machine of a measurement, and its load by other processes."""
 
 from __future__ import annotations
 

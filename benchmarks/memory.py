@@ -5,7 +5,7 @@ python benchmarks/memory.py --list    # lists what would be measured
 
 Every configuration runs in its own process, so that no memory of another one remains. The process builds the engine and
 takes three steps. Its `torch.cuda.max_memory_allocated` is compared with the plan's peak without the framework's share,
-which is not allocated by torch. Afterwards run `python tools/render_memory.py`.
+because torch does not allocate the latter. Afterwards, run `python tools/render_memory.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from llmtrain.rules import resolve
 RESULT = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3
 SHARE, CLOSE, UNDER = 0.95, 0.03, 0.01
-"""The aim: this share of the configurations is within the second value of the prediction, and no prediction is too low
-by more than the third."""
+"""The aim: in at least `SHARE` of the configurations, the prediction is off by at most the fraction `CLOSE`, and no
+prediction is too low by more than `UNDER`."""
 
 Model = tuple[str, dict[str, Any]]
 """Architecture and configuration."""
@@ -76,7 +76,7 @@ def case(
     micro: int = 4,
     **fields: Any,
 ) -> Recipe:
-    """Returns a recipe with `accumulation` micro-batches; other fields are those of `ParallelConfig`."""
+    """Returns a recipe. fields: `accumulation` (number of micro-batches), and fields of `ParallelConfig`."""
     accumulation, attention = fields.pop("accumulation", 1), fields.pop("attention", "sdpa")
     documents = fields.pop("documents", True)
     return Recipe(
@@ -119,7 +119,7 @@ CASES = {
     "gemma zero2 bf16, small": case(("gemma", SMALL | {"head_dim": 64}), length=1024, micro=16),
     "mixtral zero1 bf16, small": case(("mixtral", EXPERTS), stage=1, length=1024, micro=8),
 }
-"""Name → recipe; each is trained on one device."""
+"""Name → recipe. Each is trained on one device."""
 
 
 def plan_of(recipe: Recipe) -> Plan:
@@ -128,7 +128,7 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def predicted_bytes(plan: Plan) -> int:
-    """Returns the plan's peak without the framework's share."""
+    """Returns the plan's peak in bytes without the framework's share."""
     memory = memory_of(plan)
     assert memory is not None, "each case is a chain of layers"
     return memory.allocated
@@ -158,7 +158,7 @@ def train(plan: Plan, device: torch.device) -> None:
 
 
 def measure(name: str) -> None:
-    """Measures one configuration and prints its memory as the last line."""
+    """Measures one configuration, and prints its memory in the last line."""
     from llmtrain.launch.place.rank import Rank
     from llmtrain.runtime.distributed import init_process_group
 
@@ -171,7 +171,7 @@ def measure(name: str) -> None:
 
 
 def row_of(name: str, measured: int | None, failure: str = "") -> dict[str, Any]:
-    """Returns prediction and measurement side by side, or why the configuration did not run."""
+    """Returns prediction and measurement side by side, or the reason why the configuration did not run."""
     predicted = predicted_bytes(plan_of(CASES[name]))
     row: dict[str, Any] = {"name": name, "predicted_bytes": predicted, "measured_bytes": measured}
     if measured is None:
@@ -180,7 +180,7 @@ def row_of(name: str, measured: int | None, failure: str = "") -> dict[str, Any]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns how many measurements are close, and the largest underestimate and overestimate."""
+    """Returns the share of close predictions, and the largest underestimate and overestimate."""
     errors = [row["error"] for row in rows if "error" in row]
     within = round(sum(abs(error) <= CLOSE for error in errors) / len(errors), 4) if errors else None
     return {

@@ -1,4 +1,4 @@
-"""Runs commands alternately (A B A B), each in a fresh process, and summarizes the numbers that they print."""
+"""Runs commands alternately (A B A B), each in a new process, and summarizes the numbers that they print."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from llmtrain.system.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
-"""In linux/prctl.h."""
+"""The constant from linux/prctl.h."""
 OTHERS = "cores_of_others"
-"""The key, in each run, of the number of cores that other processes used meanwhile."""
+"""Key in each run's numbers for the number of cores that other processes used meanwhile."""
 Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Side:
-    """A command that measures itself; the last line of its output is a JSON object of numbers."""
+    """A command that measures itself, and prints a JSON object of numbers as its last line."""
 
     name: str
     command: Sequence[str]
@@ -37,12 +37,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """The sides that are compared; the first is ours."""
+    """Sides that are compared. The first one is llmtrain's."""
 
     name: str
     sides: Sequence[Side]
     setup: Sequence[Side] = ()
-    """Commands that run once before the measurement and are not measured."""
+    """Commands that run once before the measurement, without being measured."""
 
 
 class SideFailedError(Exception):
@@ -50,7 +50,7 @@ class SideFailedError(Exception):
 
 
 def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs all sides and returns their runs and summaries. Raises SideFailedError."""
+    """Runs all sides, and returns their runs and summaries. Raises SideFailedError."""
     for one in case.setup:
         say(f"{case.name}: {one.name}")
         _run(one, work)
@@ -76,7 +76,7 @@ def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> 
 
 
 def measured(side: Side, work: Path) -> Numbers:
-    """Runs a side once. Raises SideFailedError."""
+    """Runs a side once, and returns its numbers. Raises SideFailedError."""
     _adopt_orphans()
     meter = CoreMeter()
     lines = _run(side, work).strip().splitlines()
@@ -89,12 +89,12 @@ def measured(side: Side, work: Path) -> Numbers:
 
 
 def _adopt_orphans() -> None:
-    """Makes processes whose parents end, as some of a browser do, children of this one: they are not others."""
+    """Makes processes whose parents end (as in a browser) children of this one, so they do not count as others."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _reap_orphans() -> None:
-    """Waits up to five seconds for these processes, since the time of a child counts once it has ended."""
+    """Waits up to five seconds for such processes, because the CPU time of a child only counts once it has ended."""
     until = time.monotonic() + 5
     with suppress(ChildProcessError):
         while time.monotonic() < until:
@@ -124,7 +124,7 @@ def spread(values: Sequence[float]) -> Numbers:
 
 
 def against(ours: Sequence[Numbers], peer: Sequence[Numbers]) -> dict[str, Numbers]:
-    """Returns the ratio of ours to the peer's, pair by pair, for each number that both have."""
+    """Returns the summary of the pairwise ratios of ours to the peer's, for each number that both have."""
     names = [name for name in ours[0] if name in peer[0] and name != OTHERS]
     pairs = {
         name: [mine[name] / other[name] for mine, other in zip(ours, peer, strict=True) if other[name]]

@@ -1,4 +1,4 @@
-"""A question: what is compared, the aims, and how the result is shown."""
+"""A question of the benchmarks: the commands to compare, the aims, and the presentation of the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """An aim and whether a result meets it."""
+    """An aim, and whether a result meets it."""
 
     aim: str
     found: str
@@ -23,15 +23,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Question:
-    """A question that is answered by commands run alternately."""
+    """A question that is answered by running commands alternately."""
 
     name: str
     title: str
     asks: str
-    """A paragraph that explains what is compared, and how."""
+    """A paragraph that explains what is compared and how."""
     cases: Callable[[bool], Sequence[Case]]
-    """Returns the cases of the whole measurement or, if its argument is true, of a short one that only shows that all
-    of it runs."""
+    """Returns the cases of the whole measurement. If the argument is true, returns those of a short one, which only
+    shows that everything runs."""
     columns: dict[str, tuple[str, str]]
     """Columns of the table: name of a number → heading and format."""
     verdicts: Callable[[Result], Sequence[Verdict]]
@@ -44,7 +44,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Script:
-    """A question that is answered by a separate program, from the time before pairs were introduced."""
+    """A question that is answered by a separate program, which was written before pairs were introduced."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""Writes README.md and its pictures, solely from `results/*.json`: `python -m benchmarks.render`."""
+"""Writes README.md and its pictures from `results/*.json` and `tried.md`: `python -m benchmarks.render`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def found(name: str) -> Result | None:
 
 
 def render(results: dict[str, Result | None], tried: str) -> str:
-    """Returns the whole page. results: the result of each question, or None if there is none."""
+    """Returns the whole page. results: question → result, or None. tried: the text of `tried.md`."""
     lines = [_line(question, results[name]) for name, question in QUESTIONS.items()]
     sections = [_section(question, results[name]) for name, question in QUESTIONS.items()]
     return HEAD + "".join(lines) + "".join(sections) + "\n" + tried
@@ -73,7 +73,7 @@ def _section(question: Question | Script, result: Result | None) -> str:
 
 
 def _tables(question: Question, result: Result) -> Iterator[str]:
-    """Yields the tables of a question; cases with the same numbers share a table."""
+    """Yields the tables of a question. Cases with the same numbers share a table."""
     last: list[str] = []
     for case in result["cases"]:
         names = [name for name in question.columns if any(name in side["summary"] for side in case["sides"])]
@@ -94,7 +94,7 @@ def _cell(summary: dict[str, float] | None, form: str) -> str:
 
 
 def _taken(result: Result) -> str:
-    """Returns where, when and with which versions a result was measured."""
+    """Returns the command, the machine, the versions and the commit of a measurement."""
     versions = result.get("versions") or result["environment"]["packages"]
     packages = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "deepspeed", "transformers") if name in versions
@@ -123,7 +123,7 @@ def _anchor(title: str) -> str:
 
 
 def draw(question: Question, result: Result, path: Path) -> None:
-    """Draws an SVG: for each case and run, the ratio of ours to the peer's; without a peer, the number itself."""
+    """Draws an SVG of each case and run: the ratio of ours to the peer's or, without a peer, the number itself."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -149,7 +149,7 @@ def draw(question: Question, result: Result, path: Path) -> None:
 
 
 def _rows(question: Question, result: Result) -> Iterator[tuple[str, list[float], bool]]:
-    """Yields the name, the values and whether they are ratios, for the first number that the sides of a case share."""
+    """Yields the name, the values, and whether these are ratios, for the main number of each case."""
     for case in result["cases"]:
         ours, *peers = case["sides"]
         name = next(name for name in question.columns if name in ours["summary"])

@@ -2,10 +2,10 @@
 
 python benchmarks/slow_network.py
 
-Two hosts are network namespaces with two ranks each, joined by a virtual cable whose rate `tc` limits. Layers sleep
-instead of computing for long, and the model has ten buckets. Each plan runs without the limit first: the further
-seconds under the limit are those in which it waits for the network. It needs root, and the programs that
-`tests/helpers/two_hosts.py` names.
+Two network namespaces with two ranks each act as hosts. They are joined by a virtual cable whose rate `tc` limits.
+Layers mostly sleep instead of computing, and the model has ten buckets. Each plan first runs without the limit. The
+additional seconds under the limit are those in which it waits for the network. The program needs root, and the programs
+listed in `tests/helpers/two_hosts.py`.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # n
 
 RESULT = ROOT / "benchmarks/results/slow_network.json"
 RATE = 12.5e6
-"""Bytes per second, each way, of the limited cable."""
+"""Rate of the limited cable in bytes per second, each way."""
 BURST = "32kb"
-"""What the cable sends at once after a pause. More would make up for the pauses between buckets."""
+"""Amount that the cable sends at once after a pause. A larger burst would compensate for the pauses between buckets."""
 LOOPBACK = 2e9
-"""Of what ranks of a host send each other: too fast to matter."""
+"""Rate between the ranks of a host in bytes per second, which is too high to matter."""
 ASSUMED = Assumptions(link=0.95, overlap=1.0, node_latency_s=1e-4, network_latency_s=2e-4)
-"""What is known here: headers take 5% of the cable, and a process that sleeps leaves its core to communication."""
+"""Assumptions for this setup: headers take 5% of the rate, and a sleeping process leaves its core to communication."""
 PORT = 29500
 BESIDE_COMPUTATION: dict[str, Kind | None] = {"deepspeed": "all_gather", "ddp": "all_reduce", "fsdp2": None}
-"""What an engine sends on CPUs without waiting for it. DeepSpeed and FSDP2 overlap the rest with streams, which only
-accelerators have."""
+"""Strategy → kind of transfer that overlaps with computation on CPUs. DeepSpeed and FSDP2 overlap other transfers by
+means of streams, which only accelerators have."""
 
 
 def main() -> None:
-    """Runs all plans on the free and on the limited cable, and writes the result."""
+    """Runs all plans with the unlimited and the limited cable, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PLANS, help="print the result of one plan, and write nothing")
     parser.add_argument("--short", action="store_true", help="time one step of each plan, and write nothing")
@@ -98,7 +98,7 @@ def _limit(both: TwoHosts, rate: float) -> None:
 
 
 def _run(both: TwoHosts, names: list[str], steps: int) -> dict[str, dict[str, float]]:
-    """Starts two ranks on each host, and returns what rank 0 prints."""
+    """Starts two ranks on each host, and returns the numbers that rank 0 prints for each plan."""
     workers = []
     for rank in range(NODES * PER_NODE):
         host = both.hosts[rank // PER_NODE]
@@ -117,7 +117,7 @@ def _run(both: TwoHosts, names: list[str], steps: int) -> dict[str, dict[str, fl
 
 
 def row_of(name: str, free: dict[str, float], limited: dict[str, float]) -> dict[str, Any]:
-    """Returns prediction and measurement side by side. The step on the free cable is measured."""
+    """Returns prediction and measurement side by side. The prediction adds waiting to the measured unlimited step."""
     waiting, hidden = predicted(plan_of(name))
     expected, measured = free["step_s"] + waiting, limited["step_s"]
     total = waiting + hidden
@@ -135,7 +135,7 @@ def row_of(name: str, free: dict[str, float], limited: dict[str, float]) -> dict
 
 
 def predicted(plan: Plan) -> tuple[float, float]:
-    """Returns the seconds of a step in which the slowest rank waits, and those that are hidden."""
+    """Returns the seconds per step that the slowest rank waits for communication, and those that are hidden."""
     links = Links(PER_NODE, LOOPBACK, RATE * ASSUMED.link / PER_NODE, LOOPBACK, ASSUMED)
     groups, m = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
     schedule = PipelineSchedule.of(plan.parallel)
@@ -150,7 +150,7 @@ def predicted(plan: Plan) -> tuple[float, float]:
 
 
 def on_gloo(traffic: Traffic, strategy: str) -> Traffic:
-    """Returns the transfers as CPUs make them: most are waited for, and gloo's reduce-scatter is an all-reduce."""
+    """Returns the transfers as made on CPUs: ranks wait for most, and gloo's reduce-scatter is an all-reduce."""
     beside = BESIDE_COMPUTATION[strategy]
 
     def hidden(transfers: list[Transfer]) -> list[Transfer]:

@@ -1,6 +1,6 @@
-"""The command line, of `llmtrain` and of a recipe that is run as a program.
+"""The command line of `llmtrain`, and of a recipe that is run as a program.
 
-Each command imports what it needs when it runs, so that `--help` answers at once.
+Each command imports what it needs only when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Has the options that belong to no command."""
+    """Declares the options that do not belong to a command."""
 
 
 def command(run: Callable[[Any], None]) -> Callable[..., None]:
-    """Adds a function of a request to the commands; its arguments and options are the fields of the request."""
+    """Registers a function of a request as a command. The request's fields become the arguments and options."""
     request = get_type_hints(run)["request"]
     hints = get_type_hints(request, include_extras=True)
 
@@ -87,7 +87,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
-    """Runs a command; a user's mistake becomes a message and an exit code."""
+    """Runs a command. A user's mistake becomes a message and an exit code."""
     take_any_text()
     completion.prepare_completion()
     limit_spinning(os.environ)
@@ -108,11 +108,11 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
     except (BrokenPipeError, SystemExit) as end:
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
-        # The reader of our output has exited (`llmtrain plan ... | head`); typer makes this an exit with 1.
+        # The program that reads the output has exited (`llmtrain plan ... | head`). Typer would exit with 1.
         _drop_output()
         sys.exit(Exit.DONE)
     except OSError as error:
-        # An unforeseen error of the file system or of our own output: a fault of the machine, not a bug of ours.
+        # An unforeseen error of the file system or of the output is a fault of the machine, not a bug.
         _drop_output()
         print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
 def run_script(recipe: Callable[[], Recipe]) -> None:
     """Runs `llmtrain train` for the file that defines `recipe`, with the script's own arguments.
 
-    If a launcher started this process, it becomes one worker; otherwise it starts them. The function is the file's
-    `recipe`, or its `recipe_VARIANT`; the argument `--variant NAME` chooses another variant.
+    If a launcher started this process, the process becomes one worker. Otherwise it starts the workers. recipe: the
+    function `recipe` or `recipe_VARIANT` of the file; the argument `--variant NAME` chooses another variant.
     """
     from llmtrain.launch import without_local_rank
     from llmtrain.plan.load import is_running
@@ -138,7 +138,7 @@ def run_script(recipe: Callable[[], Recipe]) -> None:
 
 
 def _script_arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> list[str]:
-    """Returns the arguments for the command `llmtrain`. Raises RecipeError for a function that it could not find."""
+    """Returns the arguments for `llmtrain`. Raises RecipeError for a function that `llmtrain` would not find."""
     name = getattr(recipe, "__name__", "")
     module = sys.modules.get(getattr(recipe, "__module__", ""))
     path = getattr(module, "__file__", None)
@@ -156,16 +156,16 @@ def _script_arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> lis
 
 
 def lint_alone() -> None:
-    """Runs `lint` as a program of its own: the distribution `llmtrain-lint` has no other command."""
+    """Runs `lint` as a program of its own, for the distribution `llmtrain-lint`, which has no other command."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command()(lint)
     main(program=alone)
 
 
 def _check_surroundings() -> None:
-    """Raises RecipeError if the process runs in a way that the libraries of a run do not support."""
+    """Raises RecipeError if the process runs under conditions that the libraries of a run do not support."""
     try:
-        os.getcwd()  # noqa: PTH109 - nothing is done with it
+        os.getcwd()  # noqa: PTH109 - only checks that it exists
     except OSError as error:
         message = f"does not exist or cannot be read ({error.strerror})"
         fix = "cd to an existing directory that you may read"
@@ -176,12 +176,12 @@ def _check_surroundings() -> None:
 
 
 def _drop_output() -> None:
-    """Redirects standard output to /dev/null, so that flushing the rest at exit does not fail again."""
+    """Redirects standard output to /dev/null, so that flushing the remaining output at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Prints what is wrong and exits with the error's exit code."""
+    """Prints an error and exits with its exit code."""
     if loading := sys.modules.get("llmtrain.plan.load"):
         error = loading.with_lines(error)
     print(error.report(), file=sys.stderr)

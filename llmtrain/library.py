@@ -1,7 +1,7 @@
-"""The functions of `import llmtrain`; the commands call them, too.
+"""The functions of `import llmtrain`. The commands call them as well.
 
-They raise `UserError`, and load what they need when they are called. A recipe is an object, or a file as on the command
-line: `mine.py`, `mine.yaml:variant`.
+They raise `UserError`, and load other modules only when they are called. A recipe is an object or, as on the command
+line, a file: `mine.py`, `mine.yaml:variant`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A legal plan, its predictions and its configuration. Printed, it is what `llmtrain plan` prints.
+    """A legal plan with its predictions and its configuration. Its text is the output of `llmtrain plan`.
 
     memory: None for a model that is not a chain of layers.
     """
@@ -50,7 +50,7 @@ class Planned:
 
     @cached_property
     def ds_config(self) -> dict[str, Any]:
-        """The configuration for DeepSpeed; empty for a plan without DeepSpeed."""
+        """The DeepSpeed configuration; empty for a plan without DeepSpeed."""
         from llmtrain.ds_config import render
 
         return render(self.plan)
@@ -61,7 +61,7 @@ class Planned:
         return {**self.plan.summary(), **known, "ds_config": self.ds_config or None}
 
     def lines(self) -> Iterator[str]:
-        """Yields lines for people: model, layout, memory, predicted time and notes."""
+        """Yields readable lines: model, layout, memory, predicted time and notes."""
         from llmtrain.plan.described import model_line, split_lines
         from llmtrain.predict.time import describe_time
 
@@ -77,7 +77,7 @@ class Planned:
 
 @contextmanager
 def _naming_lines() -> Iterator[None]:
-    """Adds the lines of a YAML recipe to an error."""
+    """Adds the line numbers of a YAML recipe to an error raised within the context."""
     try:
         yield
     except UserError as error:
@@ -90,9 +90,9 @@ def _naming_lines() -> Iterator[None]:
 def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *, trace: bool = False) -> Planned:
     """Resolves a recipe for a cluster, and predicts its memory and the time of a step.
 
-    cluster: by default the one that the recipe's file describes, then this machine. trace: whether to measure what each
-    layer saves for the backward pass by tracing the model, which loads torch. Raises RecipeError with all faults, and
-    with the nearest legal plans.
+    cluster: by default the one that the recipe's file describes, or else this machine. trace: whether to trace the
+    model to measure what each layer saves for the backward pass; this loads torch. Raises RecipeError with all faults
+    and the nearest legal plans.
     """
     from llmtrain.cluster import local_cluster
     from llmtrain.commands.precheck import check_stages
@@ -105,7 +105,7 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     cluster = cluster or written_for or local_cluster()
     with suggesting(wanted, cluster):
         resolved = resolve(wanted, cluster)
-    if resolved.model.source != "arithmetic":  # otherwise the check is left to a process that may load torch
+    if resolved.model.source != "arithmetic":  # otherwise a process that may load torch makes this check
         check_stages(resolved)
     traced = None
     if trace:
@@ -125,12 +125,13 @@ def train(
     max_steps: int | None = None,
     max_restarts: int = 0,
 ) -> RunData:
-    """Trains a recipe on this machine, in processes of its own, and returns the run.
+    """Trains a recipe on this machine in separate processes, and returns the run.
 
     nproc: number of workers; by default one per GPU, or one on a CPU. run_dir: by default `runs/NAME`. resume: `auto`
-    continues from the newest checkpoint, `never` starts anew, or a checkpoint folder. max_steps: stops after this step.
-    max_restarts: how many times a job that died is restarted. Call it in the main thread: a signal makes the run save
-    and stop, and StoppedError is raised. Raises other UserErrors for what cannot be started and for workers that died.
+    continues from the newest checkpoint, `never` starts anew, and a folder is the checkpoint to continue from.
+    max_steps: step after which to stop. max_restarts: how many times a job that died is restarted. Call this function
+    in the main thread: on a signal, the run saves and stops, and StoppedError is raised. Raises other UserErrors for
+    recipes that cannot be started and for workers that died.
     """
     from llmtrain.commands.train import LocalStart
     from llmtrain.launch import discover
@@ -166,9 +167,10 @@ def verify(
 ) -> Certificate:
     """Trains every plan on this machine, and compares each with a plain PyTorch loop.
 
-    recipe: the variant `verify` of a file is used if there is one and none is named. nproc: largest number of workers.
-    plans: `all`, or names and patterns separated by commas. steps: optimizer steps of each run. run_dir: by default
-    `runs/NAME-verify`. `Certificate.deviating` names the plans that differ. Call it in the main thread.
+    recipe: for a file without a named variant, its variant `verify` is used if it exists. nproc: largest number of
+    workers. plans: `all`, or names and patterns separated by commas. steps: optimizer steps of each run. run_dir: by
+    default `runs/NAME-verify`. `Certificate.deviating` lists the plans that differ. Call this function in the main
+    thread.
     """
     from llmtrain.cluster import local_cluster
     from llmtrain.commands.precheck import without_uncut
@@ -202,10 +204,10 @@ def lint(
 ) -> Result:
     """Finds settings of a DeepSpeed configuration that are refused, ignored, changed or misread.
 
-    configuration: a file, or its content as a dictionary. reader: the program that reads it, by default guessed.
-    world_size, data_parallel: the numbers of ranks for which the batch sizes are checked. arguments: of the Trainer, to
-    compare with. deepspeed: a version or a range; by default the installed one. allow: rules, or `rule:key`, that are
-    not reported. A file that cannot be read is a finding, too. Raises RecipeError for wrong arguments.
+    configuration: a file, or its content as a dictionary. reader: the program that reads it; guessed by default.
+    world_size, data_parallel: the numbers of ranks for which the batch sizes are checked. arguments: the Trainer's
+    arguments to compare with. deepspeed: a version or a range; by default the installed version. allow: rules, or
+    `rule:key`, that are not reported. An unreadable file is also a finding. Raises RecipeError for wrong arguments.
     """
     from llmtrain.lint import Use, examine, parse_allowed
 
@@ -220,9 +222,9 @@ def lint(
 
 
 def load_run(path: str | PathLike[str]) -> RunData:
-    """Reads a run directory: recipe, plan, metrics, events, checkpoints; also while the run goes on.
+    """Reads a run directory: recipe, plan, metrics, events and checkpoints. The run may still be active.
 
-    Raises RecipeError if the folder is none. What cannot be read is left out, and named in `problems`.
+    Raises RecipeError if the folder holds no run. Unreadable files are left out and listed in `problems`.
     """
     from llmtrain.report import read_run as read
 

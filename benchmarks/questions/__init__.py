@@ -1,4 +1,4 @@
-"""All questions, in the order in which they are shown."""
+"""All questions, in the order in which the page shows them."""
 
 from benchmarks.question import Question, Script
 from benchmarks.questions import (

@@ -1,4 +1,4 @@
-"""Conversations: tokenizing them with masks, and training on them."""
+"""Questions about conversations: tokenizing them with masks, and training on them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def _made(copies: int) -> list[Side]:
 
 
 def token_cases(quick: bool) -> Sequence[Case]:
-    """On one core and two."""
+    """Returns the cases of tokenizing, on one core and on two."""
     return [
         Case(
             f"{cores} core{'s' if cores > 1 else ''}",
@@ -31,7 +31,7 @@ AIMS = {"packed": 1.5, "not packed": 1.0, "LoRA, packed": 1.0}
 
 
 def sft_cases(quick: bool) -> Sequence[Case]:
-    """Packed, not, and with an adapter."""
+    """Returns the cases of training: packed, not packed, and with an adapter."""
     steps = ["--steps", "20" if quick else "40"]
     sides = {"llmtrain train": "train", "TRL's SFTTrainer": "trl"}
     return [
@@ -45,14 +45,14 @@ def sft_cases(quick: bool) -> Sequence[Case]:
 
 
 def token_verdicts(result: Result) -> Sequence[Verdict]:
-    """The aim of tokenizing."""
+    """Returns the verdict on the aim of tokenizing."""
     ratios = [next(iter(case["against"].values()))["tokens_per_second"]["median"] for case in result["cases"]]
     found = ", ".join(f"{ratio:.2f}× ({case['name']})" for ratio, case in zip(ratios, result["cases"], strict=True))
     return [Verdict("at least 0.9× of the raw calls on the same cores", found, min(ratios) >= 0.9)]
 
 
 def sft_verdicts(result: Result) -> Sequence[Verdict]:
-    """The aims of training."""
+    """Returns the verdicts on the aims of training."""
     ratios = {
         name: next(iter(case_of(result, name)["against"].values()))["trained_per_second"]["median"] for name in KINDS
     }

@@ -1,4 +1,4 @@
-"""What each choice brings on a CPU."""
+"""Questions about a CPU: the gains of kernels, memory allocators and matrix products."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ NAMED = (
     *("kernels.matmul=torch", "kernels.threads=2"),
 )
 BF16 = ("parallel.precision=bf16", "parallel.zero_stage=1")
-"""A pass is the same in each stage; stage 0 refuses bf16."""
+"""A pass is the same at every ZeRO stage. Stage 1 is used because stage 0 refuses bf16."""
 ONEDNN, TORCH = "oneDNN", "PyTorch's choice"
 KEPT = "as a rank has it"
 GIVEN_BACK = "freed memory given back"
 OWN_SETTING = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
-"""Changes nothing by itself; where a user has set anything, we leave glibc as it is."""
+"""A setting without effect of its own. llmtrain does not configure glibc if the user has set a tunable."""
 LARGE = ("model.config.vocab_size=32000", "batch.micro_batch_size=8")
-"""Logits of 8 × 256 tokens in fp32: 250 MiB."""
+"""Fields with which the logits (8 × 256 tokens in fp32) take 250 MiB."""
 TCMALLOC = [
     f"{folder}/libtcmalloc_minimal.so.4" for folder in (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64")
 ]
 
 
 def _side(name: str, *options: str, env: dict[str, str] | None = None) -> Side:
-    """Of fields of the recipe and options of the program; what is not named is as `transformers` has it."""
+    """Returns a side with these recipe fields and program options (`--...`); other fields are as in `transformers`."""
     fields = [one for one in options if not one.startswith("--")]
     fields += [one for one in NAMED if one.partition("=")[0] not in {field.partition("=")[0] for field in fields}]
     command = ["python", "-m", "benchmarks.programs.passes", *(one for one in options if one.startswith("--"))]
@@ -37,7 +37,7 @@ def _side(name: str, *options: str, env: dict[str, str] | None = None) -> Side:
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """In fp32 and in bf16, each against what `transformers` does by itself."""
+    """Returns the cases in fp32 and in bf16, each compared with the defaults of `transformers`."""
     compiled = ("kernels.blocks=compiled", "kernels.loss=compiled")
     return [
         Case(
@@ -70,7 +70,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """No aim was set: that compiling gains."""
+    """Returns the verdicts on whether compiling is faster. No aim was set for how much."""
     return [_faster(case, BASE, "compiled is faster than what transformers has") for case in result["cases"]]
 
 
@@ -81,7 +81,7 @@ def _faster(case: Result, other: str, aim: str) -> Verdict:
 
 
 def _memory(*fields: str) -> list[Side]:
-    """What allocates: glibc as we set it, as it comes, and tcmalloc where it is installed."""
+    """Returns one side per allocator: glibc as configured by llmtrain, glibc's default, and tcmalloc if installed."""
     found = [_side(KEPT, *fields), _side(GIVEN_BACK, *fields, env=OWN_SETTING)]
     if library := next((path for path in TCMALLOC if Path(path).exists()), None):
         found.append(_side("tcmalloc, preloaded", *fields, env={"LD_PRELOAD": library}))
@@ -89,7 +89,7 @@ def _memory(*fields: str) -> list[Side]:
 
 
 def host_cases(quick: bool) -> Sequence[Case]:
-    """What allocates, for small tensors and for large ones; and how threads wait."""
+    """Returns the cases: memory allocation for small and for large tensors, and how threads wait."""
     more = [
         _side("huge pages", env={"THP_MEM_ALLOC_ENABLE": "1"}),
         _side("threads that do not spin", env={"OMP_WAIT_POLICY": "passive"}),
@@ -98,7 +98,7 @@ def host_cases(quick: bool) -> Sequence[Case]:
 
 
 def host_verdicts(result: Result) -> Sequence[Verdict]:
-    """No aim was set: that keeping freed memory gains."""
+    """Returns the verdicts on whether keeping freed memory is faster. No aim was set for how much."""
     return [
         _faster(case, GIVEN_BACK, "keeping freed memory is faster than glibc's default") for case in result["cases"]
     ]
@@ -140,7 +140,7 @@ HOST = Question(
 
 
 def product_cases(quick: bool) -> Sequence[Case]:
-    """A layer of nanoGPT's sizes, and two of larger ones."""
+    """Returns the cases: a layer of nanoGPT's size, and two larger ones."""
     return [
         Case(
             f"{tokens:,} tokens, {inputs:,} → {outputs:,}",
@@ -160,7 +160,7 @@ def product_cases(quick: bool) -> Sequence[Case]:
 
 
 def product_verdicts(result: Result) -> Sequence[Verdict]:
-    """No aim was set: that oneDNN gains where `auto` chooses it."""
+    """Returns the verdicts on whether oneDNN is faster where `auto` chooses it. No aim was set for how much."""
     return [
         Verdict(
             f"{case['name']}: oneDNN is faster",

@@ -1,4 +1,4 @@
-"""Preparing data, and waiting for it."""
+"""The question about data preparation, and about the time that training waits for data."""
 
 from collections.abc import Sequence
 
@@ -26,8 +26,8 @@ GROWTH = {
     "gigabytes": ("GB of text", ".2f"),
 }
 MOST_MORE = 1.1
-"""The peak at the end, in that after a third; the rest is the chance that long documents meet. Where memory grew with
-the corpus, it would be 3."""
+"""Largest ratio of the memory peak at the end to the peak after a third of the corpus. It exceeds 1 because long
+documents may come together by chance. If memory grew with the corpus, the ratio would be 3."""
 
 
 def _corpus(name: str, megabytes: int) -> Side:
@@ -37,7 +37,7 @@ def _corpus(name: str, megabytes: int) -> Side:
 
 
 def _growth(name: str, megabytes: int) -> Case:
-    """A corpus of that size, tokenized and packed once."""
+    """Returns a case that tokenizes and packs a corpus of this size once."""
     large = "{work}/large.jsonl"
     return Case(
         name,
@@ -50,7 +50,7 @@ def _growth(name: str, megabytes: int) -> Case:
 
 
 def _seeking() -> list[Case]:
-    """Each a first call of a new process."""
+    """Returns the cases of seeking. Each is the first call in a new process."""
     folder = "{work}/sparse"
     made = [Side("an index of 10⁹ sequences", [*SEEK, "make", folder])]
     return [
@@ -60,7 +60,7 @@ def _seeking() -> list[Case]:
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Tokenizing on one core and two, packing, seeking, memory, stalls."""
+    """Returns the cases: tokenizing on one core and on two, packing, seeking, memory and stalls."""
     corpus, small = "{work}/corpus.jsonl", _corpus("corpus.jsonl", 12 if quick else MEGABYTES)
     made = [small, Side("its tokenizer", [*PROGRAM, "pack", corpus, "--cores", "2"])]
 
@@ -89,7 +89,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """The aims of tokenizing, packing, seeking and stalls."""
+    """Returns the verdicts on the aims of tokenizing, packing, seeking, memory and stalls."""
     one, two = case_of(result, "tokenizing, 1 core"), case_of(result, "tokenizing, 2 cores")
     ratio = one["against"]["encode_batch"]["tokens_per_second"]["median"]
     fast = one["against"]["encode_batch_fast"]["tokens_per_second"]["median"]
@@ -127,7 +127,7 @@ def _sought(result: Result, name: str) -> Verdict:
 
 
 def _bounded(case: Result) -> Verdict:
-    """Whether memory stays where it was after a third of a corpus."""
+    """Returns the verdict on whether the memory peak hardly grows after a third of a corpus."""
     names = ("tenth_gib", "third_gib", "peak_gib", "packed_gib")
     tenth, third, peak, packed = (median_of(case, "ours", name) for name in names)
     slope, gigabytes = median_of(case, "ours", "mib_per_gb"), median_of(case, "ours", "gigabytes")

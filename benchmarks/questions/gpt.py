@@ -1,4 +1,4 @@
-"""Against a small GPT written out in plain PyTorch."""
+"""The comparison with a small GPT that is written out in plain PyTorch."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ FIELDS = (
     *("data.tokenizer.vocab_size=300", "data.sequence_length=64", "data.packing=concat", "data.mask_documents=false"),
     *("batch.global_batch_size=12", "batch.micro_batch_size=12"),
 )
-"""The sizes of nanoGPT's example for CPUs, with bytes for characters."""
+"""The sizes of nanoGPT's example for CPUs, with bytes instead of characters."""
 FOLDER = "{work}/gpt"
 LOOP = "a GPT in plain PyTorch"
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """One rank."""
+    """Returns the case, on one rank."""
     steps = ["--steps", "40" if quick else "400"]
     options = sets(FIELDS)
     ours = ["python", "-m", "benchmarks.programs.ours", *steps, *options]
@@ -40,7 +40,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Ahead."""
+    """Returns the verdicts on whether llmtrain is faster."""
     return ahead(result, LOOP)
 
 

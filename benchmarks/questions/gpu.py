@@ -1,4 +1,4 @@
-"""What is asked of one GPU: the share of its arithmetic that is used, and the comparisons with peers."""
+"""Questions about one GPU: its MFU, and comparisons with peers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DATA = {
     "data.sources": json.dumps([{"name": "stdlib"}]),
     "data.tokenizer": json.dumps({"vocab_size": 32000}),
     "data.packing": "concat",
-    # All of the sequence is attended to, as the FLOPs are counted.
+    # Attention covers the whole sequence, in accordance with the count of FLOPs.
     "data.mask_documents": "false",
 }
-"""The recipe's own need the hub; what a step costs does not depend on the text."""
+"""Data that need no hub, unlike the recipe's own. The cost of a step does not depend on the text."""
 PLAIN = {"model.attention": "sdpa", "kernels.blocks": "eager", "kernels.loss": "whole"}
 RUNGS: Mapping[str, Mapping[str, str]] = {
     "as transformers has it": PLAIN,
@@ -54,7 +54,7 @@ def _ours(name: str, recipe: str, steps: str, fields: Mapping[str, str]) -> Side
 
 
 def _tuned(recipe: str, fields: Mapping[str, str]) -> Side:
-    """Measures the kernels that `auto` then takes from the cache."""
+    """Returns the command that measures kernels, so that `auto` takes them from the cache."""
     command = ["python", "-m", "llmtrain", "tune", f"recipes/{recipe}.py", "--nproc", "1"]
     return Side("tune", [*command, *_sets(fields)])
 
@@ -64,7 +64,7 @@ def _sets(fields: Mapping[str, str]) -> list[str]:
 
 
 def mfu_cases(quick: bool) -> Sequence[Case]:
-    """The ladder for 1B at T = 2048; elsewhere its two ends."""
+    """Returns the cases: all rungs for the 1B model at T = 2048, and two for other models and lengths."""
     steps = "20" if quick else "60"
     found: list[Case] = []
     for recipe, sequence, micro in (
@@ -82,7 +82,7 @@ def mfu_cases(quick: bool) -> Sequence[Case]:
 
 
 def mfu_verdicts(result: Result) -> Sequence[Verdict]:
-    """Of what `auto` takes."""
+    """Returns the verdicts on whether the MFU of the kernels that `auto` chooses is high enough, for each case."""
     found = []
     for case in result["cases"]:
         mfu = median_of(case, AUTO, "mfu")
@@ -110,7 +110,7 @@ MFU = Question(
 
 
 def wrapper_cases(quick: bool) -> Sequence[Case]:
-    """Our worker and a bare DeepSpeed loop in one process, in turn."""
+    """Returns the case in which our worker and a bare DeepSpeed loop alternate in one process."""
     fields = _fields(2048, 4) | PLAIN | {"kernels.loss": "whole"}
     command = ["python", "-m", "benchmarks.programs.interleaved", "--recipe", "recipes/llama_1b.py", "--ranks", "1"]
     command += ["--peer", "deepspeed", "--blocks", "6" if quick else "20", *_sets(fields)]
@@ -118,7 +118,7 @@ def wrapper_cases(quick: bool) -> Sequence[Case]:
 
 
 def wrapper_verdicts(result: Result) -> Sequence[Verdict]:
-    """As on a CPU, of the step that it was measured in."""
+    """Returns the verdict on the additional time, as a share of the step in which it was measured."""
     (case,) = result["cases"]
     return [wrapper.verdict(case, median_of(case, case["sides"][0]["name"], "peer_ms"))]
 
@@ -141,7 +141,7 @@ WRAPPER = Question(
 
 
 def trainer_cases(quick: bool) -> Sequence[Case]:
-    """The Trainer in its eager default, ours with the kernels that were measured."""
+    """Returns the cases: the Trainer with its eager default, ours with the measured kernels."""
     steps = "20" if quick else "40"
     fields = _fields(2048, 8)
     subject = ["python", "-m", "benchmarks.programs.subject", "{work}/1b", "--recipe", "recipes/llama_1b.py"]
@@ -157,7 +157,7 @@ def trainer_cases(quick: bool) -> Sequence[Case]:
 
 
 def trainer_verdicts(result: Result) -> Sequence[Verdict]:
-    """Speed and memory."""
+    """Returns the verdicts on the aims of speed and memory."""
     against = result["cases"][0]["against"]["Trainer"]
     speed, memory = against["tokens_per_second"]["median"], against["peak_gib"]["median"]
     return [

@@ -1,4 +1,4 @@
-"""Against litgpt."""
+"""The comparison with litgpt."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from benchmarks.questions.trainer import FIELDS, SPEED, ahead, sets
 VERSION = "0.5.13"
 FOLDER = "{work}/subject"
 ENVIRONMENT = "{work}/litgpt"
-PACKAGES = (f"litgpt=={VERSION}", "requests")  # the second one it imports without asking for it
+PACKAGES = (f"litgpt=={VERSION}", "requests")  # litgpt imports `requests` without requiring it
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """One rank: with several it takes FSDP, which needs GPUs."""
+    """Returns the case, on one rank. With several ranks, litgpt uses FSDP, which needs GPUs."""
     common = ["--ranks", "1", "--steps", "20" if quick else "60", *sets(FIELDS)]
     return [
         Case(
@@ -38,7 +38,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Ahead."""
+    """Returns the verdicts on whether llmtrain is faster."""
     return ahead(result, "litgpt")
 
 

@@ -1,4 +1,4 @@
-"""What computing activations again costs, and what it saves."""
+"""The question of what recomputing activations costs and saves."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ FIELDS = (
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Each kind, beside passes that keep everything."""
+    """Returns the cases: each kind of recomputation, compared with passes that keep all activations."""
     sets = ["--turns", "3" if quick else "40", *(word for field in FIELDS for word in ("--set", field))]
     kinds = ("selective", "full")
     return [
@@ -25,7 +25,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Of selective recomputation."""
+    """Returns the verdicts on the aims of selective recomputation."""
     case = case_of(result, "selective")
     ratio, kept = (median_of(case, "selective / none", number) for number in ("ratio", "kept_share"))
     return [

@@ -1,4 +1,4 @@
-"""How long the page of long runs takes to open."""
+"""The question of how long the page of long runs takes to open."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ ONE, TEN = "one run", "ten runs"
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Pages of one run and of ten, of 100,000 logged steps each."""
+    """Returns the cases: the pages of one run and of ten runs, each with 100,000 logged steps."""
     steps = "2000" if quick else "100000"
     return [
         Case(
@@ -26,7 +26,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """The time of ten runs, the size of one."""
+    """Returns the verdicts on whether the time for ten runs and the page size for one run are small enough."""
     seconds = median_of(case_of(result, TEN), "Chromium", "opened_s")
     size = median_of(case_of(result, ONE), "Chromium", "page_mb")
     return [

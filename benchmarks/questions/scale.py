@@ -1,4 +1,4 @@
-"""Ten thousand ranks, a trillion tokens."""
+"""The question of the cost at ten thousand ranks and a trillion tokens."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ PARTS = {
     "launch": ("a hostfile, read; the job script beside it", "hostfile_s", 1.0),
     "verdicts": ("rank 0's store answers every rank once", "seconds", 1.0),
 }
-"""What it is, the number that is judged, and what it may be at most."""
+"""Part → description, the number that is judged, and its upper limit."""
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Each part at each size."""
+    """Returns a case per part, each with one side per number of ranks."""
     program = ["python", "-m", "benchmarks.programs.scale"]
     return [
         Case(what, [Side(f"{ranks:,} ranks", [*program, part, str(ranks)]) for ranks in RANKS])
@@ -26,7 +26,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """At the largest size."""
+    """Returns the verdicts on whether each part stays under its limit with the most ranks."""
     found = []
     for what, number, most in PARTS.values():
         value = median_of(case_of(result, what), f"{RANKS[-1]:,} ranks", number)

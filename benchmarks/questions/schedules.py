@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, on two cores that compute."""
+"""The comparison of pipeline schedules, on two cores that compute."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,18 @@ FIELDS = (
     *("batch.global_batch_size=16", "batch.micro_batch_size=2", "parallel.zero_stage=1"),
     *("kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=1", "data.tokenizer.vocab_size=512"),
 )
-"""Passes of tenths of a second, and a head that is small beside a layer, so that all stages take as long."""
+"""Sizes with which a pass takes tenths of a second, and the head is small compared with a layer. All stages therefore
+take about equally long."""
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Steps of all schedules in turn."""
+    """Returns the case in which the steps of all schedules alternate."""
     command = ["python", "-m", "benchmarks.programs.schedules", "--turns", "2" if quick else "6", *sets(FIELDS)]
     return [Case(CASE, [Side(SIDE, command)])]
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """No schedule is slower than 1F1B."""
+    """Returns the verdicts on whether each other schedule is at least as fast as 1F1B."""
     case, found = case_of(result, CASE), []
     for name in ("interleaved", "zero_bubble"):
         ratio = median_of(case, SIDE, name)

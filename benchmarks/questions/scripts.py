@@ -1,11 +1,11 @@
-"""Questions that a program of their own answers."""
+"""Questions that are answered by separate programs."""
 
 from collections.abc import Sequence
 
 from benchmarks.question import Result, Script, Verdict
 
 IDEAL = {("interleaved", 4, 2, 8): 0.82, ("zero_bubble", 4, 4, 8): 0.95}
-"""Schedule, ranks, stages of each and micro-batches; and the share of a step in which no rank should wait."""
+"""Schedule, ranks, stages per rank and micro-batches → smallest share of a step in which ranks should not wait."""
 
 
 def _bubble(result: Result) -> Sequence[Verdict]:

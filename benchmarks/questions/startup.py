@@ -1,4 +1,4 @@
-"""From the command to the first step."""
+"""The question of the time from the command to the first step."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from benchmarks.question import Question, Result, Verdict
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """One rank and two; data, tokens and batches are there."""
+    """Returns the cases: one rank and two, with data, tokens and batches already prepared."""
     found = []
     for ranks in (1, 2):
         folder = f"{{work}}/start{ranks}"
@@ -41,7 +41,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """No aim was set: what a start costs beside a bare script."""
+    """Returns the verdicts on whether a start is as fast as that of a bare script. No other aim was set."""
     found = []
     for case in result["cases"]:
         ratio = case["against"]["bare DeepSpeed"]["first_step_s"]

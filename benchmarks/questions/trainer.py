@@ -1,4 +1,4 @@
-"""Against Hugging Face's Trainer."""
+"""The comparison with Hugging Face's Trainer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,18 +7,18 @@ from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict
 
 FIELDS = ("data.packing=concat", "data.mask_documents=false")
-"""What the Trainer's users do: one stream of tokens, cut; attention across documents."""
+"""The usual data format with the Trainer: one stream of tokens cut into sequences, and attention across documents."""
 SAME_KERNELS = (
     *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole"),
     *("kernels.matmul=torch", "kernels.threads=auto"),
 )
-"""The Trainer's defaults."""
+"""The Trainer's default kernels."""
 SPEED = {
     "tokens_per_second": ("tokens/s", ",.0f"),
     "step_ms": ("ms a step", ".1f"),
     "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
 }
-"""Columns."""
+"""Columns of the table: name of a number → heading and format."""
 
 
 def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
@@ -49,12 +49,12 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
 
 
 def sets(fields: Sequence[str]) -> list[str]:
-    """Options of a command."""
+    """Returns the command-line options that set these fields."""
     return [part for field in fields for part in ("--set", field)]
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """One rank and two, with and without DeepSpeed."""
+    """Returns the cases: one rank and two, with and without DeepSpeed."""
     return [
         _case("1 rank", 1, quick, None),
         _case("2 ranks, DDP", 2, quick, None),
@@ -64,12 +64,12 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Ahead by a quarter everywhere, with less memory."""
+    """Returns the verdicts on whether llmtrain is faster by a quarter and needs less memory, for each case."""
     return [verdict for aim in (partial(ahead, least=1.25), _smaller) for verdict in aim(result, "Trainer")]
 
 
 def ahead(result: Result, peer: str, least: float = 1.0) -> Sequence[Verdict]:
-    """Of a peer in each case, pair by pair; least: ratio of tokens/s."""
+    """Returns a verdict per case on whether the pairwise ratio of our tokens/s to the peer's exceeds `least`."""
     found = []
     for case in result["cases"]:
         ratio = case["against"][peer]["tokens_per_second"]

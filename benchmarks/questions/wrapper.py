@@ -1,4 +1,4 @@
-"""What our loop costs over a bare one."""
+"""The question of what our training loop costs in comparison with a bare one."""
 
 from collections.abc import Sequence
 from statistics import median, stdev
@@ -12,8 +12,8 @@ NARROW = (
     *("model.config.hidden_size=32", "model.config.intermediate_size=64", "data.tokenizer.vocab_size=512"),
     *("model.config.num_attention_heads=2", "model.config.num_key_value_heads=1"),
 )
-"""As many layers, tensors, micro-batches and tokens as the recipe's, and an eighth of its computing: what a loop adds
-takes as long, and is not lost in what the computing varies by."""
+"""Fields of narrow layers: as many layers, tensors, micro-batches and tokens as in the recipe, but an eighth of the
+computation. The overhead of a loop stays the same, and is not hidden by the variation of the computing time."""
 WHOLE = "the recipe as it is, ZeRO-1, {}"
 RANKS = {1: "1 rank", 2: "2 ranks"}
 
@@ -27,7 +27,7 @@ def _interleaved(name: str, peer: str, ranks: int, blocks: int, *fields: str) ->
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    """Both loops in one process, in turn; then whole commands in turn."""
+    """Returns the cases: both loops alternate in one process, then whole commands alternate."""
     steps, blocks, of_whole = ("20", 8, 4) if quick else ("40", 100, 12)
     zero = {stage: f"parallel.zero_stage={stage}" for stage in (0, 1)}
     found = [
@@ -62,7 +62,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Of the narrow recipe's milliseconds, as a share of a step of the whole one."""
+    """Returns the verdicts on the overhead with narrow layers, as a share of a step of the whole recipe."""
     found = []
     for case in result["cases"]:
         if case["name"].startswith("DeepSpeed"):
@@ -72,13 +72,13 @@ def verdicts(result: Result) -> Sequence[Verdict]:
 
 
 def verdict(case: Result, step_ms: float) -> Verdict:
-    """The median over all runs of what ours takes more, against a bare loop's step."""
+    """Returns the verdict on the median of our additional time over all runs. step_ms: a step of the bare loop."""
     more = [run["more_ms"] for run in case["sides"][0]["runs"]]
-    error = 1.2533 * stdev(more) / len(more) ** 0.5  # of a median; the spread is that of the processes
+    error = 1.2533 * stdev(more) / len(more) ** 0.5  # standard error of a median, from the spread of processes
     return Verdict(
         f"{case['name']}: at most {MOST:.1%} and {MOST_MS:g} ms a step",
         f"{median(more):+.2f} ± {error:.2f} ms, {median(more) / step_ms:+.2%} of {step_ms:.1f} ms",
-        median(more) + error <= min(MOST_MS, MOST * step_ms),  # what cannot be told is not met
+        median(more) + error <= min(MOST_MS, MOST * step_ms),  # not met if the error leaves it open
     )
 
 

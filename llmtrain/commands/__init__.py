@@ -1,1 +1,1 @@
-"""Implements the commands of `cli`, after their options are parsed. Each module imports what it needs when it runs."""
+"""Implements the commands of `cli`, after their options are parsed. Modules import what they need when they run."""

@@ -1,6 +1,6 @@
 """`llmtrain checkpoint`: lists, verifies and converts checkpoints.
 
-As in `cli`, a command imports what it needs when it runs; only conversion loads torch.
+As in `cli`, a command imports what it needs only when it runs. Only conversion loads torch.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def convert_checkpoint(
     if nproc and (nodes or gpus_per_node):
         message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"
         raise RecipeError(Problem("convert.cluster", "--nproc", message, "leave one of them out"))
-    # Before torch and DeepSpeed are loaded, so that no GPU is initialised, and none is required.
+    # These are set before torch and DeepSpeed are loaded, so that no GPU is required or initialised.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
     from llmtrain.recipe import parse_assignments
@@ -119,7 +119,7 @@ def is_one(path: Path) -> bool:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Returns the folder of checkpoints that the user's path refers to. Raises CheckpointError if there is none."""
+    """Returns the folder of checkpoints to which the user's path refers. Raises CheckpointError if there is none."""
     try:
         names = [entry.name for entry in path.iterdir()]
     except UNREADABLE as error:
@@ -132,7 +132,10 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns a checkpoint, or the newest one of a run; warns about unreadable ones. Raises CheckpointError."""
+    """Returns the checkpoint at a path, or the newest one of a run. Warns about unreadable ones.
+
+    Raises CheckpointError if there is none.
+    """
     from llmtrain.checkpoint.folder import faults, newest
 
     if is_one(path):

@@ -1,4 +1,4 @@
-"""`llmtrain completion`: shells complete commands, options, recipes, variants, fields and their values."""
+"""`llmtrain completion`: shell completion of commands, options, recipes, variants, fields and their values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from llmtrain.errors import UserError
 
 VARIABLE = "_LLMTRAIN_COMPLETE"
-"""Set by the scripts: the process then prints candidates instead of running a command."""
+"""Environment variable set by the shell scripts: the process then prints candidates instead of running a command."""
 _ASK = "_TYPER_COMPLETE_FISH_ACTION={action} _LLMTRAIN_COMPLETE=complete_fish _TYPER_COMPLETE_ARGS={line}"
-"""How Typer is asked: for `get-args` it prints a line for each candidate, with its help after a tab."""
+"""Command prefix that asks Typer for candidates. For `get-args`, it prints one per line, with its help after a tab."""
 SCRIPTS = {
     "bash": r"""_llmtrain() {
     local line=${COMP_LINE:0:COMP_POINT} found
@@ -49,7 +49,7 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 def prepare_completion() -> None:
-    """Lets Typer answer if a shell asks for candidates."""
+    """Prepares Typer to answer if a shell asks for candidates."""
     if VARIABLE in os.environ:
         from typer.completion import get_completion_inspect_parameters
 
@@ -57,7 +57,7 @@ def prepare_completion() -> None:
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Returns recipe files and folders that begin with a text, or after a colon the variants of a file."""
+    """Returns the recipe files and folders that complete a text; after a colon, the variants of the file."""
     from llmtrain.plan.load.file import SUFFIXES
 
     path, colon, variant = incomplete.partition(":")
@@ -72,12 +72,12 @@ def recipes(incomplete: str) -> list[str]:
         hidden = beginning.startswith(".")
         names = [name for name in files + folders if name.startswith(beginning) and (hidden or name[0] != ".")]
         return [shown + name for name in names]
-    except (OSError, ValueError, SyntaxError, TypeError, UserError):  # while a word is typed, a fault is no message
+    except (OSError, ValueError, SyntaxError, TypeError, UserError):  # an incomplete word is no error
         return []
 
 
 def _variants(path: Path) -> list[str]:
-    """Returns the variants that a file defines; no recipe is run for this, nor what it extends."""
+    """Returns the variants that a file defines, without running the recipe or reading what it extends."""
     from llmtrain.system.untrusted import is_yaml, read_text
 
     if is_yaml(str(path)):
@@ -89,7 +89,7 @@ def _variants(path: Path) -> list[str]:
 
 
 def assignments(incomplete: str) -> list[str]:
-    """Returns fields of a recipe that begin with a text, or after `=` the values of a field that has few."""
+    """Returns the recipe fields that complete a text; after `=`, the values of the field if they can be listed."""
     from llmtrain.recipe import Recipe
 
     fields = dict(_fields(Recipe))
@@ -100,7 +100,7 @@ def assignments(incomplete: str) -> list[str]:
 
 
 def _fields(part: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted names and types of all fields; those of lists of parts without a number."""
+    """Yields the dotted names and types of all fields. A list of parts is one field, without its elements."""
     from llmtrain.recipe import part_in
 
     for name, field in part.model_fields.items():

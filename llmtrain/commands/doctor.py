@@ -1,4 +1,4 @@
-"""`llmtrain doctor`: its command line."""
+"""The command line of `llmtrain doctor`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DoctorRequest:
 
 
 def visit_doctor(request: DoctorRequest) -> None:
-    """Checks, prints the report and exits: with 0 if there is no fault, else 5. Raises RecipeError."""
+    """Runs the checks, prints the report, and exits with 0 if there is no fault, else 5. Raises RecipeError."""
     if request.self_test:
         sys.exit(_self_test(request))
     from rich.console import Console

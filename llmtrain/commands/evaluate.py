@@ -1,4 +1,4 @@
-"""`llmtrain eval`: scores of a run on downstream tasks."""
+"""`llmtrain eval`: scores a run on downstream tasks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EvalRequest:
 
 
 def evaluate_tasks(request: EvalRequest) -> None:
-    """Scores a checkpoint, and writes `eval/step_N.json`.
+    """Scores a checkpoint and writes `eval/step_N.json`.
 
     Raises RecipeError for unknown tasks, and CheckpointError if there is no such checkpoint.
     """
@@ -48,7 +48,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # removes what was exported
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # exiting removes the temporary export
     run = RunDir(request.run)
     declared = run.read_recipe().tasks
     names = tuple(filter(None, request.tasks.split(","))) if request.tasks else declared.names
@@ -89,7 +89,7 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
 
 
 def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
-    """Returns a Hugging Face folder of a checkpoint: the run's export if it was made from it, else a new one."""
+    """Returns a Hugging Face folder of a checkpoint: the run's export if it is of this checkpoint, else a new one."""
     from llmtrain.checkpoint.export import export
     from llmtrain.checkpoint.folder import is_exported
     from llmtrain.checkpoint.manifest import read_manifests
@@ -101,7 +101,7 @@ def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
 
 
 def _write(file: Path, results: Results, limit: int | None) -> Scored:
-    """Writes results beside those of other tasks for the same checkpoint."""
+    """Adds results to the file, which keeps those of other tasks for the same checkpoint; returns its content."""
     from llmtrain.run_dir import write_json
     from llmtrain.train.tasks import Scored
 

@@ -56,7 +56,7 @@ class ExportRequest:
 
 
 def export_model(request: ExportRequest) -> None:
-    """Writes the folder, if one is named, and uploads it, if asked to. Raises UserError."""
+    """Writes the folder if one is named, and uploads it on request. Raises UserError."""
     from llmtrain.checkpoint.folder import check_new
 
     if problems := list(_conflicts(request)):
@@ -98,7 +98,7 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
 
 
 def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> None:
-    """Writes the folder; loads torch."""
+    """Writes the folder. Loads torch."""
     with quiet_libraries():
         from llmtrain.checkpoint.export import export, size_in_bytes
         from llmtrain.checkpoint.merge import merge, merge_checkpoint

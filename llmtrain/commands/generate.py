@@ -38,7 +38,7 @@ class GenerateRequest:
 
 
 def generate_text(request: GenerateRequest) -> None:
-    """Continues a text, or answers questions. Raises RecipeError for options that do not fit together."""
+    """Continues a text, or answers questions. Raises RecipeError for options that exclude each other."""
     if request.chat:
         _chat(request)
         return
@@ -75,11 +75,11 @@ def _chat(request: GenerateRequest) -> None:
 
 
 def _questions() -> Iterator[str]:
-    """Yields the lines of the input; asks for them on a terminal."""
+    """Yields the lines of standard input; shows a prompt on a terminal."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
-    import readline  # noqa: F401 - `input` then edits lines
+    import readline  # noqa: F401 - makes `input` edit lines
 
     print("Ctrl-D ends the conversation.", file=sys.stderr)
     while True:

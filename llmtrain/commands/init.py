@@ -19,12 +19,12 @@ from llmtrain.system.untrusted import expanded, json_fault
 
 Kind = Literal["text", "conversations", "preferences"]
 LLAMA = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-"""A new model that trains in minutes on CPUs."""
+"""Configuration of a new model that trains in minutes on CPUs."""
 VOCABULARY = 4096
 SHORT, LONG = 256, 2048
-"""Sequence length of a new model, and the longest one of pretrained weights: memory grows with it."""
+"""Sequence length for a new model, and upper limit for pretrained weights, because memory grows with the length."""
 WIDTH = 100
-"""Characters of the longest call that is written on one line."""
+"""Largest number of characters of a call that is written on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class InitRequest:
 
 
 def write_recipe(request: InitRequest) -> None:
-    """Writes the file and says what to do next. Asks on a terminal for what is not given."""
+    """Writes the file and prints what to do next. Asks for missing options on a terminal."""
     if request.file.name and not request.file.suffix:
         request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:
@@ -104,7 +104,7 @@ def _problems(request: InitRequest) -> list[Problem]:
 
 
 def _is_here(data: str) -> bool:
-    """Whether data are built in, or files or folders of this machine."""
+    """Whether data are a built-in corpus, a glob, or an existing file or folder."""
     from llmtrain.data.sources.files import STDLIB
     from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT
 
@@ -112,7 +112,7 @@ def _is_here(data: str) -> bool:
 
 
 def _kind_of(data: str) -> Kind:
-    """Returns what data hold. Raises DataError for local files that hold neither."""
+    """Returns the kind of data. Raises DataError for local files that hold none of the kinds."""
     from llmtrain.data.chat.conversation import find_layout
     from llmtrain.data.sources.files import find_files
     from llmtrain.data.sources.formats import READERS, kind_of, read_document
@@ -180,7 +180,7 @@ def _python(fields: dict[str, Any]) -> str:
 
 
 def _call(part: type[Part], fields: dict[str, Any], indent: int) -> str:
-    """Returns the call that makes a part of a recipe."""
+    """Returns the Python call that constructs a part of a recipe."""
     arguments = []
     for name, value in fields.items():
         inner, deeper = part_in(part.model_fields[name].annotation), indent + 4

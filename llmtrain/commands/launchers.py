@@ -1,4 +1,4 @@
-"""`llmtrain train` with a launcher or a dry run: which options each supports, and what it does."""
+"""`llmtrain train` with a launcher or as a dry run: the options that each supports, and its actions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_lines(tool: Tool, request: TrainRequest) -> None:
-    """Checks the plan, then prints it on standard error and the command line of each node on standard output."""
+    """Checks the plan, then prints it to standard error and the command line of each node to standard output."""
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
@@ -41,7 +41,7 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
 
 
 def run_small(request: TrainRequest) -> None:
-    """Runs the scaled-down plan and prints the report, which is written next to the run directory of the real run."""
+    """Runs the scaled-down plan and prints the report, which is also written next to the real run's directory."""
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
@@ -75,7 +75,7 @@ def run_small(request: TrainRequest) -> None:
 
 
 def enqueue(request: TrainRequest) -> None:
-    """Checks everything that can be checked before the job starts, then prints its script or submits it."""
+    """Runs all checks that are possible before the job starts, then prints its script or submits it."""
     from rich.console import Console
 
     from llmtrain.checkpoint.before import check_resume
@@ -110,7 +110,7 @@ def enqueue(request: TrainRequest) -> None:
 
 
 def print_manifest(request: TrainRequest) -> None:
-    """Checks the plan, then prints it on standard error and its manifest on standard output."""
+    """Checks the plan, then prints it to standard error and its manifest to standard output."""
     from rich.console import Console
 
     from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
@@ -119,7 +119,7 @@ def print_manifest(request: TrainRequest) -> None:
     options = parse_kubernetes_options(request.kubernetes)
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
-    # The run directory lies in the pods' file system: a folder of the same path on this machine is unrelated.
+    # The run directory is in the pods' file system. A folder with the same path on this machine is unrelated.
     plan = runnable_plan(declared, cluster, cluster.world_size)
     name = "-".join(part for part in (declared.name, request.variant) if part)
     run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
@@ -131,7 +131,7 @@ def print_manifest(request: TrainRequest) -> None:
 
 
 def train_on_hosts(request: TrainRequest) -> None:
-    """Checks everything that can be checked before workers start, trains, and exits with the job's exit code."""
+    """Runs all checks that are possible before workers start, trains, and exits with the job's exit code."""
     from rich.console import Console
 
     from llmtrain.cluster import Cluster, local_cluster
@@ -168,11 +168,11 @@ def train_on_hosts(request: TrainRequest) -> None:
 
 
 HERE: tuple[LauncherName, ...] = ("local", *TOOLS)
-"""Launchers that start the workers of this machine."""
+"""Launchers that start workers on this machine only."""
 When = Literal["always", "without --dry-run", "with --dry-run"]
 ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")
 CLUSTER: dict[LauncherName, When] = {
-    # Without --dry-run these take the devices of this machine.
+    # Without --dry-run, these launchers use the devices of this machine.
     **dict.fromkeys(HERE, "with --dry-run"),
     "slurm": "always",
     "kubernetes": "always",
@@ -188,11 +188,11 @@ SUPPORTED: dict[str, dict[LauncherName, When]] = {
     "slurm": {"slurm": "always"},
     "kubernetes": {"kubernetes": "always"},
 }
-"""Field of `TrainRequest` → the launchers that support the option, and when. All launchers support the other fields."""
+"""Field of `TrainRequest` → launchers that support the option, and when. Fields that are not listed always work."""
 
 
 def check_options(request: TrainRequest, rank: Rank | None) -> None:
-    """Raises RecipeError for options that do not go together; rank: as for `_in_conflict`."""
+    """Raises RecipeError for options that exclude each other. rank: as for `_in_conflict`."""
     if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
         raise RecipeError(problems)
 
@@ -234,14 +234,14 @@ def _unsupported(request: TrainRequest) -> Iterator[Problem]:
 
 
 def option_name(field: str) -> str:
-    """Returns the name on the command line of a field of `TrainRequest`."""
+    """Returns the command-line name of a field of `TrainRequest`."""
     return f"--{field.removeprefix('as_').replace('_', '-')}"
 
 
 def _in_conflict(request: TrainRequest, rank: Rank | None) -> Iterator[Problem]:
     """Yields a problem for each option that conflicts with others, or with the role of this process.
 
-    rank: the worker that a launcher has started this process as, if any.
+    rank: the rank of this process if a launcher started it as a worker; otherwise None.
     """
     rule = "launch.options"
     if request.launcher == "kubernetes" and not request.dry_run:

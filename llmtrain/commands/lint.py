@@ -1,4 +1,4 @@
-"""`llmtrain lint`: its command line."""
+"""The command line of `llmtrain lint`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmtrain.lint.schema import Schema
 
 FOUND = 1
-"""The exit code if there are findings that count."""
+"""Exit code for errors, or for more warnings than are allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class LintRequest:
 
 
 def lint_files(request: LintRequest) -> None:
-    """Checks, prints the findings and exits: with 0 if the files are clean, 1 if not, 2 if one cannot be read."""
+    """Checks the files, prints the findings, and exits: 0 for clean files, 1 for findings, 2 for unreadable ones."""
     from llmtrain.lint import RULES, Use, examine, parse_allowed
     from llmtrain.lint.files import settings, sources
     from llmtrain.lint.report import explained, written
@@ -104,7 +104,7 @@ def _exit_code(results: list[Result], request: LintRequest) -> int:
 
 
 def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Schema) -> None:
-    """Prints the difference that mending makes, or makes it. Raises: RecipeError."""
+    """Fixes the files or, with --diff, prints what would change. Raises RecipeError."""
     from llmtrain.lint.document import Unreadable
     from llmtrain.lint.fixing import fixed
     from llmtrain.lint.reading import read_file
@@ -116,7 +116,7 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
         try:
             old = read_file(path)
         except Unreadable:
-            continue  # it is reported
+            continue  # the report mentions it
         new = fixed(old, known, is_yaml(name))
         if request.diff:
             before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
@@ -126,7 +126,7 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
 
 
 def _replace(name: str, path: Path, text: str) -> None:
-    """Replaces a file at once; links to it, and its permissions, stay. Raises: RecipeError."""
+    """Replaces a file atomically; keeps links to it and its permissions. Raises RecipeError."""
     from llmtrain.system.durable import write_atomically
     from llmtrain.system.untrusted import why
 
@@ -142,7 +142,7 @@ def _replace(name: str, path: Path, text: str) -> None:
 
 
 def _arguments(request: LintRequest) -> dict[str, Any]:
-    """Returns the Trainer's arguments from the file and from --set. Raises: RecipeError."""
+    """Returns the Trainer's arguments from the file and from --set. Raises RecipeError."""
     import yaml
 
     from llmtrain.lint.document import Unreadable
@@ -151,7 +151,7 @@ def _arguments(request: LintRequest) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if request.arguments:
         try:
-            loaded = yaml.safe_load(read_file(request.arguments))  # JSON is YAML, too
+            loaded = yaml.safe_load(read_file(request.arguments))  # YAML includes JSON
         except (Unreadable, ValueError, RecursionError, yaml.YAMLError) as error:
             message = short(printable(str(error)))
             raise RecipeError(Problem("lint.arguments", str(request.arguments), message)) from None
@@ -167,7 +167,7 @@ def _arguments(request: LintRequest) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Returns the number that a text spells: YAML 1.1 reads 1e-5 as text."""
+    """Returns the number that a text contains, or else the value unchanged: YAML 1.1 reads 1e-5 as text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

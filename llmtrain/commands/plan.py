@@ -1,4 +1,4 @@
-"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans; options that other commands share."""
+"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans. Other commands share its options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
     """Returns the cluster that the options describe.
 
-    Options that are not given default to the recipe's cluster, then to this machine.
+    Missing options are taken from the recipe's cluster if it has one, otherwise from this machine.
     """
     from pydantic import ValidationError
 
@@ -104,9 +104,9 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Prints the plan, or with --search the legal plans.
+    """Prints the plan or, with --search, the fastest legal plans.
 
-    Raises RecipeError for a refused recipe; with --json it is printed as JSON, and the process exits.
+    Raises RecipeError for a refused recipe. With --json, it prints the refusal as JSON and exits instead.
     """
     from llmtrain.plan.load import load_recipe
 
@@ -146,7 +146,7 @@ def _show(planned: library.Planned, request: PlanRequest) -> None:
 def _write(folder: Path, planned: library.Planned) -> list[str]:
     """Writes the plan, its configurations for DeepSpeed and accelerate, and diagrams of memory and schedule.
 
-    Returns the names of the files.
+    Returns the names of the written files.
     """
     from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
     from llmtrain.plan.schedules import PipelineSchedule

@@ -1,6 +1,7 @@
-"""Tries on tiny copies what a plan makes of its model, before a worker starts.
+"""Tries a plan's changes to its model on tiny copies, before any worker starts.
 
-Whether a family can be split into stages cannot be computed: the check loads torch and compares a tiny copy.
+No computation tells whether a model family can be split into stages. The check therefore loads torch and compares a
+split tiny copy with an unsplit one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from llmtrain.system.streams import plain_console, quiet_libraries
 
 
 def check_stages(plan: Plan) -> None:
-    """Tries what the plan makes of the model on tiny copies: its adapters, and its stages.
+    """Tries the plan's adapters and pipeline stages on tiny copies of the model. Loads torch.
 
-    Raises RecipeError if one of them fails; loads torch.
+    Raises RecipeError if one of them fails.
     """
     if plan.recipe.model.is_frozen_in_part:
         with quiet_libraries():
@@ -36,7 +37,7 @@ def check_stages(plan: Plan) -> None:
 def without_uncut(
     plans: Sequence[NamedPlan], refused: Sequence[RefusedPlan]
 ) -> tuple[list[NamedPlan], list[RefusedPlan]]:
-    """Moves pipelines to the refused plans if their model cannot be split into their stages.
+    """Returns both lists, with pipelines whose model cannot be split into their stages moved to the refused plans.
 
     Raises RecipeError if no plan is left.
     """

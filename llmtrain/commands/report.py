@@ -1,4 +1,4 @@
-"""Looks at runs, finished or going on, from their directories alone; `llmtrain profile` asks one to record steps."""
+"""Shows finished or active runs from their directories alone. `llmtrain profile` asks an active run to record steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReportRequest:
 
 
 def report_runs(request: ReportRequest) -> None:
-    """Writes or serves the page of runs."""
+    """Writes or serves the HTML page of one or more runs."""
     from llmtrain.report.page import write_report
     from llmtrain.run_dir import RunDir
 
@@ -44,7 +44,7 @@ def report_runs(request: ReportRequest) -> None:
         return
     if request.port:
         raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
-    # Several runs have no folder in common.
+    # Several runs share no folder in which the page could be written.
     out = request.out or (RunDir(request.runs[0]).report if len(request.runs) == 1 else Path("report.html"))
     _distinct(request.runs)
     try:
@@ -121,7 +121,7 @@ def compare_runs(
 
 
 def _document(run: RunData) -> dict[str, Any]:
-    """Returns a run at a glance as JSON data."""
+    """Returns the summary of a run as JSON data."""
     from llmtrain.report import facts
 
     return {
@@ -147,7 +147,7 @@ def _document(run: RunData) -> dict[str, Any]:
 
 
 def request_profile(run: Path, steps: int, ranks: str, memory: bool) -> None:
-    """Writes the request. Raises RecipeError if a folder holds no run, or a rank is not one of the run."""
+    """Writes a request to record steps. Raises RecipeError if the folder holds no run, or if the run lacks a rank."""
     from llmtrain.recipe import ProfileConfig
     from llmtrain.run_dir import RunDir, write_json
 

@@ -1,4 +1,4 @@
-"""`llmtrain train` on this machine, and the checks that precede the start of workers on any machine."""
+"""`llmtrain train` on this machine, and the checks that are made before workers start on any machine."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """All options of the command line, as they were given."""
+    """All options of the command line, as given."""
 
     recipe: RecipeArgument
-    """Path of the recipe's file, followed by `:VARIANT` if one is given."""
+    """Path of the recipe's file, optionally followed by `:VARIANT`."""
     assignments: SetOption = field(default_factory=list)
     nproc: Annotated[
         int | None,
@@ -109,7 +109,7 @@ class TrainRequest:
 
     @property
     def path(self) -> str:
-        """The path of the recipe's file, as it was given."""
+        """The path of the recipe's file, as given."""
         return self.recipe.partition(":")[0]
 
     @property
@@ -139,9 +139,10 @@ class TrainRequest:
         return (*self.sets, "--resume", self.resume, *steps)
 
     def script(self, path: str) -> tuple[str, ...]:
-        """Returns what a launcher's Python runs as a worker, without the run directory.
+        """Returns the arguments with which a launcher's Python runs a worker, without the run directory.
 
-        path: of the recipe's file where the worker is. The file itself may lack the lines that make it a script.
+        path: path of the recipe's file on the worker's machine. The file itself is not run as a program, because it may
+        lack the lines for that.
         """
         return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
 
@@ -154,13 +155,13 @@ class TrainRequest:
     def cluster(self, written_for: Cluster | None) -> Cluster:
         """Returns the cluster that the options describe.
 
-        Options that are not given default to `written_for`, then to this machine.
+        Missing options are taken from `written_for` if it is given, otherwise from this machine.
         """
         return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
 
     @property
     def tool(self) -> Tool | None:
-        """The program that starts the workers of this machine instead of this process, if one does."""
+        """The program that starts this machine's workers, or None if this process does."""
         return self.launcher if self.launcher in ("torchrun", "accelerate") else None
 
     def folder(self, declared: Recipe) -> RunDir:
@@ -171,7 +172,7 @@ class TrainRequest:
 
 
 def train_here(request: TrainRequest, rank: Rank | None) -> None:
-    """Acts as worker `rank` of the launcher that started this process, or starts the workers itself."""
+    """Trains as worker `rank` if a launcher started this process; otherwise starts the workers."""
     if rank is None:
 
         def load() -> tuple[Recipe, RunDir]:
@@ -205,14 +206,14 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     declared, _ = request.load()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
-    if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their own start would be counted as load by others
+    if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their start would count as load of other processes
         _settle_threads(1)
     folder = request.folder(declared)
     try:
         plan = startable(declared, cluster, folder, request.resume, rank.world_size)
         check_disks(plan)
     except UserError as error:
-        # An error of a machine is printed by its first rank, any other one by rank 0.
+        # A machine's first rank prints the errors of that machine. Rank 0 prints all other errors.
         is_printed = rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
         if not is_printed:
             sys.exit(error.exit_code)
@@ -242,12 +243,12 @@ class LocalStart:
     max_steps: int | None
     max_restarts: int
     tool: Tool | None = None
-    """The program that starts the workers instead of this process."""
+    """The program that starts the workers, or None if this process does."""
     ended: Callable[[int], object] | None = None
-    """Is called with the exit code before signals are handled as usual again."""
+    """Called with the exit code, before the usual signal handlers are restored."""
 
     def train(self) -> int:
-        """Trains, and returns the exit code."""
+        """Trains and returns the exit code."""
         from llmtrain.cluster import local_cluster
         from llmtrain.launch.jobs.accelerate import processes_asked
         from llmtrain.launch.local import common_environment
@@ -260,7 +261,7 @@ class LocalStart:
         with Template() as template:
             forked_from = template if cluster.spec.on_cpu and not self.tool else None
             if forked_from:
-                # Its imports take longest, so they run while the recipe is checked and the data are prepared.
+                # The imports take longest, so they run while the recipe is checked and the data are prepared.
                 forked_from.start(common_environment(cluster.world_size))
             from llmtrain.launch.disks import check_disks
 
@@ -291,7 +292,7 @@ class LocalStart:
             return Exit.DONE
         with RunLock.take(folder.path, _say) as lock:
             checkpoint = check_resume(plan, folder, self.resume, is_local=True)
-            if template:  # a new one, with one worker that drives all devices
+            if template:  # restarted if a single worker drives all devices
                 template.start(common_environment(plan.workers))
             check_stages(plan)
             prepared = prepare(plan.recipe, Progress(console))
@@ -302,11 +303,11 @@ class LocalStart:
                 return Exit.DONE
             if checkpoint:
                 check_data(checkpoint, prepared.key)
-            Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
+            Schedule.of(plan, prepared, dp_rank=0)  # refuses data shorter than a batch before anything is started
             folder.create(plan, render(plan))
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
             with caught_signals():
-                # Batch systems repeat signals: one that arrives after the end must not change the exit code.
+                # Batch systems repeat signals. One that arrives after the end must not change the exit code.
                 code = self._run(plan, folder, template, console)
                 lock.release()
                 if self.ended:
@@ -331,7 +332,7 @@ class LocalStart:
 
 
 def _offer_self_test(cluster: Cluster) -> None:
-    """Mentions the self-test on a machine with GPUs that have not been tested; once per type of device."""
+    """Suggests the self-test on a machine with untested GPUs, once per type of device."""
     from llmtrain.cluster import self_test_folder
 
     offered = self_test_folder() / f"offered_{cluster.device}"
@@ -344,15 +345,15 @@ def _offer_self_test(cluster: Cluster) -> None:
 
 
 def _settle_threads(ranks: int) -> None:
-    """Chooses how the threads of this host's ranks wait for each other, before torch is loaded."""
+    """Chooses how the threads of this host's ranks wait for each other. Called before torch is loaded."""
     if line := sleep_beside_others(os.environ, ranks):
         print(line, flush=True)
 
 
 def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:
-    """Returns the plan of a recipe that can be started here; `workers` as in `check_runnable`.
+    """Returns the plan of a recipe that can be started here. workers: as for `check_runnable`.
 
-    Raises RecipeError with all faults, and the nearest legal plans.
+    Raises RecipeError with all faults and the nearest legal plans.
     """
     from llmtrain.plan.installed import check_runnable
     from llmtrain.rules import resolve
@@ -365,9 +366,9 @@ def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) 
 
 
 def startable(declared: Recipe, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
-    """Resolves the plan and runs every check that needs no worker.
+    """Returns the resolved plan after every check that needs no worker.
 
-    workers: the number of workers that a launcher started, if one did.
+    workers: the number of workers that a launcher started; None without a launcher.
     """
     from llmtrain.checkpoint.before import check_choice
     from llmtrain.metrics.trackers import check_trackers

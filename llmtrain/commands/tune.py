@@ -1,4 +1,4 @@
-"""`llmtrain tune`: its command line."""
+"""The command line of `llmtrain tune`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from llmtrain.plan import KernelChoice, Plan
 
 LOOK_S = 1.5
-"""Seconds for which the load by other processes is measured before anything is started."""
+"""Seconds during which the load of other processes is measured before anything is started."""
 
 
 def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json: bool) -> None:
     """Measures the kernels and prints the choice.
 
-    Raises RecipeError for a refused recipe; with --json it is printed as JSON, and the process exits.
+    Raises RecipeError for a refused recipe. With --json, it prints the refusal as JSON and exits instead.
     """
     from rich.console import Console
 
@@ -72,7 +72,7 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
 
 
 def _check_quiet() -> None:
-    """Raises RecipeError if other processes use so much of the cores that no measurement would be kept."""
+    """Raises RecipeError if other processes use the cores so much that every measurement would be discarded."""
     others, cores = cores_of_others(LOOK_S), own_cores()
     if others > most_cores_of_others(cores):
         raise RecipeError(_not_measured(busy(others, cores)))

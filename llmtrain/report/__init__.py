@@ -1,4 +1,4 @@
-"""Shows runs to people, from their directories alone: a page with curves, a terminal, a comparison."""
+"""Shows runs, from their directories alone: as a page with curves, in a terminal, or as a comparison."""
 
 from llmtrain.report.run import RunData, RunReader, read_run
 from llmtrain.report.table import MetricsTable

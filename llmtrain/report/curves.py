@@ -1,4 +1,4 @@
-"""The curves of a run for a page: which rows of a long table are kept, and how they are written."""
+"""The curves of a run on a page: selects rows of long tables, and encodes them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from llmtrain.report.run import RunData
 from llmtrain.report.table import Column, MetricsTable
 
 MOST_NUMBERS = 140_000
-"""Numbers of one run on a page, of eight bytes each; several runs share twice as many."""
+"""Limit of the numbers (of eight bytes each) of a single run on a page. Several runs share twice as many."""
 JUDGED = ("loss", "grad_norm", "tokens_per_second", "data_wait_s", "save_blocked_s", "slowest_ratio", "step_time_s")
-"""Columns whose extremes are always kept. The others follow these, or never fall."""
+"""Columns whose extremes are always kept. Other columns follow these, or never decrease."""
 MOST_JUDGED = 12
 AXES = ("step", "tokens", "hours")
 LEFT_OUT = (
     *("samples", "tokens_per_second_per_device", "skipped_steps", "rollbacks"),
     *("time", "left_s", "device_hours", "cost", "cost_at_end"),
 )
-"""Columns without a curve: proportional to others, or shown as marks or figures."""
+"""Columns without a curve, because they are proportional to others or are shown as marks or figures."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Columns that share a picture."""
+    """Columns that share a chart."""
 
     title: str
     unit: str
@@ -56,11 +56,11 @@ CHARTS = (
     Chart("Reward accuracy", "share", ("reward_accuracy",), ("reward_accuracy",)),
 )
 SHOWN_IN_WORDS = ("slowest_rank",)
-"""Columns that a page has for its texts, and that are no curves."""
+"""Columns that a page only uses in texts, not as curves."""
 
 
 def charts_of(runs: Sequence[RunData]) -> list[Chart]:
-    """Returns the charts for which a run has numbers; other columns get charts of their own."""
+    """Returns the charts for which any of the runs has numbers. Columns of no known chart get their own."""
     training = _finite_names([run.metrics for run in runs])
     evaluation = _finite_names([run.evaluations for run in runs])
     drawn = {"tflops_per_device"} if "mfu" in training else set()  # the same curve
@@ -95,23 +95,23 @@ def _finite_names(tables: Sequence[MetricsTable]) -> set[str]:
 
 @dataclass(frozen=True)
 class Curves:
-    """The rows of a table that a page has, whole ones, as columns."""
+    """The rows of a table that are shown on a page, as columns of equal length."""
 
     rows: int
-    """Number of rows of the table."""
+    """Number of rows of the whole table."""
     columns: Mapping[str, Column]
 
     def document(self) -> dict[str, object]:
-        """Returns JSON data: each column as base64 of 64-bit floats, the least significant byte first."""
+        """Returns JSON data, with each column as base64 of little-endian 64-bit floats."""
         encoded = {name: base64.b64encode(one.astype("<f8").tobytes()).decode() for name, one in self.columns.items()}
         return {"rows": self.rows, "columns": encoded}
 
 
 def curves_of(run: RunData, charts: Sequence[Chart], runs: int = 1) -> tuple[Curves, Curves]:
-    """Returns the rows of logged steps and of evaluations for a page of so many runs.
+    """Returns the rows of logged steps and of evaluations for a page of `runs` runs.
 
-    A short run has all of them. Of a long one, whole rows are kept: some at equal distances and, in each of some
-    hundred intervals, those with the least and the greatest value of each column, and the first one that is not finite.
+    A short run keeps all rows. A long run keeps rows at equal distances. In each of some hundred intervals, it also
+    keeps the rows with the minimum, the maximum and the first non-finite value of each judged column.
     """
     names = [*dict.fromkeys(name for chart in charts for name in chart.training), *SHOWN_IN_WORDS]
     train = _in_order(run.metrics, names)
@@ -126,7 +126,7 @@ def curves_of(run: RunData, charts: Sequence[Chart], runs: int = 1) -> tuple[Cur
 
 
 def hours_of(table: MetricsTable) -> Column:
-    """Returns the hours until each row, in order of the steps: those in steps and in saves that blocked them."""
+    """Returns, for each row in order of the steps, the hours so far in steps and in saves that blocked training."""
     ordered = _in_order(table, ["step_time_s", "save_blocked_s"])
     taken = np.diff(ordered["step"], prepend=0.0)
     seconds = np.nan_to_num(ordered["step_time_s"]) * taken + np.nan_to_num(ordered["save_blocked_s"])
@@ -135,7 +135,7 @@ def hours_of(table: MetricsTable) -> Column:
 
 
 def _in_order(table: MetricsTable, names: Sequence[str]) -> dict[str, Column]:
-    """Returns columns by step. Of rows of the same step, which only a damaged file has, the last one is kept."""
+    """Returns columns sorted by step. If rows have the same step (only in a damaged file), keeps the last one."""
     steps = table["step"]
     backwards, first = np.unique(steps[::-1], return_index=True)
     order = len(steps) - 1 - first
@@ -143,7 +143,7 @@ def _in_order(table: MetricsTable, names: Sequence[str]) -> dict[str, Column]:
 
 
 def _at(steps: Column, known: Column, values: Column) -> Column:
-    """Returns values at steps, between known ones in proportion; they begin with 0 at step 0."""
+    """Returns values at steps by linear interpolation between the known ones, starting with 0 at step 0."""
     is_known = np.isfinite(values)
     if not is_known.any():
         return np.full(len(steps), math.nan)
@@ -152,7 +152,7 @@ def _at(steps: Column, known: Column, values: Column) -> Column:
 
 
 def _kept(columns: dict[str, Column], numbers: int) -> Curves:
-    """Returns at most so many numbers of a table, in whole rows."""
+    """Returns whole rows of a table with about `numbers` numbers at most."""
     columns = {name: one for name, one in columns.items() if name == "step" or np.isfinite(one).any()}
     rows, most = len(columns["step"]), max(2, numbers // len(columns))
     if rows <= most:

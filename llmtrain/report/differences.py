@@ -24,18 +24,18 @@ class Difference:
 
     field: str
     values: tuple[Any, ...]
-    """One for each run; None if it has none."""
+    """The value of each run; None for a run that has none."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The values for people."""
+        """The values as readable texts."""
         return tuple(
             ABSENT if one is None else one if isinstance(one, str) else short(json.dumps(one)) for one in self.values
         )
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, list[Difference]]:
-    """Returns the fields in which runs differ, by group: recipe, data, plan, environment; a group may be empty."""
+    """Returns the fields in which runs differ, by group (recipe, data, plan, environment). Groups may be empty."""
     recipe = differing([run.recipe for run in runs], {"name"})
     return {
         "recipe": [one for one in recipe if not one.field.startswith(DATA_FIELDS)],
@@ -57,7 +57,7 @@ def differing(documents: Sequence[dict[str, Any]], ignored: Collection[str] = ()
 
 
 def _without_lists(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns dotted fields in which the objects in lists have names, too: `data.sources.0.weight`."""
+    """Returns dotted fields in which objects in lists are numbered, such as `data.sources.0.weight`."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, list) and any(isinstance(one, dict) for one in value):
@@ -68,31 +68,31 @@ def _without_lists(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures_beside(runs: Sequence[RunData]) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns the label of each figure that a run has, and its text for each of them."""
+    """Returns the label of each figure that any of the runs has, with its text for each run."""
     known = [{one.label: one.text for one in figures(run)} for run in runs]
     labels = dict.fromkeys(label for one in known for label in one)
     return [(label, tuple(one.get(label, ABSENT) for one in known)) for label in labels]
 
 
 def _plan(plan: Plan | None) -> dict[str, Any]:
-    """Returns what a plan has besides its recipe."""
+    """Returns the fields of a plan other than its recipe."""
     if plan is None:
         return {}
-    why = {"key", "milliseconds"}  # of a choice of kernels, which itself is compared
+    why = {"key", "milliseconds"}  # details of a choice of kernels; the choice itself is compared
     document = plan.model_dump(mode="json", exclude={"recipe": True, "notes": True, "kernels": why})
     document["model"].pop("weights", None)
     return dotted(document | {"layout": plan.layout()})
 
 
 def _environment(run: RunData) -> dict[str, Any]:
-    """Returns versions, machine and commit, without what differs from start to start."""
+    """Returns versions, machine and commit, without values that differ between any two starts."""
     kept = {name: value for name, value in run.environment.items() if name != "argv"}
     launch = {name: run.launch.get(name) for name in ("launcher", "world_size") if name in run.launch}
     return dotted(kept | {"launch": launch})
 
 
 def compared_metrics(a: RunData, b: RunData) -> list[tuple[str, tuple[float | None, ...], tuple[str, ...]]]:
-    """Returns label, values and texts of each figure of two runs, and how far their losses are apart."""
+    """Returns label, values and texts of each figure of two runs, and of the difference of their losses."""
     known = [{one.label: one for one in figures(run)} for run in (a, b)]
     labels = dict.fromkeys(label for one in known for label in one)
     rows = []

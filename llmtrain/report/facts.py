@@ -1,4 +1,4 @@
-"""A run in words and figures: what was trained on what, how far it is, and how well and how fast it trains."""
+"""A run in words and figures: model, data, hardware, progress, quality and speed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from llmtrain.report.run import RunData
 
 SETS = "eval_loss_by_set/"
 RECENT_ROWS = 20
-"""Rows of which the median is the speed at the end."""
+"""Number of last rows whose median is shown as the speed."""
 SLOW = 1.2
-"""A rank counts as slow in a row if its own time is this many times the median rank's."""
+"""A rank counts as slow in a row if its own time is at least this many times the median rank's."""
 MOST_SLOW = 5
 BESIDE_STEPS = "beside the steps"
-"""Starting, evaluations, samples, and steps that were repeated after a restart."""
+"""Label of the time for starting, evaluations, samples, and steps that were repeated after a restart."""
 MOST_NAME, MOST_TEXT = 40, 2000
-"""Characters of an event that are shown."""
+"""Most characters of an event's name and text that are shown."""
 Fact = tuple[str, str]
 """A label and a text."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run as a number and as a text."""
+    """A figure of a run, as a number and as a text."""
 
     label: str
     value: float | None
@@ -43,7 +43,7 @@ class Figure:
 
 
 def facts(run: RunData) -> list[Fact]:
-    """Returns what was trained, on what, by which versions."""
+    """Returns what was trained, on which data and hardware, and with which versions."""
     recipe, environment, launch = run.recipe, run.environment, run.launch
     lines: list[Fact] = [("status", status_line(run))]
     if run.plan:
@@ -63,14 +63,14 @@ def facts(run: RunData) -> list[Fact]:
 
 
 def status_line(run: RunData) -> str:
-    """Describes how far the run is."""
+    """Returns a line on the status and the progress of the run."""
     of = f" of {run.max_steps:,}" if run.max_steps else ""
     ago = f", last line {duration(run.seconds_since_line)} ago" if run.seconds_since_line is not None else ""
     return f"{run.status} at step {run.step:,}{of}{ago if run.status in ('running', 'interrupted') else ''}"
 
 
 def figures(run: RunData) -> list[Figure]:
-    """Returns the figures at the end of the run, or of what there is of it."""
+    """Returns the figures at the end of the run, or at its last logged step so far."""
     metrics, evaluations = run.metrics, run.evaluations
     losses = evaluations.get("eval_loss")
     of_sets = [name for name in evaluations.names if name.startswith(SETS)]
@@ -100,7 +100,7 @@ def figures(run: RunData) -> list[Figure]:
 
 
 def _forecast(run: RunData) -> Iterator[Figure]:
-    """Yields what the last line says about the end and the cost of the run."""
+    """Yields the time left and the costs that the last logged lines give."""
     left, last = run.metrics.last("left_s"), run.metrics.last
     if run.status == "running" and left is not None:
         yield Figure("estimated time left", left, duration(left))
@@ -130,7 +130,7 @@ def predicted_step(run: RunData) -> list[Figure]:
 
 
 def time_spent(run: RunData) -> list[Figure]:
-    """Returns where the time of the run went: steps, waiting for data, saves that blocked them, and the rest."""
+    """Returns how the run spent its time: in steps, waiting for data, blocked by saves, and on everything else."""
     metrics = run.metrics
     if not len(metrics):
         return []
@@ -144,7 +144,7 @@ def time_spent(run: RunData) -> list[Figure]:
 
 
 def _running_s(run: RunData) -> float:
-    """Returns the seconds from each start of the run until the last sign of it before the next start."""
+    """Returns the total running time in seconds: from each start to the last logged line or event before the next."""
     events = [(one.event, _seconds_since_1970(one.time)) for one in run.events]
     starts = sorted(at for event, at in events if event == "started" and at is not None)
     signs = np.sort([*(at for _, at in events if at is not None), *run.metrics.get("time")])
@@ -161,9 +161,10 @@ def _seconds_since_1970(stamp: str) -> float | None:
 
 
 def saved_steps(run: RunData) -> list[int]:
-    """Returns the steps after which the run was saved, also those whose checkpoints were removed since.
+    """Returns the steps after which the run was saved, including those whose checkpoints have been removed.
 
-    A line has the time that saves took since the line before; in between, `checkpoint.every_steps` says where.
+    A logged line only has the time of the saves since the previous line. The step of a save between the two follows
+    from `checkpoint.every_steps`.
     """
     found = {one.step for one in run.checkpoints}
     every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
@@ -176,7 +177,7 @@ def saved_steps(run: RunData) -> list[int]:
 
 
 def stragglers(run: RunData) -> list[Fact]:
-    """Returns the ranks that were slow in a logged step, the most frequent first, and how slow they were."""
+    """Returns the ranks that were slow in logged steps, the most frequent first, and how slow they were."""
     ranks, ratios = run.metrics.get("slowest_rank"), run.metrics.get("slowest_ratio")
     is_slow = ratios >= SLOW
     counts = Counter(ranks[is_slow].tolist())
@@ -219,7 +220,7 @@ def _stamp(time: Any) -> str:
 
 
 def _command(argv: Any) -> str:
-    """Returns the words of the command, quoted for a shell."""
+    """Returns the command line of the run, quoted for a shell."""
     if not isinstance(argv, list):
         return ""
     words = [str(word) for word in argv]
@@ -274,6 +275,6 @@ def _seconds(seconds: float | None) -> tuple[float | None, str]:
 
 
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
-    """Yields time, step, name and text of each event, the oldest first."""
+    """Yields the time, step, name and text of each event, the oldest first."""
     for one in run.events:
         yield _stamp(one.time), one.step, one.event[:MOST_NAME].replace("_", " "), one.text[:MOST_TEXT]

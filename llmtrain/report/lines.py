@@ -1,4 +1,4 @@
-"""Reads files of JSON objects, one a line, that another process appends to, and each byte of them once."""
+"""Reads files of JSON objects, one per line, to which another process appends. Reads each byte once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pydantic_core import from_json
 from llmtrain.system.untrusted import open_regular, read_most
 
 PART_BYTES = 4 << 20
-"""Size of the parts in which a file is read."""
+"""Size in bytes of the parts in which a file is read."""
 MOST_LINE_BYTES = 1 << 20
-"""Size of the longest line; longer ones are passed over."""
+"""Size limit of a line in bytes. Longer lines are skipped."""
 MARK_BYTES = 64
-"""Bytes before the position that must be unchanged, or else the file was written anew."""
+"""Number of bytes before the current position that are compared. If they have changed, the file was rewritten."""
 
 
 class GrowingLines:
-    """A file of JSON objects, one a line, of which each call of `new` reads what was added since the one before."""
+    """A file of JSON objects, one per line. Each call of `new` reads what was added since the previous call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged = 0
-        """Number of lines that are no JSON objects; a last line that is being written does not count."""
+        """Number of lines that are not JSON objects. An unfinished last line does not count."""
         self.bytes_read = 0
         """Number of bytes read from the file so far."""
         self._begin()
@@ -36,7 +36,7 @@ class GrowingLines:
         self.damaged = 0
 
     def is_replaced(self) -> bool:
-        """Looks whether the file was written anew, as a run that continues does; `new` then reads it from the start."""
+        """Whether the file was rewritten, as by a run that continues. If so, `new` reads it from the start."""
         if not self._position:
             return False
         try:
@@ -47,13 +47,13 @@ class GrowingLines:
                     file.seek(self._position - len(self._mark))
                     same = read_most(file, len(self._mark)) == self._mark
         except OSError:
-            return False  # A shared disk may fail for a moment. What is known is kept.
+            return False  # A shared disk may fail for a moment; what was read so far is kept.
         if not same:
             self._begin()
         return not same
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yields the objects that were added. Raises OSError if the file exists and cannot be read."""
+        """Yields the objects that were added. Raises OSError if the file exists but cannot be read."""
         try:
             file = open_regular(self.path)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The page of one run or several: one HTML file that needs no network.
+"""The page of one or more runs: a single HTML file that needs no network.
 
-Texts of a run are untrusted: the template escapes them, and the page's content policy lets no script run but its own.
+Texts of a run are untrusted. The template escapes them, and the page's content policy allows only its own scripts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from llmtrain.system.durable import write_atomically
 
 WEB = Path(__file__).parent / "web"
 MOST_ROWS = 50
-"""Rows of the table of values of a run."""
+"""Number of rows in the table of a run's values."""
 MOST_SAMPLES, MOST_TEXT = 60, 4000
-"""Samples of a run on a page, the newest ones, and characters of one."""
+"""Number of samples of a run on a page (the newest ones), and number of characters of each."""
 MOST_EVENTS = 500
 
 
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 
 
 def write_report_at_end(run: RunDir, warn: Callable[[str], None]) -> None:
-    """Writes the page of a run that has ended. Whatever is wrong with that, the result of the run is the same."""
+    """Writes the page of a run that has ended. Failures only lead to a warning; they do not fail the run."""
     try:
         write_report([run.path], run.report)
     except Exception as error:
@@ -50,7 +50,7 @@ def write_report_at_end(run: RunDir, warn: Callable[[str], None]) -> None:
 
 
 def page(runs: Sequence[RunData], revision: str = "") -> str:
-    """Returns the page of runs. revision: identifies the content of a page that is kept live; empty otherwise."""
+    """Returns the page of runs. revision: identifies the content of a live page; empty for a static one."""
     names = names_of(runs)
     views = [_view(run, name) for run, name in zip(runs, names, strict=True)]
     script = Markup((WEB / "report.js").read_text("utf-8"))
@@ -87,16 +87,16 @@ class RunView:
     memory: list[Figure]
     measured_memory: str
     is_resident: bool
-    """Whether the measured memory is that of the whole process, as on CPUs."""
+    """Whether the measured memory is that of the whole process, as is the case on CPUs."""
     step_time: list[Figure]
     measured_step: str
     time: list[tuple[Figure, float]]
-    """Each part of the time, and its share."""
+    """Each part of the running time, with its share."""
     stragglers: list[Fact]
     events: list[tuple[str, int, str, str]]
     values: tuple[list[str], list[list[str]]]
     samples: dict[int, list[tuple[str, str]]]
-    """Prompts and continuations by their step, the newest step first."""
+    """Step → pairs of prompt and continuation, the newest step first."""
     size: Callable[[int], str] = readable_bytes
 
 
@@ -129,7 +129,7 @@ def _samples(run: RunData) -> dict[int, list[tuple[str, str]]]:
 
 
 def _values(run: RunData) -> tuple[list[str], list[list[str]]]:
-    """Returns names and rows of a table of logged steps at equal distances, the last one included."""
+    """Returns the column names and the rows of a table of equally spaced logged steps, including the last one."""
     table = run.metrics
     names = [name for name in table.names if table.last(name) is not None]
     chosen = np.unique(np.linspace(0, max(0, len(table) - 1), min(MOST_ROWS, len(table))).astype(int))
@@ -168,13 +168,13 @@ def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[st
 
 
 def _json(document: Any) -> Markup:
-    """Returns JSON that can stand in a script element, whatever its texts contain."""
+    """Returns JSON that is safe in a script element, whatever its texts contain."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _policy(scripts: Sequence[str], is_live: bool) -> str:
-    """Returns the content policy: no network, except the server of a live page, and no scripts but these."""
+    """Returns a content policy that allows only these scripts, and no network except for a live page's server."""
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
     rules = {
         "default-src": "'none'",

@@ -1,4 +1,4 @@
-"""A run as its directory describes it, whether it is finished, going on, or damaged."""
+"""Reads a run from its directory, whether the run is finished, active or damaged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 T = TypeVar("T")
 MOST_ENTRIES = 10_000
-"""Events and samples that are kept of a run, the newest ones."""
+"""Number of events and of samples of a run that are kept (the newest ones)."""
 MOST_PROFILES = 64
-"""Windows of the profiler that are read, the newest ones."""
+"""Number of profiled windows that are read (the newest ones)."""
 MOST_PROFILE_BYTES = 1 << 20
 MOST_DOCUMENT_BYTES = 16 << 20
-"""Size of the longest JSON document that is read; the plan of a large model names each of its weights."""
+"""Size limit in bytes of a JSON document. The plan of a large model lists all of its weights."""
 STILL_S = 120.0
-"""Seconds after which a run without a new line, and without a lock, is considered to have ended."""
+"""Seconds without a new line after which a run without a lock is considered to have ended."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RunEvent:
     time: str = ""
     """UTC, ISO 8601."""
     text: str = ""
-    """Description for people."""
+    """Readable description."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class SavedCheckpoint:
     eval_loss: float | None
     is_latest: bool
     problem: str = ""
-    """Why its manifest cannot be read; its size and time are then unknown."""
+    """Why its manifest cannot be read, in which case size and time are unknown; empty if it can."""
 
 
 @dataclass(frozen=True)
 class ProfiledWindow:
-    """Steps that a rank recorded with torch's profiler, with the content of its summary."""
+    """Steps that a rank recorded with torch's profiler, with the content of the window's summary."""
 
     step: int
     rank: int
@@ -89,18 +89,18 @@ class TaskScores:
 
     step: int
     scores: dict[str, float]
-    """By `TASK METRIC`."""
+    """`TASK METRIC` → score."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """All that the directory of a run says about it."""
+    """All information about a run that its directory contains."""
 
     path: Path
     recipe: dict[str, Any] = field(default_factory=dict)
-    """The fields of the recipe by their dotted names."""
+    """Dotted name → value of each field of the recipe."""
     plan: Plan | None = None
-    """None if it is missing, or of a version of llmtrain whose plans are different."""
+    """None if it is missing, or was written by a version of llmtrain with another plan format."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, machine and commit of the last start."""
     launch: dict[str, Any] = field(default_factory=dict)
@@ -112,19 +112,19 @@ class RunData:
     samples: tuple[TextSample, ...] = ()
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     data_key: str = ""
-    """Identifies the prepared data, tokens and their order; from the newest checkpoint."""
+    """Identifies the prepared data (tokens and their order). Read from the newest checkpoint."""
     profiles: tuple[ProfiledWindow, ...] = ()
     scores: tuple[TaskScores, ...] = ()
     status: str = "unknown"
-    """`running`, `finished`, `stopped`, `died`, `interrupted` (killed, or its end is not recorded) or `new`."""
+    """`running`, `finished`, `stopped`, `died`, `interrupted` (killed, or without a recorded end) or `new`."""
     seconds_since_line: float | None = None
-    """Age of the newest line of the metrics, by the clock of this machine."""
+    """Age of the newest line of the metrics in seconds, by this machine's clock."""
     problems: tuple[str, ...] = ()
-    """Files and lines that could not be read, for people."""
+    """Readable descriptions of files and lines that could not be read."""
 
     @property
     def name(self) -> str:
-        """The name of the recipe, or else of the folder."""
+        """The name of the recipe or, if unknown, of the folder."""
         return str(self.recipe.get("name") or self.path.resolve().name)
 
     @property
@@ -141,12 +141,12 @@ class RunData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """Reads a run directory. Raises RecipeError if it is none."""
+    """Returns the run in a directory. Raises RecipeError if the directory holds no run."""
     return RunReader(Path(path)).read()
 
 
 class RunReader:
-    """Reads a run directory again and again; of the files that grow it reads what was added."""
+    """Reads a run directory repeatedly. Of growing files, it only reads what was added."""
 
     def __init__(self, path: Path) -> None:
         """Raises RecipeError if the folder is not that of a run."""
@@ -164,17 +164,17 @@ class RunReader:
 
     @property
     def stamp(self) -> str:
-        """A value that changes whenever a file that was read has changed."""
+        """A value that changes whenever one of the files that were read changes."""
         kept = {str(file): stamp for file, (stamp, _) in self._kept.items()}
         return repr((self.bytes_read, kept, self._problems))
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read so far of the files that grow."""
+        """Number of bytes read so far from growing files."""
         return sum(lines.bytes_read for lines in (self._metric_lines, self._event_lines, self._sample_lines))
 
     def read(self) -> RunData:
-        """Returns the run as it is now. What cannot be read is left out, and named in `problems`."""
+        """Returns the current state of the run. Unreadable files and lines are left out and listed in `problems`."""
         self._problems = []
         self._read_metrics()
         self._events = self._grown(self._event_lines, self._events, RunEvent)
@@ -214,7 +214,7 @@ class RunReader:
             self._problems.append(f"{lines.path}: {lines.damaged:,} lines are damaged, or too many, and left out")
 
     def _grown(self, lines: GrowingLines, known: list[T], kind: type[T]) -> list[T]:
-        """Returns the entries of a file, of which some are known."""
+        """Returns the newest entries of a growing file. known: the entries that were read before."""
         if lines.is_replaced():
             known = []
         adapter = TypeAdapter(kind)
@@ -231,7 +231,7 @@ class RunReader:
         return known[-MOST_ENTRIES:]
 
     def _document(self, file: Path, kind: type[T], missing: Any) -> Any:
-        """Returns the content of a JSON file, which is read again if it has changed."""
+        """Returns the content of a JSON file, and rereads the file only if it has changed."""
         try:
             status = file.stat()
             stamp = (status.st_mtime_ns, status.st_size)
@@ -283,7 +283,7 @@ class RunReader:
         return tuple(self._by_step(self._dir.path / "eval", "step_*.json", scores))
 
     def _by_step(self, folder: Path, pattern: str, read: Callable[[Path, int], T | None]) -> list[T]:
-        """Returns what is read from the newest files of a folder whose names have a step."""
+        """Returns the content of the files in a folder whose names contain a step, for the newest steps."""
         found = []
         try:
             for file in folder.glob(pattern):
@@ -311,7 +311,7 @@ _STATUS = ("started", "stopped", "died", "finished")
 
 
 def dotted(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values in nested objects by their dotted names; lists are values."""
+    """Returns dotted name → value for nested objects. Lists count as values."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, dict) and value:
@@ -364,6 +364,6 @@ def _scores(results: Any) -> list[tuple[str, float]]:
 
 
 def _metric(name: str) -> str:
-    """Returns the name of a metric, with that of the filter that was applied for it."""
+    """Returns the readable name of a metric, with the filter that was applied for it."""
     metric, _, of = name.partition(",")
     return metric if of in ("", "none") else f"{metric} ({of})"

@@ -1,4 +1,4 @@
-"""Serves the page of runs on the loopback while they go on; of their files it reads what was added."""
+"""Serves the page of active runs on the loopback interface. Of their files, it only reads what was added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.report.page import page
 from llmtrain.report.run import RunReader
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names under which a browser may ask. Another name is one that a foreign site has pointed at this machine."""
+"""Host names that requests may use. Another name may be a foreign site's that resolves to this machine."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -25,7 +25,7 @@ HEADERS = {
 
 
 class LivePage:
-    """The page of runs, written anew when something has been added to them."""
+    """The page of runs, which is rendered again when the runs have changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Raises RecipeError if a folder holds no run."""
@@ -35,11 +35,11 @@ class LivePage:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read so far of the files that grow."""
+        """Number of bytes read so far from growing files."""
         return sum(reader.bytes_read for reader in self._readers)
 
     def now(self) -> tuple[str, bytes]:
-        """Returns what identifies the content of the page, and the page."""
+        """Returns an identifier of the page's content, and the page."""
         with self._lock:
             runs = [reader.read() for reader in self._readers]
             stamps = [(reader.stamp, run.status) for reader, run in zip(self._readers, runs, strict=True)]
@@ -50,12 +50,12 @@ class LivePage:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers requests for one page on the loopback."""
+    """Answers requests for one page on the loopback interface."""
 
     daemon_threads = True
 
     def __init__(self, live: LivePage, port: int = 0) -> None:
-        """port: 0 for a free one. Raises OSError if it is taken."""
+        """port: 0 chooses a free port. Raises OSError if the port is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.live = live
 
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Says nothing: a live page asks every two seconds."""
+        """Logs nothing, because a live page sends a request every two seconds."""
 
 
 def _hostname(host: str) -> str | None:

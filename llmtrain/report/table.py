@@ -22,8 +22,7 @@ Column = NDArray[np.float64]
 class MetricsTable:
     """Rows of numbers in the order of their lines, as columns by name.
 
-    A number that a row lacks, or that was not finite, is NaN. A group of numbers is a column for each of them:
-    `eval_loss_by_source/NAME`.
+    Missing and non-finite numbers are NaN. A group of numbers has one column for each: `eval_loss_by_source/NAME`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class MetricsTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns, in the order in which they were first seen."""
+        """The names of the columns, in order of first appearance."""
         return tuple(self._columns)
 
     def __getitem__(self, name: str) -> Column:
@@ -45,11 +44,11 @@ class MetricsTable:
         return np.array(self._columns[name])
 
     def get(self, name: str) -> Column:
-        """Returns a column, or one of NaN."""
+        """Returns a column; if it does not exist, a column of NaN."""
         return self[name] if name in self else np.full(len(self), np.nan)
 
     def to_pandas(self) -> DataFrame:
-        """Returns the table as a data frame of pandas, which `datasets` brings."""
+        """Returns the table as a pandas data frame. pandas is installed with `datasets`."""
         from pandas import DataFrame
 
         return DataFrame({name: self[name] for name in self._columns})
@@ -59,12 +58,12 @@ class MetricsTable:
         return next((value for value in reversed(self._columns.get(name, ())) if math.isfinite(value)), None)
 
     def rows(self) -> Iterator[dict[str, float]]:
-        """Yields each row as the numbers that it has."""
+        """Yields, for each row, column name → number, without NaN."""
         for values in zip(*self._columns.values(), strict=True):
             yield {name: value for name, value in zip(self._columns, values, strict=True) if not math.isnan(value)}
 
     def add(self, record: Mapping[str, Any]) -> bool:
-        """Adds a row; returns whether the record is one, which has a step, and whether there was room."""
+        """Adds a record as a row. Returns False if it has no valid step, or if the table is full."""
         step = record.get("step")
         if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or len(self) >= MOST_ROWS:
             return False
@@ -75,7 +74,7 @@ class MetricsTable:
                 if len(self._columns) >= MOST_COLUMNS:
                     continue
                 column = self._columns[name] = array("d", [math.nan]) * length
-            if len(column) == length:  # a name of a group may be the same as another name
+            if len(column) == length:  # a flattened name may equal another name
                 column.append(value)
         for column in self._columns.values():
             if len(column) == length:
@@ -92,7 +91,7 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number as a float, NaN for None and for what is not finite, and None for anything else."""
+    """Returns a number as a float, NaN for None and non-finite numbers, and None for anything else."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

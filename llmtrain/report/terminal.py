@@ -1,4 +1,4 @@
-"""A run, or what differs between two, on a terminal."""
+"""Shows a run, or the differences between two runs, in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.report.table import Column
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LETTERS = "._-=+*#@"
-"""Instead of blocks, if the terminal's encoding lacks them."""
+"""Characters for curves if the terminal's encoding lacks the block characters."""
 GAP = " "
 CURVES = {
     "loss": "loss",
@@ -41,7 +41,7 @@ STATUS_STYLE = {"running": "green", "finished": "cyan", "died": "red", "interrup
 
 
 def overview(run: RunData, console: Console) -> RenderableType:
-    """Returns a run at a glance."""
+    """Returns a summary of a run."""
     title = Text.assemble(
         (printable(run.name), "bold"), "  ", (facts.status_line(run), STATUS_STYLE.get(run.status, ""))
     )
@@ -54,7 +54,7 @@ def overview(run: RunData, console: Console) -> RenderableType:
 def comparison(
     names: Sequence[str], groups: dict[str, list[Difference]], metrics: Sequence[tuple[str, tuple[str, ...]]]
 ) -> Table:
-    """Returns a table of what differs, and of the figures."""
+    """Returns a table of the differences and the figures of two runs."""
     table = Table(box=None, pad_edge=False, expand=False)
     table.add_column("")
     for name in names:
@@ -70,7 +70,10 @@ def comparison(
 
 
 def curve(values: Column, width: int, characters: str = BLOCKS) -> str:
-    """Returns numbers as a line of characters: each the mean of as many neighbours, a gap where none is finite."""
+    """Returns numbers as a line of characters.
+
+    Each character stands for the mean of equally many neighbouring numbers; a gap means that none of them is finite.
+    """
     width = min(width, len(values))
     means = [
         part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan
@@ -86,7 +89,7 @@ def curve(values: Column, width: int, characters: str = BLOCKS) -> str:
 
 
 def _bar(run: RunData, console: Console) -> Text:
-    """Returns how much of the run is done."""
+    """Returns a bar that shows the progress of the run."""
     if not run.max_steps:
         return Text()
     width = min(60, console.width - 8)

@@ -1,4 +1,4 @@
-"""The table of all rules of legality, and the plan of a recipe that breaks none of them."""
+"""The table of all legality rules, and `resolve`, which returns the plan of a recipe that breaks none of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     *tensor.RULES,
     *expert.RULES,
 )
-"""Rules for plans that DeepSpeed does not run correctly; other engines have rules of their own."""
+"""Rules against plans that DeepSpeed does not run correctly. Other engines have rules of their own."""
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
@@ -58,7 +58,7 @@ LEGALITY: tuple[Rule, ...] = (
 
 
 def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
-    """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
+    """Returns the plan of a draft without checking any rule (`resolve` does). Needs facts and integer degrees."""
     recipe, facts = draft.recipe, draft.facts
     accumulation = draft.accumulation
     assert facts is not None, "a draft without facts has been refused"
@@ -82,7 +82,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
 
 @rule("memory.fits", "The rank that needs most memory, by component, against the memory of a device.", "arithmetic")
 def fits(draft: Draft) -> Iterator[Fault]:
-    """Refuses plans whose fullest rank needs more than a device has, if the capacity and all degrees are known."""
+    """Refuses plans whose fullest rank needs more memory than a device has, if capacity and all degrees are known."""
     facts, stages = draft.facts, draft.parallel.stages
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
@@ -104,7 +104,7 @@ __all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", 
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
-    """Returns the rules that a draft breaks: refusals, and notes on legal but notable choices."""
+    """Returns the problems of a draft: refusals, and notes on legal but questionable choices."""
     asked = _asked(draft, rules)
     refusals = [problem for one in asked if one.refuses for problem in one.problems(draft)]
     notes = [problem for one in asked if not one.refuses for problem in one.problems(draft)]
@@ -112,7 +112,7 @@ def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], 
 
 
 def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
-    """Whether no rule refuses a draft. Stops at the first refusal, since searches ask this of many drafts."""
+    """Whether no rule refuses a draft. Stops at the first refusal, because searches check many drafts."""
     return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
 
 
@@ -124,8 +124,8 @@ def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
 def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:
     """Returns the plan of a recipe on a cluster.
 
-    `facts` are determined from the recipe if they are not given. Raises RecipeError with all faults at once: those of
-    the model's configuration, and every broken rule.
+    facts: derived from the recipe by default. Raises RecipeError with all faults at once: those of the model's
+    configuration, and every broken rule.
     """
     faults: list[Problem] = []
     if facts is None:

@@ -1,4 +1,4 @@
-"""Rules for adapters: what a strategy would train differently from PEFT."""
+"""Rules for adapters: strategies that would train them differently from PEFT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
     "run",
 )
 def dora(draft: Draft) -> Iterator[Fault]:
-    """Refuses DoRA where a rank does not hold whole matrices (`peft/tuners/lora/dora.py:forward`)."""
+    """Refuses DoRA if ranks do not hold whole matrices (`peft/tuners/lora/dora.py:forward`)."""
     adapter, parallel = draft.recipe.model.adapter, draft.parallel
     if adapter is None or not adapter.dora:
         return
@@ -62,7 +62,7 @@ def experts(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def nf4(draft: Draft) -> Iterator[Fault]:
-    """Refuses weights in 4 bit where an engine would split them, or multiplies with them in fp8."""
+    """Refuses 4-bit weights if the engine would split them, or if they are multiplied in fp8."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
     if model.quantize == "none":
         return

@@ -1,4 +1,4 @@
-"""Rules for what Accelerate, Horovod and nn.DataParallel cannot run, or would not run as requested."""
+"""Rules against plans that Accelerate, Horovod or nn.DataParallel cannot run, or would not run as requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @dataclass(frozen=True)
 class Abilities:
-    """The options with which a strategy has the same results as the plain loop."""
+    """The options with which a strategy gives the same results as the plain loop."""
 
     stages: tuple[int, ...]
     """Supported ZeRO stages, the default one first."""
@@ -77,7 +77,7 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses precisions in which a strategy does not train as the reference does."""
+    """Refuses precisions in which a strategy does not train like the reference."""
     parallel = draft.parallel
     able = STRATEGIES.get(parallel.strategy)
     if able is None or parallel.precision in able.precisions:
@@ -91,7 +91,7 @@ def precision(draft: Draft) -> Iterator[Fault]:
 
 @rule("backend.grad_accum", "Other backends sum gradients in fp32; another type would be ignored.", "run")
 def grad_accum(draft: Draft) -> Iterator[Fault]:
-    """Refuses gradient accumulation in less than fp32."""
+    """Refuses gradient accumulation in less precision than fp32."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.grad_accum_dtype != "fp32":
         message = f"'{parallel.grad_accum_dtype}' was given: {parallel.strategy} sums gradients in fp32"
@@ -147,7 +147,7 @@ def devices(draft: Draft) -> Iterator[Fault]:
     refuses=False,
 )
 def slow(draft: Draft) -> Iterator[Fault]:
-    """Notes the advantages of one process per device."""
+    """Gives a note on the advantages of one process per device."""
     if draft.parallel.strategy == "data_parallel" and draft.cluster.devices_per_node > 1:
         message = (
             "nn.DataParallel copies the weights to each device in every pass, updates on the first "

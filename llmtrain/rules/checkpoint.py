@@ -1,4 +1,4 @@
-"""Rules for checkpoints, evaluations, samples and tasks: options without effect are refused."""
+"""Rules for checkpoints, evaluations, samples and tasks. They refuse options that have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
     "arithmetic",
 )
 def keeps_all(draft: Draft) -> Iterator[Fault]:
-    """Refuses to keep some checkpoints longer than others if all are kept."""
+    """Refuses options that keep some checkpoints longer if all checkpoints are kept anyway."""
     policy = draft.recipe.checkpoint
     if policy.keep_last is not None:
         return
@@ -33,7 +33,7 @@ def keeps_all(draft: Draft) -> Iterator[Fault]:
     "arithmetic",
 )
 def never_saved(draft: Draft) -> Iterator[Fault]:
-    """Refuses a `keep_every_steps` whose multiples are not all steps with a checkpoint."""
+    """Refuses a `keep_every_steps` with multiples at which no checkpoint is saved."""
     policy = draft.recipe.checkpoint
     keep, every = policy.keep_every_steps, policy.every_steps
     if keep is None or (every and keep % every == 0):
@@ -54,7 +54,7 @@ def never_saved(draft: Draft) -> Iterator[Fault]:
     "arithmetic",
 )
 def never_evaluated(draft: Draft) -> Iterator[Fault]:
-    """Refuses `keep_best` if no checkpoint but the last one coincides with an evaluation."""
+    """Refuses `keep_best` if no checkpoint other than the last one coincides with an evaluation."""
     recipe = draft.recipe
     saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
     if recipe.checkpoint.keep_best is None:
@@ -101,7 +101,7 @@ def fraction(draft: Draft) -> Iterator[Fault]:
 
 @rule("evaluation.weight", "An evaluation reads each source separately, so weights have no effect.", "arithmetic")
 def weight(draft: Draft) -> Iterator[Fault]:
-    """Refuses weights of sources that are only evaluated on."""
+    """Refuses weights of sources that are only used for evaluation."""
     for field, source in draft.recipe.evaluation.all_sources.items():
         if source.weight != 1:
             message = f"{source.weight} was given, but weights only mix the training data"

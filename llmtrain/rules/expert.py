@@ -1,4 +1,4 @@
-"""Rules for expert parallelism, whose blocks of experts replace the model's own and may compute something else."""
+"""Rules for expert parallelism. Its expert blocks replace the model's own and may compute something else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
 
 FP32_ROUTERS = ("deepseek_v2", "deepseek_v3")
-"""Families that compute the router's logits in fp32, whatever the data type of the weights."""
+"""Families that compute the router's logits in fp32 regardless of the weights' data type."""
 RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
 """Families whose router loss expects logits, while the engine's block returns probabilities."""
 
@@ -30,7 +30,7 @@ def router_noise(draft: Draft) -> Iterator[Fault]:
 
 @rule("expert.router_loss", "The load balance loss would apply a softmax to probabilities.", "run", axis=EXPERT)
 def router_loss(draft: Draft) -> Iterator[Fault]:
-    """Refuses families whose load balance loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`)."""
+    """Refuses families whose load balancing loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`)."""
     facts = draft.facts
     asked = draft.recipe.model.config.get("output_router_logits")
     if facts is not None and asked and facts.model_type in RECORDED_PROBABILITIES:
@@ -41,7 +41,7 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
 
 @rule("expert.router_precision", "The engine's router computes in the data type of the weights.", "run", axis=EXPERT)
 def router_precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses lower precision for routers that compute in fp32: tokens would be routed to other experts."""
+    """Refuses lower precision for routers that compute in fp32, because tokens would be routed to other experts."""
     facts = draft.facts
     if facts is None or draft.weight_dtype == "fp32":
         return
@@ -74,7 +74,7 @@ def loss_scale(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def modules(draft: Draft) -> Iterator[Fault]:
-    """Refuses models whose experts are separate modules; families of `transformers` store them in one tensor."""
+    """Refuses models whose experts are separate modules. `transformers` stores the experts of a layer in one tensor."""
     facts, parallel = draft.facts, draft.parallel
     if facts is None or not facts.expert_modules:
         return

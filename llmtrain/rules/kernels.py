@@ -14,7 +14,7 @@ WITHOUT_FP8 = {
     "a100": "an A100 does not multiply in fp8, which needs compute capability 8.9",
     "mi300x": "torchao's conversion has only been checked for NVIDIA's fp8",
 }
-"""Devices on which fp8 is refused, and why. A GPU that is in no table is queried when the run starts."""
+"""Device on which fp8 is refused → the reason. GPUs that are in no table are queried when the run starts."""
 ROWS = 16
 """Each dimension of a matrix product in fp8 must be a multiple of this (`torch._scaled_mm`)."""
 
@@ -38,7 +38,7 @@ def compiled_experts(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def compiled_copies(draft: Draft) -> Iterator[Fault]:
-    """Refuses compiled layers where modules are copied (`torch/nn/parallel/replicate.py`)."""
+    """Refuses compiled layers if the engine copies modules (`torch/nn/parallel/replicate.py`)."""
     if draft.parallel.strategy == "data_parallel" and draft.recipe.kernels.blocks == "compiled":
         message = "'compiled' was given, but nn.DataParallel does not copy the compiled code of a layer"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
@@ -61,7 +61,7 @@ def liger_device(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def liger_blocks(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's layers where modules are copied."""
+    """Refuses Liger's layers if the engine copies modules."""
     if draft.recipe.kernels.blocks == "liger" and draft.parallel.strategy == "data_parallel":
         message = "liger was given, but nn.DataParallel does not copy its methods correctly"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
@@ -73,7 +73,7 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def liger_loss(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's loss if the head is sharded or split, or if gradients must be weighted before they exist."""
+    """Refuses Liger's loss if the head is sharded or split, or if its gradients depend on a weight not yet known."""
     if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
         return
     reasons = []
@@ -133,7 +133,7 @@ def _uneven_tokens(draft: Draft) -> int:
     "read",
 )
 def matmul(draft: Draft) -> Iterator[Fault]:
-    """Refuses a choice of matrix products that would change nothing."""
+    """Refuses a choice of matrix products that would have no effect."""
     if draft.recipe.kernels.matmul != "onednn":
         return
     reasons = []

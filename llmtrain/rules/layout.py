@@ -1,4 +1,4 @@
-"""Rules for the batch and for degrees of parallelism: what they must divide."""
+"""Rules for the batch and the degrees of parallelism: divisibility."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def world(draft: Draft) -> Iterator[Fault]:
 
 
 def _divides(axis: Axis) -> Rule:
-    """Returns the rule that the degree of an axis divides what the axis divides."""
+    """Returns the rule that an axis' degree must divide each size which the axis splits."""
 
     @rule(f"layout.{axis.name}_divides", axis.why, "arithmetic", axis=axis)
     def divides(draft: Draft) -> Iterator[Fault]:
@@ -81,7 +81,7 @@ def expert(draft: Draft) -> Iterator[Fault]:
     refuses=False,
 )
 def tensor_node(draft: Draft) -> Iterator[Fault]:
-    """Notes tensor parallel groups that span nodes."""
+    """Gives a note for tensor parallel groups that span nodes."""
     parallel, cluster = draft.parallel, draft.cluster
     if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
         message = (
@@ -109,7 +109,7 @@ def _links(device: Device) -> str:
     "arithmetic",
 )
 def divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses remainders, and suggests the nearest global and micro batch sizes that leave none."""
+    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none."""
     batch, dp = draft.recipe.batch, draft.data_parallel_size
     total, micro = batch.global_batch_size, batch.micro_batch_size
     if dp is None or draft.accumulation is not None:
@@ -130,7 +130,7 @@ def divides(draft: Draft) -> Iterator[Fault]:
 
 
 def _nearest_micro(total: int, micro: int, dp: int) -> list[int]:
-    """Returns the nearest divisors of a replica's batch: the largest up to `micro` and the smallest from it on."""
+    """Returns the nearest divisors of a replica's batch: the largest ≤ `micro` and the smallest ≥ `micro`."""
     if total % dp:
         return []
     share = total // dp

@@ -1,4 +1,4 @@
-"""Rules for the sizes of the model, compared with the data."""
+"""Rules for the model: its sizes compared with the data, its attention kernel, and its families' restrictions."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MIXES_DOCUMENTS = frozenset(
         "zaya",
     ]
 )
-"""Families that let packed documents influence each other (`docs/reference/families_documents.md`).
+"""Families in which packed documents influence each other (`docs/reference/families_documents.md`).
 
-Their recurrences, convolutions or custom masks do.
+The causes are recurrences, convolutions or custom masks.
 """
 NAMED = 3
-"""The number of parameters that a message lists."""
+"""Number of parameters that a message lists."""
 FLASH_HEAD = 256
 """Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
 WITHOUT_FLASH_3 = ("b200",)
@@ -81,7 +81,7 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.new_tokens", "Only pretrained weights have rows to keep; a new model has the rows that it needs.", "read")
 def new_tokens(draft: Draft) -> Iterator[Fault]:
-    """Refuses new tokens for a new model, and kept rows without new tokens."""
+    """Refuses new tokens for a new model, and rows to keep if there are no new tokens."""
     model = draft.recipe.model
     if model.new_tokens and model.pretrained is None:
         message = "were given for a new model, whose number of rows is model.config.vocab_size"
@@ -136,7 +136,7 @@ def positions(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.rotary_length", "A checkpoint declares the length that it was trained for.", "arithmetic", refuses=False)
 def rotary_length(draft: Draft) -> Iterator[Fault]:
-    """Notes sequences longer than the configuration declares; rotary positions continue beyond it."""
+    """Gives a note for sequences longer than the configuration declares; rotary positions continue beyond that."""
     facts, length = draft.facts, draft.recipe.data.sequence_length
     if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
         message = f"{length} exceeds max_position_embeddings = {facts.max_positions}, which the export will declare"
@@ -191,7 +191,7 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
     refuses=False,
 )
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
-    """Notes families in which documents influence each other although `data.mask_documents` is set."""
+    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`."""
     facts = draft.facts
     if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
         message = (
@@ -211,8 +211,10 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def conversations_mixed(draft: Draft) -> Iterator[Fault]:
-    """Refuses to pack conversations for families in which they influence each other; where only the data say whether a
-    source holds conversations, preparing them does."""
+    """Refuses to pack conversations for families in which packed conversations influence each other.
+
+    If only the data tell whether a source holds conversations, the data preparation refuses this instead.
+    """
     facts, recipe = draft.facts, draft.recipe
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.of_completions
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
@@ -221,7 +223,7 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
 
 
 def packed_conversations(family: str | None) -> Iterator[Fault]:
-    """Yields the refusal of a family in which packed conversations influence each other."""
+    """Yields a fault if packed conversations influence each other in this family."""
     if family in MIXES_DOCUMENTS:
         message = f"'{family}' carries state from each packed conversation to the next, whatever the attention mask"
         yield Fault("data.packing", message, assignment(data__packing="none"))
@@ -233,7 +235,7 @@ def packed_conversations(family: str | None) -> Iterator[Fault]:
     "run",
 )
 def attention_device(draft: Draft) -> Iterator[Fault]:
-    """Refuses GPU kernels on a CPU, and on GPUs that they are not compiled for."""
+    """Refuses GPU kernels on a CPU, and on GPUs for which they are not compiled."""
     attention = draft.recipe.model.attention_kernel
     if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
         message = f"'{attention}' was given, but it is compiled for Ampere and Hopper only, not for this Blackwell"
@@ -245,7 +247,7 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
 def attention_precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses fp32 for kernels without fp32. On a CPU `varlen` computes document by document, in any data type."""
+    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes document by document in any data type."""
     attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
     takes_less = attention == "varlen" or attention.startswith("flash")
     if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
@@ -258,7 +260,7 @@ def attention_precision(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.attention_heads", "The kernels hold a row of a head in registers: at most 256 numbers.", "read")
 def attention_heads(draft: Draft) -> Iterator[Fault]:
-    """Refuses larger heads for flash-attn's kernels and torch's copy of them (`varlen_attn`), which run on GPUs."""
+    """Refuses too large heads on GPUs for flash-attn's kernels and for torch's copy of them (`varlen_attn`)."""
     attention, facts = draft.recipe.model.attention_kernel, draft.facts
     if facts is None or draft.cluster.spec.on_cpu or not (attention == "varlen" or attention.startswith("flash")):
         return

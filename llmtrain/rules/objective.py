@@ -1,4 +1,4 @@
-"""Rules for objectives of whole completions."""
+"""Rules for objectives that compare whole completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @rule("objective.whole_pairs", "A part of a completion has another log-probability than the whole completion.", "read")
 def whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses what splits, cuts or separates conversations (`llmtrain/data/packing.py`)."""
+    """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`)."""
     data = draft.recipe.data
     if not draft.recipe.objective.of_completions:
         return
@@ -28,7 +28,7 @@ def whole_pairs(draft: Draft) -> Iterator[Fault]:
 
 @rule("objective.completions", "The loss depends on the probability of a completion, given its prompt.", "arithmetic")
 def completions(draft: Draft) -> Iterator[Fault]:
-    """Refuses to count the prompt's tokens."""
+    """Refuses losses that include the prompt's tokens."""
     if draft.recipe.objective.of_completions and draft.recipe.data.train_on == "all":
         message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
@@ -40,7 +40,7 @@ def completions(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def documents(draft: Draft) -> Iterator[Fault]:
-    """Refuses documents that see each other, and families that carry state from one to the next."""
+    """Refuses attention across documents, and families that carry state from one document to the next."""
     facts = draft.facts
     if not draft.recipe.objective.of_completions or draft.recipe.data.packing == "none":
         return

@@ -1,4 +1,4 @@
-"""Rules for what the pipeline engine does not support, or silently computes wrong."""
+"""Rules against plans that the pipeline engine does not support or silently computes wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
     axis=PIPELINE,
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
-    """Refuses ZeRO 2 and 3 under pipelines, and ZeRO 0 in fp32 with clipping, which would not use the whole norm."""
+    """Refuses ZeRO 2 and 3 under pipelines, and ZeRO 0 in fp32 with clipping, which would use only part of the norm."""
     parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
     if parallel.zero_stage >= 2:
         message = (
@@ -59,7 +59,7 @@ def layers(draft: Draft) -> Iterator[Fault]:
     "arithmetic",
 )
 def chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses numbers of stages that a schedule does not have, and schedules without a pipeline."""
+    """Refuses numbers of stages that a schedule does not support, and schedules without a pipeline."""
     parallel = draft.parallel
     name, given = parallel.pipeline_schedule, parallel.pipeline_chunks
     if parallel.pipeline == 1:
@@ -138,7 +138,7 @@ def autocast_fp16(draft: Draft) -> Iterator[Fault]:
     axis=PIPELINE,
 )
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
-    """Refuses tied embeddings with gradients in another data type, unless the bf16 optimizer reduces them."""
+    """Refuses tied embeddings whose gradients have another data type, unless the bf16 optimizer reduces them."""
     parallel, facts = draft.parallel, draft.facts
     if facts is None or not facts.tied_embeddings:
         return
@@ -154,7 +154,7 @@ def tied_accumulation(draft: Draft) -> Iterator[Fault]:
 
 
 MOST_IDLE = 0.2
-"""Fraction of the time that a pipeline may idle without a note."""
+"""Fraction of the time that a pipeline may be idle without a note."""
 
 
 @rule(
@@ -165,7 +165,10 @@ MOST_IDLE = 0.2
     refuses=False,
 )
 def bubble(draft: Draft) -> Iterator[Fault]:
-    """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
+    """Gives a note for pipelines that are idle for more than `MOST_IDLE` of the time.
+
+    With one micro-batch, only one stage works at a time.
+    """
     parallel, micro_batches = draft.parallel, draft.accumulation
     refusals = (layers, chunks, interleaved)
     if micro_batches is None or any(any(one.faults(draft)) for one in refusals):

@@ -1,4 +1,4 @@
-"""Rules for data types that the engine does not run, or runs as something else."""
+"""Rules against data types that the engine does not run, or silently replaces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stage0(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def grad_accum(draft: Draft) -> Iterator[Fault]:
-    """Refuses accumulation in a type that is neither fp32 nor that of the weights."""
+    """Refuses gradient accumulation in a type that is neither fp32 nor that of the weights."""
     given, weights = draft.parallel.grad_accum_dtype, draft.weight_dtype
     if given in ("fp32", weights):
         return
@@ -50,7 +50,7 @@ def grad_accum(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def autocast_fp16_zero(draft: Draft) -> Iterator[Fault]:
-    """Refuses fp16 autocast under ZeRO, whose gradient norm is too large by the loss scale."""
+    """Refuses fp16 autocast under ZeRO, because the gradient norm is too large by the loss scale."""
     if draft.parallel.precision == "autocast_fp16" and draft.parallel.zero_stage:
         message = (
             "'autocast_fp16' was given with ZeRO: the reported and clipped gradients would be too large "

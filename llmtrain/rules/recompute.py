@@ -1,4 +1,4 @@
-"""Rules for what is computed again in the backward pass."""
+"""Rules for recomputation in the backward pass (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FULL = assignment(parallel__activation_checkpointing="full")
 
 @rule("recompute.every", "Without activation checkpointing, there are no layers to choose from.", "arithmetic")
 def every(draft: Draft) -> Iterator[Fault]:
-    """Refuses `checkpoint_every` if nothing is computed again."""
+    """Refuses `checkpoint_every` if nothing is recomputed."""
     parallel = draft.parallel
     if parallel.checkpoint_every > 1 and parallel.activation_checkpointing == "none":
         message = f"{parallel.checkpoint_every} was given, but activation_checkpointing is 'none'"
@@ -28,7 +28,7 @@ def every(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def selective(draft: Draft) -> Iterator[Fault]:
-    """Refuses selective checkpoints with what changes or hides the results that they keep."""
+    """Refuses selective checkpointing together with options that change or hide the results to be kept."""
     if draft.parallel.activation_checkpointing != "selective":
         return
     reasons, kernels, attention = [], draft.recipe.kernels, draft.recipe.model.attention_kernel
@@ -49,7 +49,7 @@ def selective(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def offload(draft: Draft) -> Iterator[Fault]:
-    """Refuses offloaded activations if there are no inputs of recomputed layers, or if threads share them."""
+    """Refuses activation offload without full checkpointing, which keeps layer inputs, or if threads run layers."""
     parallel = draft.parallel
     if not parallel.offload_activations:
         return
@@ -68,7 +68,7 @@ def offload(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def tiles(draft: Draft) -> Iterator[Fault]:
-    """Refuses feed-forward layers in tiles with experts, and with what changes how a layer is called."""
+    """Refuses tiled feed-forward layers for experts, and with options that change how a layer is called."""
     parallel = draft.parallel
     if not parallel.tiled_mlp:
         return

@@ -1,4 +1,4 @@
-"""A rule of legality: the refused combinations, the reason, and the evidence."""
+"""A legality rule: the refused combinations, the reason, and the evidence."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmtrain.plan.draft import Draft
 ENGINE = "DeepSpeed 0.19.8"
 
 Seen = Literal["run", "read", "arithmetic"]
-"""`run`: on the real engine, by a test; `read`: in its source; `arithmetic`: follows from the numbers."""
+"""Evidence: `run` (a test on the real engine), `read` (the engine's source) or `arithmetic` (follows from numbers)."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One violation: the field, what was given and why it is refused, and what to do."""
+    """One violation of a rule: the field, a message with the given value and the reason, and how to fix it."""
 
     field: str
     message: str
@@ -30,19 +30,19 @@ Check = Callable[[Draft], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its reason and evidence; `check` yields the faults of a draft to which it applies."""
+    """A rule with its reason and evidence. `check` yields the faults of a draft to which the rule applies."""
 
     id: str
     reason: str
     seen: Seen
     check: Check
     axis: Axis | None = None
-    """The rule applies only to drafts in which this axis has a degree above 1; None: to all."""
+    """The rule only applies to drafts in which this axis has a degree above 1. None: it applies to all drafts."""
     refuses: bool = True
-    """False: the plan is legal, but gets a note."""
+    """False if the plan is legal, but gets a note."""
 
     def faults(self, draft: Draft) -> Iterator[Fault]:
-        """Yields the faults of a draft."""
+        """Yields the faults of a draft; none if the rule does not apply to it."""
         return self.check(draft) if self.axis is None or self.axis.degree(draft.parallel) > 1 else iter(())
 
     def problems(self, draft: Draft) -> list[Problem]:
@@ -53,10 +53,10 @@ class Rule:
 def rule(
     id_: str, reason: str, seen: Seen, *, axis: Axis | None = None, refuses: bool = True
 ) -> Callable[[Check], Rule]:
-    """Turns a check into a rule; a module lists its rules in `RULES`."""
+    """Returns a decorator that turns a check into a rule. Each module lists its rules in `RULES`."""
     return lambda check: Rule(id_, reason, seen, check, axis, refuses)
 
 
 def assignment(**fields: object) -> str:
-    """Returns a fix to paste: `--set parallel.zero_stage=1`; `__` stands for the dot."""
+    """Returns options to paste, such as `--set parallel.zero_stage=1`. In argument names, `__` stands for the dot."""
     return " ".join(f"--set {name.replace('__', '.')}={value}" for name, value in fields.items())

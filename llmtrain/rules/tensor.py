@@ -1,4 +1,4 @@
-"""Rules for tensor parallelism: the families that are split correctly by the plan that they declare."""
+"""Rules for tensor parallelism: model families whose declared plan splits them correctly."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _SLICED = (
     "vaultgemma youtu"
 )
 SLICED_FAMILIES = frozenset(_SLICED.split())
-"""Model types that give correct results on two ranks: those in `docs/reference/families_tensor.md`."""
+"""Model types that give correct results on two ranks, as listed in `docs/reference/families_tensor.md`."""
 
 
 EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
-"""Mixtures of experts whose attention is split correctly by the names of its projections while experts are distributed.
-"""
+"""Mixtures of experts whose attention is split correctly by the names of its projections if experts are distributed."""
 
 
 @rule(
@@ -36,7 +35,7 @@ EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe"
     axis=TENSOR,
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_tensor.md`)."""
+    """Refuses families whose tiny copy fails or deviates if it is split (`docs/reference/families_tensor.md`)."""
     parallel, facts = draft.parallel, draft.facts
     if facts is None:
         return

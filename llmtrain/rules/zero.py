@@ -1,4 +1,4 @@
-"""Rules for ZeRO stages and offload. The engine silently ignores what a stage does not support."""
+"""Rules for ZeRO stages and offload. The engine silently ignores options that a stage does not support."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nvme_stage(draft: Draft) -> Iterator[Fault]:
 
 @rule("zero.nvme_path", "A folder without NVMe offload, or NVMe offload without a folder, is a mistake.", "run")
 def nvme_path(draft: Draft) -> Iterator[Fault]:
-    """Refuses NVMe offload without its folder, and the folder without NVMe offload."""
+    """Refuses NVMe offload without a folder, and a folder without NVMe offload."""
     parallel = draft.parallel
     wanted = "nvme" in (parallel.offload_optimizer, parallel.offload_param)
     if wanted and not parallel.nvme_path:
@@ -62,7 +62,7 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
     axis=EXPERT,
 )
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses what expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
+    """Refuses options that expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
     parallel = draft.parallel
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
     if parallel.autotp_ranks > 1 and offloads:
@@ -91,7 +91,7 @@ def hierarchical_stage(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
-    """Refuses groups for hpZ that do not divide the ranks, that save nothing, or that do not hold the same weights."""
+    """Refuses hpZ groups that do not divide the ranks, save nothing, or do not hold the same weights."""
     parallel, size, ranks = draft.parallel, draft.parallel.hierarchical_partition, draft.cluster.world_size
     if size == 1:
         return
@@ -113,7 +113,7 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def hierarchical_nvme(draft: Draft) -> Iterator[Fault]:
-    """Refuses hpZ with parameters on a disk (`partition_parameters.py:_partition_param_sec`)."""
+    """Refuses hpZ with parameters offloaded to a disk (`partition_parameters.py:_partition_param_sec`)."""
     parallel = draft.parallel
     if parallel.hierarchical_partition > 1 and parallel.offload_param == "nvme":
         message = f"{parallel.hierarchical_partition} was given, but parameters are offloaded to nvme"

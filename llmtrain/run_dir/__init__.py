@@ -1,4 +1,4 @@
-"""The run directory: the files of a run, and their locations."""
+"""The run directory: the locations of a run's files, and how they are written and read."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ T = TypeVar("T")
 MOST_ID_BYTES = 4096
 
 # A run may be continued with other values of these fields. Every other field affects the model, its optimizer, the
-# arithmetic or the order of the samples, and so defines another run. (If `data.special_tokens` changes tokens, the data
-# key in the checkpoints differs.)
+# arithmetic or the order of the samples, so another value defines another run. (If `data.special_tokens` changes
+# tokens, the data key differs from the one in the checkpoints.)
 MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
@@ -45,8 +45,8 @@ PACKAGES = (
     *("numpy", "pydantic", "tensorboard", "wandb", "mlflow", "horovod"),
 )
 
-# Variables that explain a run's speed or numbers. Only these names are recorded, except for those that could be
-# secrets.
+# Environment variables that explain a run's speed or numbers. Only variables with these names are recorded, and none
+# that could be a secret.
 VARIABLES = re.compile(
     r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF|DS_ACCELERATOR"
     r"|GLIBC_TUNABLES|MALLOC_\w+|LD_PRELOAD|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT|MKL_NUM_THREADS|KMP_AFFINITY|PYTHONHASHSEED"
@@ -65,7 +65,7 @@ def write_json(path: Path, document: Any) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Reports which file of a run directory cannot be written."""
+    """Turns an OSError into a RecipeError that names the file which cannot be written."""
     try:
         yield
     except OSError as error:
@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def ds_config_file(self) -> Path:
-        """The plan as DeepSpeed JSON; absent if another engine runs the steps."""
+        """The plan as DeepSpeed JSON; does not exist if another engine runs the steps."""
         return self.path / "ds_config.json"
 
     @property
@@ -113,12 +113,12 @@ class RunDir:
 
     @property
     def id_file(self) -> Path:
-        """The id of the run, created once, by which its checkpoints are recognised."""
+        """The id of the run, which is created once and identifies its checkpoints."""
         return self.path / "run_id"
 
     @property
     def history_file(self) -> Path:
-        """The values that the run was trained with, by step."""
+        """The values with which the run was trained, by step."""
         return self.path / "history.json"
 
     @property
@@ -138,7 +138,7 @@ class RunDir:
 
     @property
     def trackers_file(self) -> Path:
-        """Ids of the run in trackers that have them, with which a resumed run continues there."""
+        """The run's ids in trackers that assign ids; a resumed run continues under the same ids."""
         return self.path / "trackers.json"
 
     @property
@@ -153,12 +153,12 @@ class RunDir:
 
     @property
     def tokenizer(self) -> Path:
-        """Copy of the tokenizer, so that a run can be exported without its data."""
+        """Copy of the tokenizer, with which a run can be exported without its data."""
         return self.path / "tokenizer"
 
     @property
     def first_batch(self) -> Path:
-        """The first batch of a run on conversations, as a page for people."""
+        """The first batch of a run on conversations, as an HTML page."""
         return self.path / "first_batch.html"
 
     @property
@@ -168,26 +168,26 @@ class RunDir:
 
     @property
     def report(self) -> Path:
-        """The page of the run, written at its end."""
+        """The HTML page of the run, written at its end."""
         return self.path / "report.html"
 
     @property
     def profile(self) -> Path:
-        """Recorded windows of steps."""
+        """Profiles of recorded windows of steps."""
         return self.path / "profile"
 
     @property
     def profile_request(self) -> Path:
-        """What `llmtrain profile` asks the ranks of a running job to record: a `ProfileConfig`."""
+        """The `ProfileConfig` by which `llmtrain profile` asks the ranks of a running job to record steps."""
         return self.profile / "request.json"
 
     def eval_file(self, step: int) -> Path:
-        """Scores of the checkpoint of a step on downstream tasks."""
+        """Scores of a step's checkpoint on downstream tasks."""
         return self.path / "eval" / f"step_{step:08d}.json"
 
     @property
     def eval_log(self) -> Path:
-        """Output of the processes that computed them beside the run."""
+        """Output of the processes that computed such scores during the run."""
         return self.logs / "eval.log"
 
     @property
@@ -196,7 +196,7 @@ class RunDir:
         return self.path / "logs"
 
     def log_file(self, rank: int) -> Path:
-        """Output of a worker and of its libraries."""
+        """Output of a worker and its libraries."""
         return self.logs / f"rank_{rank}.log"
 
     def error_file(self, rank: int) -> Path:
@@ -204,22 +204,22 @@ class RunDir:
         return self.logs / f"rank_{rank}.error.json"
 
     def keep_failures(self, attempt: int) -> None:
-        """Renames the error files of an attempt, which the next one would overwrite. Logs are appended to."""
+        """Renames the error files of an attempt, because the next attempt would overwrite them; it appends to logs."""
         for file in self.logs.glob("rank_*.error.json"):
             file.rename(file.with_name(f"attempt_{attempt}.{file.name}"))
 
     def check(self, recipe: Recipe) -> None:
-        """Raises what `create` would raise about a recipe, and writes nothing."""
+        """Raises the error that `create` would raise for a recipe. Writes nothing."""
         problems = self._problems(recipe)
         if problems:
             raise RecipeError(problems)
 
     def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:
-        """Writes the files that declare the run, to a new folder or to that of a run to continue.
+        """Writes the files that declare the run, to a new folder or to the folder of a run that is continued.
 
-        ds_config: empty if DeepSpeed does not run the steps; then there is no such file. Raises RecipeError, with
-        nothing changed, if the folder has other content, or a run that was started with another recipe; then every
-        relevant field that differs is named.
+        ds_config: empty if DeepSpeed does not run the steps, in which case no such file is written. Raises RecipeError,
+        without changing anything, if the folder has other content or a run that was started with another recipe. In the
+        latter case, the error names every relevant field that differs.
         """
         self.check(plan.recipe)
         with _writing(self.path):
@@ -233,7 +233,7 @@ class RunDir:
             if not self.id_file.exists():
                 write_atomically(self.id_file, uuid.uuid4().hex[:12] + "\n")
             self.write_environment()
-            # Last, since a folder with a recipe is considered a run.
+            # The recipe is written last, because a folder with a recipe counts as a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
 
     def write_plan(self, plan: Plan) -> None:
@@ -241,31 +241,31 @@ class RunDir:
         write_json(self.plan_file, plan.model_dump(mode="json"))
 
     def _kernels(self) -> KernelChoice | None:
-        """Returns the kernels that the run has used so far: with others it would not continue bit for bit."""
+        """Returns the kernels that the run has used so far. With others, it would not continue bit for bit."""
         try:
             return self.read_plan().kernels
         except UserError:
             return None
 
     def read_plan(self) -> Plan:
-        """Reads the plan of the run.
+        """Returns the plan of the run.
 
-        Raises RecipeError if the folder has none, CheckpointError for an unreadable one.
+        Raises RecipeError if the folder has none, and CheckpointError if it is unreadable.
         """
         return self._read(self.plan_file, lambda file: read_json(file, Plan))
 
     def read_ds_config(self) -> dict[str, Any]:
-        """Reads the DeepSpeed configuration that `create` was given."""
+        """Returns the DeepSpeed configuration that `create` wrote."""
         if not self.ds_config_file.exists():
             return {}
         return self._read(self.ds_config_file, lambda file: read_json(file, dict[str, Any]))
 
     def read_id(self) -> str:
-        """Reads the id of the run. Raises RecipeError if the folder has none, CheckpointError for an unreadable one."""
+        """Returns the id of the run. Raises RecipeError if there is none, and CheckpointError if it is unreadable."""
         return self._read(self.id_file, _identity)
 
     def read_recipe(self) -> Recipe:
-        """Reads the recipe that the run was last started with. Raises as `read_id` does."""
+        """Returns the recipe with which the run was last started. Raises the same errors as `read_id`."""
         return self._read(self.recipe_file, lambda file: read_json(file, Recipe))
 
     def _read(self, file: Path, read: Callable[[Path], T]) -> T:
@@ -288,7 +288,7 @@ class RunDir:
         with _writing(self.tokenizer):
             self.tokenizer.mkdir(exist_ok=True)
             for file in folder.iterdir():
-                shutil.copyfile(file, self.tokenizer / file.name)  # without its permissions: the umask determines them
+                shutil.copyfile(file, self.tokenizer / file.name)  # without permissions, which the umask determines
             if chat_template is not None:
                 (self.tokenizer / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
             write_json(self.tokenizer / "generation_config.json", {"eos_token_id": stop_ids})
@@ -305,7 +305,7 @@ class RunDir:
     def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
         """Records how the workers were started.
 
-        command: that of one worker; it is written to `launch.json`, so it must not contain a secret.
+        command: the command line of one worker. It is written to `launch.json`, so it must not contain secrets.
         """
         document = {
             "launcher": launcher,
@@ -324,11 +324,11 @@ class RunDir:
         if not self.recipe_file.exists():
             return self._foreign()
         if not self._started():
-            return []  # Nothing would be continued, so a corrected recipe may use the folder.
+            return []  # There is nothing to continue yet, so a corrected recipe may use the folder.
         return forbidden_changes(self.read_recipe(), recipe, f"the run in {self.path}")
 
     def _foreign(self) -> list[Problem]:
-        """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves."""
+        """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves behind."""
         ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
         ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
         entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
@@ -339,9 +339,9 @@ class RunDir:
         return [Problem("run_dir.folder", "--run-dir", message, "choose a new folder, or that of a run")]
 
     def _started(self) -> bool:
-        """Whether training has progressed so far that something could be continued or lost."""
+        """Whether training has progressed far enough for something to be continued or lost."""
         logged = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
-        # What a killed first save leaves is hidden, and lost anyway.
+        # A first save that was killed leaves only hidden files, which cannot be continued from.
         return logged or any(self.checkpoints.glob("[!.]*"))
 
 
@@ -353,7 +353,10 @@ def _identity(file: Path) -> str:
 
 
 def forbidden_changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
-    """Returns the differences between two recipes that a run may not have; `what` was started with the old one."""
+    """Returns a problem for each change of a recipe that a started run may not have.
+
+    what: describes the run or the file that has the old recipe.
+    """
     before, now = old.dotted(), new.dotted()
     fields = [*now, *(field for field in before if field not in now)]
     return [
@@ -369,7 +372,10 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
 
 
 def _may_change(field: str, recipe: Recipe) -> bool:
-    """Whether a run may be continued with another value; the steps that epochs take follow from their batches."""
+    """Whether a run may be continued with another value of a field.
+
+    With epochs, the batch size may not change, because it determines the number of steps.
+    """
     return MAY_CHANGE.fullmatch(field) is not None and not (
         field == "batch.global_batch_size" and recipe.train.epochs is not None
     )
@@ -382,9 +388,9 @@ def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:
 
 
 def identity_of(recipe: Recipe) -> str:
-    """Returns a digest of all fields that a run may not change.
+    """Returns a digest of all fields that may not change within a run.
 
-    Fields with their default values are left out, so that the digest does not change if a later version adds fields.
+    It leaves out fields with their default value, so that it stays the same if a later version adds fields.
     """
     fields = {
         name: value for name, value in recipe.dotted(exclude_defaults=True).items() if not MAY_CHANGE.fullmatch(name)
@@ -410,15 +416,15 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Returns the versions of installed packages; by default those that a run's numbers may depend on."""
+    """Returns the versions of installed packages; by default, of those that can affect a run's numbers."""
     found = {package: installed_version(package) for package in packages}
     return {package: version for package, version in found.items() if version is not None}
 
 
 def _git() -> dict[str, Any] | None:
-    """Returns the commit of the working directory, and whether tracked files differ; None outside a repository."""
+    """Returns the commit of the working directory and whether tracked files are modified; None outside a repository."""
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    # Without the lock that a killed run would leave in the user's repository.
+    # Without this option, a killed run could leave a lock in the user's repository.
     git = ("git", "--no-optional-locks")
     try:
         commit, changes = (

@@ -1,13 +1,15 @@
-"""The lock of a run directory: one run at a time, even if several hosts share the disk.
+"""The lock of a run directory. It admits one run at a time, even if several hosts share the disk.
 
 The lock is the folder `.lock`. It contains one file, which describes the owner and has a unique name. The lock relies
-on two operations that are atomic on every file system. A folder cannot be renamed to one that has content: to take the
-lock, a run creates a folder with its file in it and renames that to `.lock`. A file is removed by name: to take over
-from a dead owner, a run removes the owner's file, and then takes the lock as above. So if two runs take over at the
-same time, neither can remove the file of the other.
+on two operations that are atomic on every file system:
 
-An owner on the same machine is alive while its process exists. An owner elsewhere is alive while it touches its file,
-which the new run watches; it compares the file's times with each other, and never with a clock.
+- A folder cannot be renamed to a folder that has content. To take the lock, a run creates a folder that contains its
+  file, and renames the folder to `.lock`.
+- A file is removed by name. To take over from a dead owner, a run removes the owner's file, then takes the lock as
+  above. If two runs take over at the same time, neither can remove the other's file.
+
+An owner on the same machine is alive while its process exists. An owner on another machine is alive while it touches
+its file. The new run watches that file, and compares its times with each other, never with a clock.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from llmtrain.errors import Exit, Problem, RecipeError
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json
 
 BEAT_S = 10.0
-"""Seconds between touches of an owner's file."""
+"""Seconds after which an owner touches its file again."""
 STALE_S = 120.0
 """Seconds without a touch after which an owner on another machine is considered dead."""
 LOOK_S = 0.5
 """Seconds between checks of another owner's file."""
 MOST_BYTES = 4096
-"""Largest size of an owner's file."""
+"""Size limit of an owner's file."""
 ENDED = -1
-"""Used instead of the start time for a process that has ended."""
+"""Start time that stands for a process which has ended."""
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _PRINTABLE = r"^[\x20-\x7e]{1,255}$"
 
@@ -55,15 +57,15 @@ class Owner(BaseModel):
 
     host: Annotated[str, Field(pattern=_PRINTABLE)]
     machine: Annotated[str, Field(pattern=_PRINTABLE)]
-    """The scope of its process id: a boot of a kernel, and a container in it."""
+    """The scope in which its process id is valid: one boot of a kernel, and a PID namespace (container) in it."""
     pid: Annotated[int, Field(gt=0)]
     start: int
-    """Start time of its process, in the kernel's clock, since process ids are reused."""
+    """Start time of its process by the kernel's clock, needed because process ids are reused."""
     since: Annotated[str, Field(pattern=_PRINTABLE)]
 
     @classmethod
     def here(cls) -> Self:
-        """Describes this process."""
+        """Returns the description of this process."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -74,7 +76,7 @@ class Owner(BaseModel):
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether its process can be examined from here."""
+        """Whether its process can be examined by this process."""
         return self.machine == _machine()
 
     @property
@@ -89,7 +91,7 @@ class Owner(BaseModel):
 
 @dataclass
 class RunLock:
-    """A run directory that this process owns until `release`, or until the process ends."""
+    """The lock of a run directory, which this process holds until `release`, or until the process ends."""
 
     folder: Path
     file: Path
@@ -98,10 +100,10 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None]) -> Self:
-        """Takes the lock of a run directory, which is created if it does not exist.
+        """Takes the lock of a run directory, and creates the directory if it does not exist.
 
-        say: is called with a message about a dead owner, and about waiting for one on another machine. Raises
-        RecipeError if another run holds the lock, or the folder cannot be written.
+        say: called with messages about a dead owner, and about waiting for an owner on another machine. Raises
+        RecipeError if another run holds the lock, or if the folder cannot be written.
         """
         identity = uuid.uuid4().hex
         lock, staged = folder / ".lock", folder / f".lock-{identity}"
@@ -123,7 +125,7 @@ class RunLock:
         return held
 
     def release(self) -> None:
-        """Lets others take the folder, and removes it if nothing was written to it."""
+        """Releases the lock, and removes the run directory if nothing was written to it."""
         self._released.set()
         if self._thread is not None:
             self._thread.join()
@@ -139,7 +141,7 @@ class RunLock:
         self.release()
 
     def _keep(self) -> None:
-        """Touches the file, in a thread. Ends the process if another one has taken over the lock."""
+        """Touches the file regularly, in a thread. Ends this process if another one has taken over the lock."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._released.wait(BEAT_S):
             try:
@@ -154,7 +156,10 @@ class RunLock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run seems to train in a folder, which is only read. An owner elsewhere is judged by the clocks."""
+    """Whether a run seems to be training in a folder. Only reads the folder.
+
+    For an owner on another machine, the time of its file is compared with this machine's clock.
+    """
     try:
         file = _owner_file(folder / ".lock")
         owner, touched = (_read(file), _touched(file)) if file else (None, None)
@@ -166,7 +171,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _renamed(staged: Path, lock: Path) -> bool:
-    """Tries to rename; returns whether the lock is ours now. It is not if another run holds it."""
+    """Tries to rename the staged folder to the lock; returns False if another run holds the lock."""
     try:
         staged.rename(lock)
     except OSError as error:
@@ -177,10 +182,10 @@ def _renamed(staged: Path, lock: Path) -> bool:
 
 
 def _remove_dead_owner(lock: Path, say: Callable[[str], None]) -> None:
-    """Returns once the owner is gone. Raises RecipeError if it is alive."""
+    """Removes the file of a dead owner. Raises RecipeError if the owner is alive."""
     file = _owner_file(lock)
     if file is None:
-        time.sleep(LOOK_S)  # it is being released
+        time.sleep(LOOK_S)  # the lock is being released
         return
     owner = _read(file)
     if owner is not None and owner.is_on_this_machine:
@@ -191,15 +196,15 @@ def _remove_dead_owner(lock: Path, say: Callable[[str], None]) -> None:
         if not _is_stale(file, owner, say):
             return
         gone = f"{owner or 'another run'}, which has not touched its lock for {STALE_S:.0f} s"
-    with suppress(FileNotFoundError):  # another run has removed it
+    with suppress(FileNotFoundError):  # another run has already removed it
         file.unlink()
         say(f"{lock.parent}: taking over from {gone}")
 
 
 def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bool:
-    """Whether an owner elsewhere shows no sign of life; False if it has released the lock.
+    """Whether an owner on another machine has stopped touching its file; False if it has released the lock.
 
-    Raises RecipeError if it is alive.
+    Raises RecipeError if the owner is alive.
     """
     first, deadline = _touched(file), time.monotonic() + STALE_S
     if first is not None:
@@ -223,11 +228,11 @@ def _in_use(lock: Path, owner: Owner | None) -> RecipeError:
 
 
 def _owner_file(lock: Path) -> Path | None:
-    """Returns the file of the owner, or None. Raises RecipeError if something else is in the lock."""
+    """Returns the file of the owner, or None. Raises RecipeError if the lock contains anything else."""
     try:
         found = [
             path for path in lock.iterdir() if not path.name.startswith(".nfs")
-        ]  # removed, but still open elsewhere
+        ]  # such files were removed but are still open elsewhere
     except FileNotFoundError:
         return None
     strange = [path for path in found if not _IDENTITY.fullmatch(path.name)]
@@ -239,7 +244,7 @@ def _owner_file(lock: Path) -> Path | None:
 
 
 def _read(file: Path) -> Owner | None:
-    """Reads the owner from a file; returns None if it is unreadable."""
+    """Returns the owner that a file describes, or None if the file is unreadable."""
     try:
         return read_json(file, Owner, MOST_BYTES)
     except UNREADABLE:
@@ -247,9 +252,9 @@ def _read(file: Path) -> Owner | None:
 
 
 def _touched(file: Path) -> int | None:
-    """Returns when a file was last touched, or None if it does not exist.
+    """Returns when a file was last touched, in nanoseconds since the epoch, or None if it does not exist.
 
-    The file is opened for this, so that a network file system asks its server.
+    The file is opened for this, which makes a network file system ask its server.
     """
     try:
         with open_regular(file) as content:
@@ -259,7 +264,10 @@ def _touched(file: Path) -> int | None:
 
 
 def _machine() -> str:
-    """Returns the scope of process ids; if it is unknown, a unique name, so that files are watched."""
+    """Returns the scope in which process ids are valid.
+
+    If it is unknown, returns a unique name. Owners then count as being on other machines, and their files are watched.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -278,7 +286,7 @@ def _exists(pid: int) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """Returns the start time of a process; `ENDED` if it was not reaped yet, None if it is unknown."""
+    """Returns the start time of a process, `ENDED` if it has ended but was not reaped, or None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,1 +1,1 @@
-"""Enumerates the plans of a recipe on a cluster: all, the nearest legal ones, the fastest."""
+"""Enumerates plans of a recipe on a cluster: all plans, the nearest legal ones, or the fastest ones."""

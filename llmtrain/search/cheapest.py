@@ -1,4 +1,4 @@
-"""What a refusal suggests: the nearest legal plans, or the cheapest ways to make a run fit, by predicted speed."""
+"""The suggestions of a refusal: the nearest legal plans, or the ways to make a run fit that cost the least speed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llmtrain.search.search import Room, changes_of, timed_plans
 from llmtrain.search.variants import Fields
 
 EQUAL = 0.05
-"""Predicted speeds that differ by less count as equal, and the plan with fewer changes is preferred: predictions are
-not more accurate than this (`docs/guides/time.md`)."""
+"""Predicted speeds with a smaller relative difference count as equal, because predictions are not more accurate
+(`docs/guides/time.md`). Of such plans, the one with fewer changes is preferred."""
 MOST_DEVICES = 1024
-"""With more devices the search takes longer than a user should wait for a refusal."""
+"""Largest number of devices. With more, the search takes longer than a user should wait for a refusal."""
 
 
 @contextmanager
 def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None = None) -> Iterator[None]:
     """Adds the nearest legal plans to a refusal that is raised within the context.
 
-    forced: what every suggestion has to change, if the fault is not one of the rules.
+    forced: changes that every suggestion must include, for a fault that no rule describes.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None =
 
 
 def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None) -> None:
-    """Adds the plans nearest to a refused one; if only its memory was refused, the fastest ones that fit."""
+    """Adds the legal plans nearest to a refused one or, if it only needs too much memory, the fastest that fit."""
     if forced or {problem.rule for problem in error.problems} != {"memory.fits"}:
         error.nearest = nearest_plans(recipe, cluster, forced)
         return
@@ -55,7 +55,7 @@ def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[
 
 @dataclass(frozen=True)
 class Way:
-    """A plan that fits."""
+    """A legal plan, as changes to a recipe."""
 
     changes: Fields
     """The changed fields of the recipe."""
@@ -79,10 +79,10 @@ class Way:
 
 
 def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Way]:
-    """Returns the fastest legal plans that fit; if possible, no two change the same fields.
+    """Returns the fastest legal plans that fit. If possible, no two of them change the same fields.
 
-    The model, the data and the global batch stay. Empty if nothing fits, if the devices' speed is unknown, and for very
-    large clusters.
+    The model, the data and the global batch stay the same. Returns an empty list if nothing fits, if the devices' speed
+    is unknown, or if the cluster is very large.
     """
     if cluster.world_size > MOST_DEVICES:
         return []
@@ -91,7 +91,7 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[W
         for time, fields, draft in timed_plans(recipe, cluster, facts)
     ]
     room, found = Room(lacking), list[Way]()
-    for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions
+    for like in (_changes_the_same, _goes_further, Way.__eq__):  # the conditions become weaker
         for fastest, draft in ranked:
             if len(found) == MOST:
                 break
@@ -114,10 +114,10 @@ def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
 
 
 def _changes_the_same(way: Way, known: Way) -> bool:
-    """Whether a way changes all the fields that another one changes, which is equally fast, or nearly."""
+    """Whether a way changes all the fields that a known way changes, which is at least about as fast."""
     return known.changes.keys() <= way.changes.keys()
 
 
 def _goes_further(way: Way, known: Way) -> bool:
-    """Whether a way is another one with additional changes."""
+    """Whether a way consists of a known way and additional changes."""
     return known.changes.items() <= way.changes.items()

@@ -1,4 +1,4 @@
-"""Enumerates all ways to split a recipe's work over a few devices: those that run here, and the refused ones."""
+"""Enumerates all ways to split a recipe's work over a few devices, both those that run here and the refused ones."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def candidates(
     """Yields every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
 
     World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
-    with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
-    stage supports it; so are the groups of hpZ, and the other backends, if they are installed. Examples of names:
-    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: those of the model; schedules with more
-    stages are left out.
+    with one micro-batch per step and with several. Offload, hpZ groups and the other backends (if installed) are only
+    combined with plain data parallelism, where every stage supports offload. Examples of names:
+    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: number of layers of the model; schedules
+    with more stages are left out.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):
@@ -91,7 +91,7 @@ def candidates(
 
 
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[RefusedPlan]]:
-    """Returns the candidates that this version can train, and the others."""
+    """Returns the candidates that this version can train, and the refused ones."""
     plans, refused = [], []
     layers = model_facts(recipe.model, recipe.vocab_size).layers
     for name, candidate, cluster in candidates(recipe, nproc, device, layers):
@@ -106,7 +106,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
 
 
 def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
-    """Yields data parallelism over all devices with the other backends that are installed."""
+    """Yields data parallelism over all devices with each other backend that is installed."""
     whole = dict.fromkeys((*DEGREES, HIERARCHY), 1) | ONE_STAGE | dict.fromkeys(OFFLOADS, "none")
     for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
         if not is_installed(backend):
@@ -121,9 +121,10 @@ def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
 
 
 def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
-    """Returns a replica's whole share, and a smaller size: the recipe's if it divides the share, else 1.
+    """Returns two micro-batch sizes: a replica's whole share of the batch, and a smaller size.
 
-    One smaller size is enough. The whole share makes one micro-batch per step.
+    The whole share makes one micro-batch per step. The smaller size is the recipe's if it divides the share, else 1.
+    One smaller size is enough.
     """
     sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
     several = own if own in sizes[:-1] else 1

@@ -1,4 +1,4 @@
-"""The legal plans nearest to a refused one: the same run on the same devices, with another layout or storage."""
+"""Finds the legal plans nearest to a refused one: the same run on the same devices, with another layout or storage."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, cha
 MOST = 3
 """Number of suggestions."""
 TRIALS = 1_500
-"""Variants that are tried, about 50 µs each."""
+"""Number of variants that are tried, at about 50 µs each."""
 PATIENCE_S = 1.5
-"""Seconds after which no further variant is tried: a model with thousands of layers takes long for each."""
+"""Seconds after which no further variant is tried. A variant takes long for a model with thousands of layers."""
 
 WIDTH = 8
-"""Values of one field that are tried."""
+"""Number of values of a field that are tried."""
 
 WEIGHTS = {
-    # Changes of the layout only come first, then those that cost time, then those that change the results.
+    # Changes that only affect the layout come first, then those that cost time, then those that change the results.
     MICRO_BATCH: 0.5,
     "parallel.zero_stage": 0.75,
     "parallel.hierarchical_partition": 1.0,
@@ -49,7 +49,7 @@ WEIGHTS = {
 }
 """Fields that may be changed → distance of one change."""
 RELATED = {
-    # Fields that lower the memory of a rank.
+    # Fields that can lower the memory of a rank.
     "parallel": (
         MICRO_BATCH,
         "parallel.zero_stage",
@@ -65,14 +65,14 @@ RELATED = {
     "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
     **dict.fromkeys(SCHEDULE, SCHEDULE),
 }
-"""Fields that a rule reports → other fields that it depends on."""
+"""Field that a rule reports → other fields on which the rule depends."""
 
 
 def nearest_plans(recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Returns changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
 
-    The model, the data and the global batch stay. forced: changes that every suggestion has to make. Empty if no layout
-    helps, or if the recipe has none.
+    The model, the data and the global batch stay the same. forced: changes that every suggestion must include. Returns
+    an empty tuple if no layout helps, or if the model's configuration is wrong.
     """
     try:
         facts = model_facts(recipe.model, recipe.vocab_size)
@@ -82,13 +82,13 @@ def nearest_plans(recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | 
 
 
 def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
-    """Returns the changes themselves, by increasing distance.
+    """Returns such changes as fields, by increasing distance.
 
-    A legal plan differs in at least one field that a broken rule depends on. A variant is thus changed further only in
-    the fields of one of its broken rules: the one with the fewest possible changes.
+    A legal plan must differ in at least one field on which a broken rule depends. A variant is therefore only changed
+    further in the fields of one of its broken rules: the one with the fewest possible changes.
     """
     values = _values(recipe, cluster)
-    order = itertools.count()  # among equally distant variants the earlier one goes first
+    order = itertools.count()  # breaks ties: of equally distant variants, the earlier one comes first
     queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
     seen: set[frozenset[tuple[str, Any]]] = set()
     found: list[Fields] = []
@@ -98,7 +98,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
             break
         distance, _, changes = heapq.heappop(queue)
         if any(one.items() <= changes.items() for one in found):
-            continue  # a legal plan with needless further changes
+            continue  # a found plan with needless additional changes
         draft = Draft(changed(recipe, changes), cluster, facts)
         named = _named(draft)
         if not named and changes and _resolves(recipe, cluster, facts, changes):
@@ -115,7 +115,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
 
 
 def _named(draft: Draft) -> list[str]:
-    """Returns the fields that broken rules report, each once; without any, those that this version cannot train."""
+    """Returns the fields that broken rules report, each once; if no rule is broken, those that cannot be run here."""
     problems = broken(draft)[0]
     if not problems:
         try:
@@ -128,7 +128,10 @@ def _named(draft: Draft) -> list[str]:
 def _ways(
     draft: Draft, named: str, values: Mapping[str, tuple[Any, ...]], changes: Fields
 ) -> Iterator[tuple[str, Any]]:
-    """Yields changes that may satisfy a rule which reports a field: of it, and of those that most rules depend on."""
+    """Yields changes that may satisfy a rule which reports the field `named`.
+
+    They change this field, its related fields, and the fields on which most rules depend.
+    """
     fields = [named] if named in WEIGHTS else []
     fields += [
         *RELATED.get(named, ()),
@@ -140,13 +143,13 @@ def _ways(
             present = value_of(draft.recipe, field)
             others = [value for value in values[field] if value != present]
             others.sort(key=lambda value: _distance(field, present, value))
-            # Distant values are left out, except for a degree of 1.
+            # Distant values are left out, except a degree of 1.
             near = others[:WIDTH] if 1 in others[:WIDTH] or field not in DEGREES else [*others[:WIDTH], 1]
             yield from ((field, value) for value in near if value != present)
 
 
 def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
-    """Returns the values that each field may have."""
+    """Returns the values that each field can have."""
     sizes = {
         **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
         SCHEDULE[1]: (1, 2, 4),
@@ -156,7 +159,7 @@ def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
 
 
 def _distance(field: str, present: Any, value: Any) -> float:
-    """Returns the distance of two values: for numbers by their ratio, for ZeRO stages by their difference."""
+    """Returns the distance of two values: by ratio for numbers, and by difference for ZeRO stages."""
     steps = 1.0
     if field == "parallel.zero_stage":
         steps = abs(value - present)
@@ -166,7 +169,7 @@ def _distance(field: str, present: Any, value: Any) -> float:
 
 
 def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
-    """Whether a suggestion resolves to a plan when a user pastes it."""
+    """Whether a suggestion resolves to a plan if a user pastes it."""
     try:
         resolve(recipe.with_(**fields), cluster, facts)
     except RecipeError:

@@ -1,7 +1,7 @@
 """Ranks all legal plans of a recipe on a cluster by predicted tokens per second.
 
-The run stays the same: the model, the data, the global batch, the precision and the backend. The search varies how it
-is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing, offload.
+The model, the data, the global batch, the precision and the backend stay the same. The search varies how the run is
+split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing and offload.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ MOST = 10
 MOST_MISSES = 16
 """Number of slower plans that are shown."""
 MOST_TOO_LARGE = 6
-"""Number of plans that are shown although they do not fit."""
+"""Number of shown plans that do not fit."""
 MOST_ASKED = 1000
-"""Plans whose shortage is computed, which takes a millisecond each; beyond, plans that cannot fit are skipped."""
+"""Number of plans whose shortage is computed, at a millisecond each. After that, plans that cannot fit are skipped."""
 MOST_SIZES = 16
-"""Micro-batch sizes that are tried: the smallest ones, and the recipe's own."""
+"""Number of micro-batch sizes that are tried (the smallest ones), in addition to the recipe's own."""
 WHATEVER_BATCH = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
-"""Rules that do not depend on the batch: a layout that they refuse is refused with every micro-batch."""
+"""Rules that do not depend on the batch. A layout that they refuse is refused for every micro-batch size."""
 
 Timed = tuple[StepTime, Fields, Draft]
 """A legal plan: its predicted time, its changes to the recipe, and its draft."""
 Fits = Callable[[Plan], Shortage | None]
-"""By how much a plan does not fit; None if it fits."""
+"""Returns how much memory a plan lacks; None if it fits."""
 
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan of the search."""
+    """A plan found by the search."""
 
     arguments: str
-    """The `--set` arguments that create it from the recipe; empty for the recipe as it is."""
+    """The `--set` arguments that turn the recipe into this plan; empty for the unchanged recipe."""
     plan: Plan
     time: StepTime
     why: str = ""
-    """Why it is slower; empty for one of the best."""
+    """Why it is slower than the best plan or does not fit; empty for one of the best plans."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class SearchResult:
     best: tuple[RankedPlan, ...]
     """The best plans, the fastest first."""
     too_large: tuple[RankedPlan, ...]
-    """Plans that are faster than the first of `best` but do not fit; the smallest shortage first. Empty if memory is
-    not known."""
+    """Plans that are faster than the first of `best` but do not fit, the smallest shortage first. Empty if memory is
+    unknown."""
     slower: tuple[RankedPlan, ...]
     """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
     legal: int
@@ -89,9 +89,9 @@ class SearchResult:
 def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> SearchResult:
     """Returns the fastest legal plans, and near misses.
 
-    fits: is called for the fastest plans only, one by one, so it may take milliseconds; None if memory is not known,
-    and then no plan is excluded for it. Raises RecipeError if the model's configuration is wrong, if the devices'
-    datasheet is unknown, and if no plan is legal or none fits.
+    fits: may take milliseconds, because it is only called for the fastest plans, one by one. None if memory is unknown;
+    no plan is then excluded for its memory. Raises RecipeError if the model's configuration is wrong, if the devices'
+    datasheet is unknown, if no plan is legal, or if none fits.
     """
     facts = model_facts(recipe.model, recipe.vocab_size)
     timed = timed_plans(recipe, cluster, facts)
@@ -123,7 +123,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
 
 
 def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]:
-    """Returns plans with the smallest shortage, one for each ZeRO stage and combination of kinds of parallelism."""
+    """Returns the plans with the smallest shortages: one for each ZeRO stage and combination of parallelism kinds."""
     found: list[tuple[str, Timed]] = []
     for shortage, timed in sorted(too_large, key=lambda miss: miss[0].size):
         if len(found) == MOST_TOO_LARGE:
@@ -153,7 +153,7 @@ def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator
 
 
 def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
-    """Yields the legal micro-batches of a draft, with everything that may be computed again."""
+    """Yields the legal combinations of micro-batch size and recomputation for a draft."""
     assert stored.data_parallel_size is not None, "the rules of layout have refused the rest"
     sizes = _micro_batches(stored.recipe, stored.data_parallel_size)
     for micro, again in itertools.product(sizes, recomputations(stored.recipe)):
@@ -164,13 +164,13 @@ def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
 
 
 def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
-    """Returns the smallest sizes, and the recipe's own."""
+    """Returns the smallest micro-batch sizes and the recipe's own."""
     sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
     return tuple(size for number, size in enumerate(sizes) if number < MOST_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
-    """Returns the largest cost of a plan in comparison with the best one."""
+    """Describes the part of a step in which a plan loses the most time against the best plan."""
     parts, others = _parts(time), _parts(best)
     part = max(parts, key=lambda name: parts[name] - others.get(name, 0.0))
     share = parts[part] / time.step_s
@@ -197,19 +197,19 @@ def _time(draft: Draft) -> StepTime | None:
 
 
 def changes_of(recipe: Recipe, fields: Fields) -> Fields:
-    """Returns the fields of a plan that differ from the recipe's."""
+    """Returns the fields whose values differ from the recipe's."""
     return {field: value for field, value in fields.items() if value_of(recipe, field) != value}
 
 
 def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> RankedPlan:
-    """Resolves a plan from the fields that differ from the recipe's, as a user would paste them."""
+    """Returns the plan that results if a user pastes the fields which differ from the recipe's."""
     own = changes_of(recipe, fields)
     draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
     return RankedPlan(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
-    """Whether a plan differs from a faster one that fits only by saving memory."""
+    """Whether a plan only differs from a faster one, which fits, in that it saves memory."""
     degrees = (*DEGREES, *SCHEDULE, ZERO_STAGE, MICRO_BATCH)
     return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
 
@@ -232,27 +232,27 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
 
 
 def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
-    """Returns the problem that no plan fits."""
+    """Returns the problem that no legal plan fits."""
     tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")
 
 
 class Room:
-    """Checks many plans for whether they fit: if the leanest variant of a layout does not, no other is checked."""
+    """Checks whether plans fit. If the leanest variants of a layout do not, its other variants are not checked."""
 
     def __init__(self, fits: Fits) -> None:
         self._fits = fits
         self._hopeless: dict[Any, bool] = {}
 
     def lacking(self, draft: Draft) -> Shortage | None:
-        """Returns why a legal draft does not fit, or None."""
+        """Returns how much memory a legal draft lacks, or None if it fits."""
         return self._fits(assemble(draft))
 
     def is_hopeless(self, draft: Draft) -> bool:
-        """Whether a legal draft's layout never fits, whatever its micro-batch, even with activation checkpointing.
+        """Whether a legal draft's layout does not fit for any micro-batch size, even with activation checkpointing.
 
-        The smallest micro-batch has the fewest activations, the largest one has no gradients at the same time: every
-        other variant needs more than one of the two.
+        The smallest size has the fewest activations. The largest size has no gradients at the same time. Every other
+        variant needs more memory than one of these two.
         """
         plain = {MICRO_BATCH: 1, CHECKPOINTING: "full", EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
         key = changed(draft.recipe, plain).parallel

@@ -1,4 +1,4 @@
-"""Formats a search as lines for people, and as JSON."""
+"""Formats the result of a search as readable lines and as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _entry(mark: str, found: RankedPlan) -> list[str]:
 
 
 def _layout(plan: Plan) -> str:
-    """Formats the layout with a candidate's abbreviations; degrees of 1 are left out."""
+    """Formats the layout with the abbreviations of candidates' names, without degrees of 1."""
     parallel = plan.parallel
     degrees = {axis.short: axis.degree(parallel) for axis in CHOSEN}
     parts = [f"dp{plan.data_parallel_size}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]

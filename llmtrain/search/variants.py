@@ -1,7 +1,7 @@
-"""Every way to split and store a run on a cluster: the one place that lists degrees, offload and micro-batches.
+"""Lists every way to split and store a run on a cluster: degrees, offload and micro-batches.
 
-The rules decide which of them are legal. Everything that searches, enumerates or suggests plans takes its values from
-here.
+The rules decide which of these are legal. All modules that search, enumerate or suggest plans take the values from this
+module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmtrain.plan.draft import divisors
 from llmtrain.recipe import ParallelConfig, Recipe
 
 Fields = dict[str, Any]
-"""Dotted recipe fields, as `Recipe.with_` accepts them."""
+"""Dotted recipe field → value, as accepted by `Recipe.with_`."""
 
 DEGREES = tuple(axis.field for axis in CHOSEN)
 SCHEDULE = ("parallel.pipeline_schedule", "parallel.pipeline_chunks")
@@ -33,9 +33,9 @@ MICRO_BATCH = "batch.micro_batch_size"
 
 
 def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -> Iterator[Fields]:
-    """Yields all degrees that divide the devices.
+    """Yields all degrees that divide the number of devices.
 
-    layers, experts: those of the model, which bound the degrees of the axes that divide them.
+    layers, experts: numbers of the model's layers and experts, which limit the degrees of the axes that split them.
     """
     counts = {"layers": layers, "experts": max(experts, 1)}
     ranks = [axis for axis in CHOSEN if axis.has_ranks]
@@ -62,10 +62,10 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
 
 
 def schedules(pipeline: int, layers: float = math.inf) -> Iterator[Fields]:
-    """Yields the schedules of a pipeline of so many devices; more stages than layers are left out.
+    """Yields the schedules of a pipeline of `pipeline` devices, without those that need more stages than layers.
 
-    Each has the fewest stages that it can have, and the zero bubble schedule also twice as many: further ones wait
-    little less, and send as much again.
+    Each schedule has its smallest number of stages, and the zero bubble schedule also twice as many. More stages would
+    hardly reduce the waiting, but would send as much data again.
     """
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2), ("zero_bubble", 4)):
         if chunks == 1 or (pipeline > 1 and pipeline * chunks <= layers):
@@ -73,9 +73,9 @@ def schedules(pipeline: int, layers: float = math.inf) -> Iterator[Fields]:
 
 
 def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
-    """Yields all ZeRO stages, each with all places of optimizer states and parameters.
+    """Yields all ZeRO stages, each with all locations of optimizer states and parameters.
 
-    groups: numbers of ranks that may keep the parameters of ZeRO-3 once more, if nothing is offloaded.
+    groups: sizes of hpZ groups, whose ranks hold the parameters of ZeRO-3 a second time, if nothing is offloaded.
     """
     for stage, *places in itertools.product(*(choices(recipe)[field] for field in (ZERO_STAGE, *OFFLOADS))):
         path = recipe.parallel.nvme_path if "nvme" in places else None
@@ -84,10 +84,10 @@ def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
 
 
 def recomputations(recipe: Recipe) -> Iterator[Fields]:
-    """Yields what may be computed again: each choice for all layers, and what the recipe asks for.
+    """Yields the options for recomputation: each kind for all layers, and the recipe's own choice.
 
-    Its every k-th layer, and host memory for inputs, are the user's choice: predictions price neither the cores nor the
-    memory of a host.
+    Only the recipe can choose to recompute every k-th layer or to keep inputs in host memory, because predictions put
+    no price on the cores and the memory of a host.
     """
     kinds = choices(recipe)[CHECKPOINTING]
     plain = [{CHECKPOINTING: kind, EVERY: 1, OFFLOAD_INPUTS: False} for kind in kinds]
@@ -96,10 +96,10 @@ def recomputations(recipe: Recipe) -> Iterator[Fields]:
 
 
 def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
-    """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is not an integer.
+    """Returns the micro-batch sizes that divide a replica's share of the batch, smallest first.
 
-    A router's loss is a mean within each micro-batch: with such a loss, another size than the recipe's would be another
-    run.
+    Returns an empty tuple if the share is not an integer. If the model has a router loss, which is a mean within each
+    micro-batch, only the recipe's size is returned: another size would be another run.
     """
     share, rest = divmod(recipe.batch.global_batch_size, replicas)
     if rest:
@@ -113,7 +113,7 @@ def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
 def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     """Returns the possible values of each field of `parallel` that is not a degree.
 
-    The folder for nvme is the user's choice: states and parameters are offloaded there only if the recipe has one.
+    The user chooses the folder for NVMe, so offload to NVMe is only included if the recipe has such a folder.
     """
     path = recipe.parallel.nvme_path
     values: dict[str, tuple[Any, ...]] = {
@@ -127,7 +127,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 
 
 def offload_name(optimizer: str, parameters: str) -> str:
-    """Returns an abbreviation for what a plan offloads, or an empty string."""
+    """Returns an abbreviation of what a plan offloads; empty if it offloads nothing."""
     if (optimizer, parameters) == ("none", "none"):
         return ""
     name = "offload" if parameters == "none" else "offload_param" if optimizer != "none" else "offload_param_only"
@@ -135,13 +135,13 @@ def offload_name(optimizer: str, parameters: str) -> str:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns the value of a dotted field of a part."""
+    """Returns the value of a dotted recipe field."""
     part, _, name = field.partition(".")
     return getattr(getattr(recipe, part), name)
 
 
 def changed(recipe: Recipe, fields: Fields) -> Recipe:
-    """Returns a variant without validating its types again, which is what takes time in `with_`."""
+    """Returns a recipe with changed fields. Unlike `with_`, it skips the slow validation of types."""
     parts: dict[str, Fields] = {}
     for field, value in fields.items():
         part, _, name = field.partition(".")

@@ -1,4 +1,4 @@
-"""Tests a node with all its devices: whether results are right, how fast it is, and how exact predictions are.
+"""Tests a node with all its devices: whether results are right, how fast it is, and how accurate predictions are.
 
 Importing this package has no side effects.
 """

@@ -1,4 +1,4 @@
-"""The input and the output of the measuring workers. Pure."""
+"""The input and the output of the measuring workers. Has no side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.rules import resolve
 HEAD_DIM = 128
 
 STEP_S = 0.5
-"""Seconds that the matrix products of a timed step may take."""
+"""Seconds that the matrix products of a timed step may take at most."""
 
 
 class MeasureJob(Part):
@@ -25,14 +25,14 @@ class MeasureJob(Part):
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model whose steps are timed, and its batch."""
+    """A model whose steps are timed, with its batch."""
 
     width: int
     layers: int
     length: int
     vocabulary: int
     accumulation: int
-    """Micro-batches of a step; each is one sequence."""
+    """Number of micro-batches in a step. Each is one sequence."""
 
     @property
     def flops(self) -> float:
@@ -45,13 +45,13 @@ MODELS = (
     TimedModel(width=1024, layers=4, length=1024, vocabulary=16000, accumulation=2),
     TimedModel(width=256, layers=2, length=256, vocabulary=2048, accumulation=1),
 )
-"""From one that keeps a GPU busy, and fits 16 GB, to one for CPUs."""
+"""Models from the largest to the smallest. The first keeps a GPU busy and fits into 16 GB; the last is for CPUs."""
 
 
 def timed_plan(cluster: Cluster, matmul: Mapping[str, float]) -> Plan:
-    """Returns the plan whose steps are timed: ZeRO-1 in bf16 over all devices, compared with the catalogue.
+    """Returns the plan whose steps are timed: ZeRO-1 in bf16 over all devices, to be compared with the catalogue.
 
-    matmul: FLOP/s by data type, of which the size of the model follows.
+    matmul: FLOP/s by data type, which determines the size of the model.
     """
     model = next((one for one in MODELS if one.flops < STEP_S * matmul["bf16"]), MODELS[-1])
     heads = model.width // HEAD_DIM
@@ -79,24 +79,24 @@ class DeviceRates(Part):
 
     rank: int
     product: str
-    """The device's own name."""
+    """The name that the device reports."""
     memory_bytes: int | None
-    """The device's memory; None on a CPU."""
+    """The device's memory in bytes; None on a CPU."""
     wrong: tuple[str, ...]
-    """Data types in which a product of small integers was wrong."""
+    """Data types in which a matrix product of small integers was wrong."""
     matmul: dict[str, float]
-    """FLOP/s by data type, as all rates in the units of `MeasuredRates`."""
+    """FLOP/s by data type. All rates have the units of `MeasuredRates`."""
     attention: dict[str, float]
     memory_bandwidth: float
     launch_s: float
     host_bandwidth: float | None
     node_bandwidth: float | None
     pair_bandwidth: tuple[float | None, ...]
-    """Bytes per second, each way, between this rank and each other one, by the other's rank; None with itself."""
+    """Bytes per second, each way, between this rank and each other rank, by that rank; None for this rank itself."""
     step_s: float
     """Median seconds of a step."""
     allocated_bytes: int | None
-    """Largest number of bytes that torch held at once during the steps; None on a CPU."""
+    """Peak of the bytes that torch had allocated during the steps; None on a CPU."""
 
 
 def measure_job_file(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Measures the rates that a prediction of time assumes, all devices at once, and the time and memory of real steps."""
+"""Measures the rates that time predictions assume, on all devices at once, and the time and memory of real steps."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from llmtrain.self_test.job import HEAD_DIM, DeviceRates, timed_plan
 
 HEADS = 16
 SIZES = (256, 512, 1024, 2048, 4096)
-"""Widths of products and lengths of attention that are tried, until one takes `LONG_S`."""
+"""Widths of matrix products and lengths of attention, tried in order until one takes `LONG_S`."""
 BYTES = tuple(2**power for power in range(24, 30))
-"""Sizes of copies that are tried in the same way."""
+"""Sizes of copies in bytes, tried in the same way."""
 LONG_S = 2e-3
-"""Seconds of a kernel beside which its launch does not count."""
+"""Duration of a kernel in seconds from which on its launch is negligible."""
 SECONDS = 0.3
 """Seconds for which the largest kernel is repeated, so that a GPU reaches its power limit."""
 KERNELS = 2000
-"""Kernels whose launches are timed."""
+"""Number of kernels whose launches are timed."""
 WARM_UP, STEPS = 2, 5
 EXACT = 64
-"""Inner size of a product of integers from −2 to 2: sums of up to 256 are exact in bf16, too."""
+"""Inner size of a product of integers from −2 to 2. Its sums are at most 256, so they are exact even in bf16."""
 
 
 def measure_device(cluster: Cluster, device: torch.device) -> DeviceRates:
-    """Measures this rank's device. All ranks measure the same at the same time, since they share power and links."""
+    """Measures this rank's device. All ranks measure the same at the same time, because they share power and links."""
     is_gpu = device.type == "cuda"
     matmul = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}
     attention = {name: _attention(dtype, device) for name, dtype in DTYPES.items()}
@@ -71,7 +71,10 @@ def measure_device(cluster: Cluster, device: torch.device) -> DeviceRates:
 def _rate(
     sizes: Iterable[int], made: Callable[[int], tuple[float, Callable[[], object]]], device: torch.device
 ) -> float:
-    """Returns the rate of the first size that takes `LONG_S`. made: returns the work of a size, and how much it is."""
+    """Returns the rate, in units of work per second, for the first size that takes `LONG_S`, else for the last size.
+
+    made: returns the amount of work for a size, and the function that does it.
+    """
     barrier()
     amount, work = 0.0, None
     for size in sizes:
@@ -83,14 +86,14 @@ def _rate(
 
 
 def _seconds(work: Callable[[], object], least: float, device: torch.device) -> float:
-    """Returns the mean seconds of `work`, repeated for at least `least` seconds after a warm-up."""
+    """Returns the mean seconds of `work`, which is repeated for at least `least` seconds after a warm-up."""
     work()
     _wait(device)
     repeats, spent, started = 0, 0.0, time.perf_counter()
     while spent < least:
         work()
         repeats += 1
-        if repeats & (repeats - 1) == 0:  # waiting after each one would leave the device idle in between
+        if repeats & (repeats - 1) == 0:  # waiting after each call would leave the device idle between them
             _wait(device)
         spent = time.perf_counter() - started
     _wait(device)
@@ -103,9 +106,9 @@ def _wait(device: torch.device) -> None:
 
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the FLOP/s of the products of a feed-forward layer: into its width and back, of random numbers.
+    """Returns the FLOP/s of a feed-forward layer's two matrix products, with random numbers.
 
-    Products of zeros would take less power, and run faster than those of a model.
+    Products of zeros would need less power and would run faster than those of a model.
     """
 
     def made(width: int) -> tuple[float, Callable[[], object]]:
@@ -132,7 +135,7 @@ def _attention(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def is_right(dtype: torch.dtype, device: torch.device, seed: int) -> bool:
-    """Whether a product of integers, which no rounding affects, is what a CPU computes in integers."""
+    """Whether a matrix product of integers, which needs no rounding, equals a CPU's product in integer arithmetic."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-2, 3, shape, generator=generator) for shape in ((1024, EXACT), (EXACT, 1024)))
     product = (a.to(device, dtype) @ b.to(device, dtype)).to("cpu", torch.int64)
@@ -157,7 +160,7 @@ def _launch(device: torch.device) -> float:
 
 
 def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]]:
-    """Returns the bus bandwidth of an all-reduce over all ranks, in the doctor's convention, and that of each pair."""
+    """Returns two bandwidths: of an all-reduce over all ranks (bus bandwidth as in the doctor), and of each pair."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return None, (None,)
@@ -165,7 +168,7 @@ def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]
         reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
         _repeated(reduce, 1, device)
         slowest = torch.tensor([_repeated(reduce, 1, device)], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks take part in each
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks stop at the same size
         if slowest.item() >= LONG_S:
             break
     repeats = max(1, int(SECONDS / slowest.item()))
@@ -174,10 +177,10 @@ def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]
 
 
 def _pairs(block: torch.Tensor, repeats: int) -> tuple[float | None, ...]:
-    """Returns the bytes per second, each way, to each other rank. An all-reduce does not tell which link is slow.
+    """Returns the bytes per second, each way, to each other rank. An all-reduce does not show which link is slow.
 
-    In round k, ranks i and j with i + j ≡ k meet, so each two meet once, and the others do not disturb them more than
-    in an all-reduce.
+    In round k, ranks i and j with i + j ≡ k (mod the number of ranks) exchange data. Each pair therefore meets once,
+    and other pairs disturb it no more than in an all-reduce.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found: list[float | None] = [None] * ranks
@@ -199,7 +202,7 @@ def _pairs(block: torch.Tensor, repeats: int) -> tuple[float | None, ...]:
 
 
 def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Returns the mean seconds of what ranks do together."""
+    """Returns the mean seconds of `work`, which all ranks do together."""
     _wait(device)
     barrier()
     started = time.perf_counter()
@@ -210,7 +213,7 @@ def _repeated(work: Callable[[], object], repeats: int, device: torch.device) ->
 
 
 def _host(device: torch.device) -> float:
-    """Returns the rate of the slower direction."""
+    """Returns the bytes per second between host and device, in the slower direction."""
 
     def there(size: int) -> tuple[float, Callable[[], object]]:
         block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
@@ -224,7 +227,7 @@ def _host(device: torch.device) -> float:
 
 
 def _steps(plan: Plan, device: torch.device) -> tuple[float, int | None]:
-    """Returns the median seconds of a step of the plan, and the bytes that torch held at most."""
+    """Returns the median seconds of the plan's steps, and the peak of torch's allocated bytes (None on a CPU)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -244,7 +247,7 @@ def _steps(plan: Plan, device: torch.device) -> tuple[float, int | None]:
 
 
 def _batch(plan: Plan) -> StepBatch:
-    """Returns random tokens: this rank's part of a global batch."""
+    """Returns this rank's part of a global batch of random tokens."""
     length, rows = plan.recipe.data.sequence_length, plan.batch.micro_batch_size
     positions = torch.arange(length).expand(rows, length)
     micro_batches = []

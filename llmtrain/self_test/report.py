@@ -1,4 +1,4 @@
-"""Compares what was measured with the catalogue, the prediction, and the other devices. Pure."""
+"""Compares measurements with the catalogue, the predictions and the other devices. Has no side effects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from llmtrain.self_test.job import DeviceRates
 from llmtrain.verify.job import Certificate
 
 TOLERATED = 0.1
-"""Relative deviation from a prediction, or from the other devices, that is not reported as a warning."""
+"""Relative deviation from a prediction, or from the other devices, up to which there is no warning."""
 
 
 def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
-    """Returns the rates of the slowest rank, since a step waits for it. device: its name in the catalogue."""
+    """Returns the slowest value of each rate, because a step waits for the slowest rank.
+
+    device: the device's name in the catalogue.
+    """
     return MeasuredRates(
         device=device,
         matmul={name: min(one.matmul[name] for one in ranks) for name in ranks[0].matmul},
@@ -34,7 +37,7 @@ def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
 
 
 def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
-    """Yields the findings. plan: the plan of the measured steps, for a node as in the catalogue."""
+    """Yields the findings. plan: the plan of the measured steps, for a node with the catalogue's rates."""
     yield _products_are_right(ranks)
     yield from _devices(plan, ranks)
     yield from _rates(plan, ranks, measured)
@@ -47,7 +50,7 @@ def measuring_failed(problem: Problem) -> CheckResult:
 
 
 def parity(certificate: Certificate) -> Iterator[CheckResult]:
-    """Yields whether plans train as plain PyTorch does."""
+    """Yields findings on whether plans train like plain PyTorch."""
     check, family = "parity.plans", certificate.recipe.model.architecture
     total = len(certificate.verdicts)
     others = [one for one in certificate.verdicts if not certificate.certified(one)]
@@ -82,7 +85,7 @@ def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
 
 
 def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
-    """Compares each rate with the assumed one, and with those of the other devices."""
+    """Compares each rate with the assumed one, and with the rates of the other devices."""
     spec = plan.cluster.spec
     for name, rate in measured.matmul.items():
         own = {one.rank: one.matmul[name] for one in ranks}
@@ -141,8 +144,8 @@ def _is_late(rate: float, expected: float) -> bool:
 
 
 def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
-    """Reports the devices at the ends of slow links. A rank that is slow with all others is named alone."""
-    # Both ends measure the same exchange.
+    """Reports the devices at the ends of slow links. A rank whose links are all slow is reported alone."""
+    # Both ends of a link measure the same exchange.
     rates = {
         (one.rank, other): rate
         for one in ranks

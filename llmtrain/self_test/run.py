@@ -28,7 +28,7 @@ from llmtrain.verify.certify import verify
 from llmtrain.verify.job import Certificate, comparable
 
 STEPS = 2
-"""Steps of each plan that is compared; the second one shows whether the first update was right."""
+"""Number of steps of each compared plan. The second step shows whether the first update was right."""
 _WIDTHS: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 TINY: dict[str, Any] = {
     "name": "self-test",
@@ -54,12 +54,12 @@ class SelfTest:
 
     @property
     def has_fault(self) -> bool:
-        """Whether something computes wrong results here."""
+        """Whether this node has a fault, such as wrong results."""
         return any(one.level == "fault" for one in self.findings)
 
 
 def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> SelfTest:
-    """Tests the devices of this node, and writes `report.json` to the folder, from which plans then read the rates."""
+    """Tests the devices of this node, and writes `report.json` to the folder. Plans then read the rates from it."""
     started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock.take(folder, say):
@@ -91,7 +91,7 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
 
 
 def _parity(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> list[Certificate]:
-    """Compares a plan of each strategy with plain PyTorch: two steps, a save, a load and an export."""
+    """Compares a plan of each strategy with plain PyTorch over two steps, a save, a load and an export."""
     dense = comparable(parse_recipe(TINY), STEPS)
     certificates = []
     for name, recipe in {"dense": dense, "experts": dense.with_(model=EXPERTS)}.items():
@@ -105,11 +105,11 @@ def _parity(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> list[
 
 
 def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) -> list[NamedPlan]:
-    """Returns a plan of all devices for each strategy, with several micro-batches if there is one.
+    """Returns plans that represent each strategy on all devices, with several micro-batches if possible.
 
-    Data parallelism is tried at every ZeRO stage and with offload, an axis of model parallelism at the lowest and the
-    highest stage, and several axes together at one stage. experts: whether to try expert parallelism, or what else
-    there is.
+    Data parallelism is tried at every ZeRO stage and with offload. A single axis of model parallelism is tried at the
+    lowest and the highest stage, and several axes together at one stage. experts: True for the strategies with expert
+    parallelism, False for those without.
     """
     found: dict[tuple[Any, ...], dict[Any, NamedPlan]] = {}
     for one in plans:
@@ -128,7 +128,7 @@ def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) 
 
 
 _OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
-"""Strategies of other engines than DeepSpeed's."""
+"""Backends and strategies of engines other than DeepSpeed."""
 
 
 def _measure(cluster: Cluster, folder: Path) -> list[DeviceRates]:

@@ -1,1 +1,1 @@
-"""Conversations: read from rows, rendered by a chat template, tokenized with the exact mask of what is trained."""
+"""Conversations: read from rows, rendered by a chat template, and tokenized with an exact mask of trained tokens."""

@@ -1,4 +1,4 @@
-"""Conversations: found in the rows of a source, and brought to one validated form."""
+"""Finds the conversations in the rows of a source and converts them to one validated form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llmtrain.errors import DataError, Problem, nearest, shown
 
 Format = Literal["messages", "prompt_completion", "instruction", "preference", "unpaired_preference"]
 Message = dict[str, Any]
-"""As chat templates read it: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id` and `name` if
-there are any. The arguments of a tool call are an object."""
+"""A message in the form that chat templates read. It has `role` and `content`, and optionally `reasoning_content`,
+`tool_calls`, `tool_call_id` and `name`. The arguments of a tool call are an object."""
 
 ROLES = {
     "system": ("system",),
@@ -23,12 +23,12 @@ ROLES = {
 }
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
-"""ShareGPT's roles of a turn of the assistant that is a call."""
+"""ShareGPT's roles for an assistant turn that is a tool call."""
 _PLAIN = ("user", "assistant", "system")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 MOST_NESTED = 100
-"""Levels of the arguments of a call, and of the list of tools."""
+"""Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
@@ -45,7 +45,7 @@ NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
         "label": ("label", "desirable"),
     },
 }
-"""What each format needs, with the columns in which it usually is, in order of preference."""
+"""The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"system": ("system", "system_prompt"), "tools": ("tools", "functions")},
     "prompt_completion": {"system": ("system", "system_prompt"), "tools": ("tools",)},
@@ -61,25 +61,26 @@ FOUND: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
-"""The formats that are looked for, in order, if it is not only the given one: a pair is two judged completions."""
+"""Given format → the formats to look for, in order, where these are not just the given one. A preference pair can be
+read as two judged completions."""
 
 
 class RowError(Exception):
-    """What is wrong with one row; where it is, its reader knows."""
+    """Describes a fault of one row. The caller adds the row's position."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, and what may be trained on."""
+    """Messages in order, and which of them may be trained on."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
-    """For each message, False if it says that it is not trained on (`train: false`, or `weight: 0`)."""
+    """For each message, False if it is marked as not to be trained on (`train: false`, or `weight: 0`)."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that may be called."""
 
     def text(self) -> str:
-        """Returns what a tokenizer may be trained on: the texts of the messages, calls and tools as JSON."""
+        """Returns text to train a tokenizer on: the texts of the messages, and the calls and tools as JSON."""
         texts = [json.dumps(tool) for tool in self.tools]
         for message in self.messages:
             texts += [message.get("reasoning_content", ""), message["content"]]
@@ -89,26 +90,26 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a source hold their conversations."""
+    """The columns in which the rows of a source hold their conversations."""
 
     format: Format
     columns: Mapping[str, str]
-    """Column of each part that the rows have."""
+    """Part → column, for the parts that the rows have."""
     system: str | None = None
-    """System text of conversations without one."""
+    """System text for conversations that have none."""
 
     def __str__(self) -> str:
         return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
 
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
-        """Returns the conversation of a row, or one for each completion, chosen before rejected. Raises RowError."""
+        """Returns the conversation of a row, or one per completion (chosen before rejected). Raises RowError."""
         if self.format in _COMPLETIONS:
             return self.answered(row).conversations
         parts = self._parts(row)
         return (self._conversation(_TURNS[self.format](parts), parts),)
 
     def answered(self, row: Mapping[str, Any]) -> Answered:
-        """Returns the prompt of a row, with its completions. Raises RowError."""
+        """Returns the prompt of a row with its completions. Raises RowError."""
         parts = self._parts(row)
         prompt, completions = _COMPLETIONS[self.format](parts)
 
@@ -130,39 +131,39 @@ class Layout:
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt with completions, each of which is desirable or not."""
+    """A prompt with completions, each labelled as desirable or undesirable."""
 
     prompt: list[Any]
     completions: tuple[list[Any], ...]
     desirable: tuple[bool, ...]
     conversations: tuple[Conversation, ...]
-    """The prompt with each completion."""
+    """One conversation per completion: the prompt followed by the completion."""
     conversation: Callable[[list[Any]], Conversation]
-    """Returns the prompt with any completion, of which nothing else is trained on."""
+    """Returns the conversation of the prompt and any completion; only the completion is trained on."""
 
 
 @dataclass(frozen=True)
 class ChatSource:
-    """What a recipe says of a source of conversations."""
+    """The settings of a recipe for a source of conversations."""
 
     format: Format | None = None
-    """None: found by the columns."""
+    """None: detect the format from the columns."""
     columns: tuple[tuple[str, str], ...] = ()
-    """Parts, and their columns, that have none of the usual names."""
+    """Pairs of a part and its column, for columns without a usual name."""
     system: str | None = None
 
     def layout(self, columns: Iterable[str], field: str) -> Layout:
-        """Finds the conversations among columns, as `find_layout` does."""
+        """Returns the layout that `find_layout` finds for these columns."""
         return find_layout(columns, field, format=self.format, named=dict(self.columns), system=self.system)
 
 
 def find_layout(
     columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
 ) -> Layout:
-    """Finds the conversations among columns; pairs and judged completions only if `format` says so.
+    """Finds the columns that hold conversations; preference pairs and judged completions only if `format` asks for it.
 
-    named: the column of a part that has none of the usual names. field: the recipe field of the source.
-    Raises DataError if they are not found, or could be in several ways.
+    field: the recipe field of the source. named: part → column, for columns without a usual name.
+    Raises DataError if no format matches, or if `named` has an unknown column or part.
     """
     known = list(columns)
     for part, column in named.items():
@@ -184,7 +185,7 @@ def find_layout(
 
 
 def conversation(turns: Any, tools: Any = None) -> Conversation:
-    """Returns the validated form of messages, as OpenAI or ShareGPT write them. Raises RowError."""
+    """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {shown(turns)}, not a list of messages")
     if _are_plain(turns):
@@ -232,7 +233,7 @@ def _message(number: int, turn: Any) -> Message:
 
 
 def _are_plain(turns: Sequence[Any]) -> bool:
-    """Whether each message is a role and a text, with nothing to change; as most are."""
+    """Whether each message is just a role and a text that need no conversion. Most messages are."""
     for turn in turns:
         if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
             return False
@@ -252,7 +253,7 @@ def _role(turn: Any) -> str | None:
 
 
 def _text(number: int, content: Any) -> str:
-    """Returns the text of a message's content, which may be a list of parts."""
+    """Returns the text of a message's content, which may be a list of parts. Raises RowError."""
     if content is None:
         return ""
     if isinstance(content, (list, tuple)):
@@ -302,7 +303,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _check_nesting(value: Any, what: str) -> None:
-    """Raises RowError for JSON data that a template, which is recursive, might not write."""
+    """Raises RowError for JSON data that is nested too deeply for a template, which writes it recursively."""
     level = [value]
     for _ in range(MOST_NESTED):
         inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, _CONTAINERS)]
@@ -337,7 +338,7 @@ def _turns(value: Any, role: str) -> list[Any]:
 
 
 Completions = list[tuple[list[Any], bool]]
-"""The turns of completions, and whether they are desirable."""
+"""The turns of each completion, and whether it is desirable."""
 
 
 def _judged(parts: dict[str, Any]) -> tuple[list[Any], Completions]:

@@ -1,4 +1,4 @@
-"""Conversations to token ids, and which of them are trained on."""
+"""Turns conversations into token ids, with a mask of the tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Encoded:
 
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
-    """Whether the loss includes the prediction of this token."""
+    """For each token, whether the loss includes its prediction."""
     turns: tuple[int, ...]
-    """Number of tokens up to the end of each turn of the assistant: where it may be cut."""
+    """For each assistant turn, the number of tokens up to its end: the places where the conversation may be cut."""
     ends: frozenset[int]
-    """The tokens that end these turns, at which generation stops."""
+    """The tokens that end these turns. Generation stops at them."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +43,32 @@ class ChatText:
 
     conversation: Conversation
     text: str
-    """With a character in place of each control token that the template wrote."""
+    """The rendered text, with a single character for each control token that the template wrote."""
     turns: list[Turn]
     """The turns of the assistant."""
     whole: Rendered | Skeleton
-    """What was rendered with marks, for this conversation or for an earlier one that differs in its contents only."""
+    """The rendering with marks of this conversation, or the skeleton of one that only differs in contents."""
 
     @property
     def rendered(self) -> Rendered:
-        """The rendering with the places of the messages."""
+        """The rendering with the positions of the messages."""
         if isinstance(self.whole, Rendered):
             return self.whole
         return Rendered.filled(self.whole.gaps, [message["content"] for message in self.conversation.messages])
 
     @property
     def bounds(self) -> Bounds | None:
-        """How its turns are found among its tokens without their places, if that is known."""
+        """The bounds by which its turns are found without token offsets; None if they are not known."""
         return self.whole.bounds if isinstance(self.whole, Skeleton) and all(self.conversation.trained) else None
 
 
 class ChatEncoder:
-    """Renders conversations, proves their spans, and tokenizes each as a whole."""
+    """Renders conversations, determines the assistant's turns exactly, and tokenizes each conversation as a whole."""
 
     def __init__(
         self, tokenizer: Path, template: ChatTemplate, *, train_on: TrainOn = "assistant", parse_special: bool = False
     ) -> None:
-        """parse_special: read a special token's text within a message as the token."""
+        """parse_special: whether the text of a special token within a message becomes that token."""
         from tokenizers import Tokenizer
 
         self.template = template
@@ -84,7 +84,7 @@ class ChatEncoder:
         )
         self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
         self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
-        """For each token of the copy that stands for a control token, that token."""
+        """Token id in the copy → id of the control token that it stands for; -1 for all other tokens."""
         for copy, token in self._aliases.values():
             self._known[copy] = token
         self._is_byte_level = is_byte_level(self._plain)
@@ -95,14 +95,17 @@ class ChatEncoder:
         self._renderer = Renderer(template, controls, parse_special, bos)
         self._proven: dict[Any, list[Turn]] = {}
         self._skeletons: dict[tuple[str, ...], Skeleton] = {}
-        """By roles, the last rendering of contents that are texts alone."""
+        """Roles of the messages → skeleton of the last conversation of plain texts that was rendered with marks."""
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowError]:
-        """Returns the tokens of each conversation, or why it has none."""
+        """Returns the tokens of each conversation, or the error that prevented it."""
         return self.tokenize(self.render(conversations))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens that a model is given to write the next turn. Raises RecipeError if there are none."""
+        """Returns the prompt tokens from which a model generates the next turn.
+
+        Raises RecipeError if the template or the tokenizer cannot handle the messages.
+        """
         try:
             reject_reserved(list(messages))
             text = self._renderer.prompt(messages)
@@ -127,12 +130,12 @@ class ChatEncoder:
         return [one if isinstance(one, RowError) else next(whole) for one in rendered]
 
     def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
-        """Renders conversations and establishes the turns of each, or returns why that is not possible."""
+        """Renders each conversation and finds its assistant turns; returns an error where that is impossible."""
         texts = self.template.render_each(conversations)
         return [self._rendered(one, text) for one, text in zip(conversations, texts, strict=True)]
 
     def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
-        """text: what the template renders."""
+        """text: what the template renders for the conversation without marks."""
         if len(conversation.messages) > MOST_MESSAGES:
             return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_MESSAGES:,} can be marked")
         if isinstance(text, RowError):
@@ -140,7 +143,7 @@ class ChatEncoder:
         roles = tuple([message["role"] for message in conversation.messages])
         contents = None if conversation.tools else plain_contents(conversation.messages, self._renderer.controls)
         if contents and (skeleton := self._skeletons.get(roles)) and skeleton.renders(contents, text):
-            # Most conversations differ in their contents only: between these is what was proven before.
+            # Most conversations only differ in their contents. The text around these was already checked.
             return ChatText(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
         try:
             whole = self._renderer.rendered(conversation, text)
@@ -166,9 +169,9 @@ class ChatEncoder:
         return self._proven[key]
 
     def _bounded(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
-        """Returns conversations whose turns are between control tokens, from their tokens; None for others.
+        """Returns the encoded conversations whose turns lie between control tokens; None for the others.
 
-        All at once, and without the places of tokens, which `encode_batch_fast` does not compute.
+        Processes all conversations at once. It needs no token offsets, which `encode_batch_fast` does not compute.
         """
         if not chats:
             return []
@@ -177,7 +180,7 @@ class ChatEncoder:
         stops = np.cumsum([len(one) for one in lists])
         ids = np.fromiter(chain.from_iterable(lists), np.int64, int(stops[-1]))
         places = np.flatnonzero(self._known[ids] >= 0)
-        ends = np.searchsorted(places, stops)  # after the control tokens of each conversation
+        ends = np.searchsorted(places, stops)  # number of control tokens up to the end of each conversation
         expected = np.cumsum([len(one.controls) for one in bounds])
         if (
             not np.array_equal(ends, expected)
@@ -213,7 +216,7 @@ class ChatEncoder:
         ]
 
     def _check_tokens(self, whole: Rendered) -> None:
-        """Raises RowError if the tokens are not those of the tokenizer as it is, or stand for unknown characters."""
+        """Raises RowError if the unmodified tokenizer gives other tokens, or if their offsets are unusable."""
         encoding = self._tokenizer.encode(whole.text, add_special_tokens=False)
         ids = self._ids(whole.text, encoding)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -226,12 +229,15 @@ class ChatEncoder:
         controls = self._renderer.controls
         plain = controls.plain(whole.text)
         if controls.alias(plain) != whole.text:
-            return  # a message spells a control token; its text and the token look the same in `plain`
+            return  # a message contains a control token's text, which cannot be told from the token in `plain`
         if ids.tolist() != self._plain.encode(plain, add_special_tokens=False).ids:
             raise RowError("the tokenizer does not read each special token of the template as one token")
 
     def _ids(self, text: str, encoding: Any) -> Array:
-        """Returns the tokens of a text with characters for control tokens. Raises RowError if one became another."""
+        """Returns the token ids of a text that has characters in place of control tokens.
+
+        Raises RowError if such a character did not become exactly its control token.
+        """
         ids = np.array(encoding.ids, np.int64)
         known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
         places = np.flatnonzero(self._known[ids] >= 0)
@@ -250,7 +256,7 @@ class ChatEncoder:
             ]
             size, last = len(ids), turns[-1]
             if not last.ended and last.message + 1 == len(chat.conversation.messages) and self._eos is not None:
-                # Otherwise no model would learn to stop.
+                # Without an end token, the model would not learn to stop.
                 ids = np.append(ids, self._eos)
                 spans[-1] = (spans[-1][0], len(ids))
             trained = self._trained(chat, whole, spans, places, len(ids))
@@ -270,7 +276,7 @@ class ChatEncoder:
             trained = np.ones(length, bool)
             for one in whole.stretches:
                 if not is_trained[one.message]:
-                    # A token that is partly of such a message is not trained on either.
+                    # A token that only partly belongs to such a message is not trained on either.
                     trained[places.after(one.start) : places.first(one.end)] = False
             for turn, (first, end) in zip(turns, spans, strict=True):
                 if not is_trained[turn.message]:
@@ -286,20 +292,20 @@ class ChatEncoder:
 
 @dataclass(frozen=True)
 class _Places:
-    """Finds tokens by places in a text.
+    """Finds tokens by positions in a text.
 
-    Asks for single tokens, since a list of the places of all takes longer than to tokenize.
+    It queries single tokens: building the list of all offsets would take longer than tokenizing.
     """
 
     text: str
     encoding: Any
 
     def first(self, place: int) -> int:
-        """Returns the first token that begins at a place or after it."""
+        """Returns the index of the first token that begins at or after a position."""
         return self._skip(place, lambda start, end: start < place)
 
     def after(self, place: int) -> int:
-        """Returns the first token that ends after a place."""
+        """Returns the index of the first token that ends after a position."""
         return self._skip(place, lambda start, end: end <= place)
 
     def _skip(self, place: int, before: Callable[[int, int], bool]) -> int:
@@ -309,7 +315,10 @@ class _Places:
         return found
 
     def _covering(self, place: int) -> int:
-        """Returns the token that a place, or the next one that has a token, belongs to."""
+        """Returns the index of the token at a position, or at the next position that belongs to a token.
+
+        Raises RowError if an alphanumeric character belongs to no token.
+        """
         for character in range(place, len(self.text)):
             token = self.encoding.char_to_token(character)
             if token is not None:
@@ -319,29 +328,29 @@ class _Places:
         return len(self.encoding)
 
     def _own(self, token: int) -> tuple[int, int]:
-        """Returns where a token begins and ends, without the white space that some control tokens take in."""
+        """Returns the start and end of a token, without the white space that some control tokens absorb."""
         start, end = self.encoding.token_to_chars(token)
         control = CONTROL.search(self.text, start, end)
         return control.span() if control else (start, end)
 
 
 def _position(whole: Rendered, place: tuple[int, int]) -> int:
-    """Returns the position in the text of a place in a gap."""
+    """Returns the position in the whole text of a place: the number of a gap, and an offset in it."""
     number, offset = place
     return (whole.stretches[number - 1].end if number else 0) + offset
 
 
 def _with_aliases(plain: Any, controls: Controls) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Returns a copy of a tokenizer that knows control tokens by their characters only, and for each character its id
-    in the copy and the token's id.
+    """Returns a copy of a tokenizer that recognizes control tokens only by their single characters.
 
-    So each conversation is tokenized as a whole, exactly as the original would, and yet a message's text that spells a
-    control token is text.
+    Also returns, for each such character, its id in the copy and the id of its control token. With the copy, each
+    conversation is tokenized as a whole, exactly as by the original tokenizer, while a message that contains the text
+    of a control token keeps it as text.
     """
     from tokenizers import AddedToken, Tokenizer
 
     described = json.loads(plain.to_str())
-    described["post_processor"] = None  # adds nothing here, but some trim the offsets
+    described["post_processor"] = None  # it adds no tokens here, but some post-processors trim the offsets
     for one in described["added_tokens"]:
         one["special"] |= one["content"] in controls.aliases
     copy: Any = Tokenizer.from_str(json.dumps(described))

@@ -1,9 +1,9 @@
-"""Marks in what a template renders: which text came from which message, and which special tokens the template wrote.
+"""Marks in rendered text: which text came from which message, and which special tokens the template wrote.
 
-A template is a program; where its text ends and that of a message begins is not to be found by searching. So messages
-are rendered with characters of Unicode's private planes in them: around each stretch of a message's text, and within
-each text of a special token that a message spells. Whoever removes them again gets what the template renders without,
-which is checked for each conversation, and knows where they were.
+A template is a program, so a search cannot tell where its own text ends and a message's text begins. Messages are
+therefore rendered with marks: characters of Unicode's private planes. Marks enclose each stretch of a message's text.
+A break mark splits each special token text that a message contains. Removing the marks gives their positions, and must
+give the same text as rendering without marks. This is checked for each conversation.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from typing import Any
 from llmtrain.data.chat.conversation import Message, RowError
 
 FIRST_SPECIAL = 0xF0000
-"""A special token that the template wrote becomes one character from here on."""
+"""First of the characters that stand for special tokens written by the template, one per token."""
 FIRST_ADDED = 0xF8000
-"""The same for added tokens that are not special, such as `<tool_call>`."""
+"""First of the characters that stand for added tokens that are not special, such as `<tool_call>`."""
 BREAK = "\U000fffff"
-"""Stands within the text of a special token that a message spells, so that it is not one."""
+"""Inserted into a message's text where it contains the text of a special token, so that it is not read as the token."""
 FIRST_MARK = 0x100000
-"""Message i's text begins with character 2 · i from here on, and ends with the next."""
+"""The text of message i is enclosed by the characters with code FIRST_MARK + 2 · i and FIRST_MARK + 2 · i + 1."""
 MOST_MESSAGES = 0x8000
 RESERVED = re.compile(r"[\ud800-\udfff\U000f0000-\U0010ffff]")
-"""No message may hold these: halves of surrogate pairs, and what stands for something else here."""
+"""Characters that no message may contain: halves of surrogate pairs, and the characters with a meaning here."""
 SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
 CONTROL = re.compile("[\U000f0000-\U000ffffe]")
 _NOT_WRITTEN = re.compile(r"[\ud800-\udfff\U000f0000-\U000ffffe]")
-"""No template may write these of them. The others stand in messages with marks."""
+"""The reserved characters that no template may write. The other reserved characters are marks within messages."""
 _MARK = re.compile("([\U000fffff-\U0010ffff])")
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\])")
-"""Templates look for tags in messages, mostly of reasoning, and strip what is beside them: no mark touches one."""
+"""Tags in messages, mostly of reasoning. Templates search for them and strip the text beside them, so marks are kept
+outside of the tags."""
 _NOT_MARKED = ("role", "type", "id", "tool_call_id")
-"""Templates compare these, or count their characters, so there are no marks in them."""
+"""Fields without marks, because templates compare them or count their characters."""
 
 
 class Controls:
-    """The tokens that structure a conversation: special ones, and added ones that the template itself writes."""
+    """The tokens that structure a conversation: special tokens, and added tokens that the template itself writes."""
 
     def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
         first = {text: chr(FIRST_SPECIAL + number) for number, text in enumerate(special) if len(text) > 1}
         more = {text: chr(FIRST_ADDED + number) for number, text in enumerate(added) if len(text) > 1}
         self.aliases = more | first
-        """The character that stands for each."""
+        """Text of each control token → the character that stands for it."""
         self._texts = {alias: text for text, alias in self.aliases.items()}
         self._all = _any_of(self.aliases)
         self._special = _any_of(first)
@@ -53,29 +54,32 @@ class Controls:
     def break_up(self, text: str, role: str | None) -> str:
         """Returns the text of a message with a `BREAK` in the text of each control token.
 
-        An assistant may write an added token that is not special, such as `<think>`: it is one of its words.
+        An assistant may write an added token that is not special, such as `<think>`, so its messages keep these.
         """
         tokens = self._special if role == "assistant" else self._all
         return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
     def spelled(self, text: str) -> bool:
-        """Whether a text spells a control token."""
+        """Whether a text contains the text of a control token."""
         return self._all.search(text) is not None
 
     def alias(self, text: str) -> str:
-        """Returns a text that a template wrote with each control token replaced by its character. Raises RowError."""
+        """Returns a text written by a template, with each control token replaced by its character.
+
+        Raises RowError if the template wrote a reserved character.
+        """
         if found := _NOT_WRITTEN.search(text):
             raise RowError(f"the template writes the character U+{ord(found[0]):X}, which is reserved")
         return self._all.sub(lambda found: self.aliases[found[0]], text)
 
     def plain(self, text: str) -> str:
-        """Returns a text with the control tokens as they are."""
+        """Returns a text with each such character replaced by its control token's text."""
         return CONTROL.sub(lambda found: self._texts[found[0]], text)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a message's text in a rendering."""
+    """A contiguous part of a message's text in a rendering, by start and end position."""
 
     message: int
     start: int
@@ -84,14 +88,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template renders, with a character in place of each control token that the template wrote."""
+    """A rendered text, with a single character for each control token that the template wrote."""
 
     text: str
     stretches: tuple[Stretch, ...]
 
     @classmethod
     def of(cls, marked: str, controls: Controls) -> Rendered:
-        """Reads the marks. Raises RowError if the template has taken a stretch apart."""
+        """Reads and removes the marks. Raises RowError if the template split or cut off a stretch."""
         parts = _MARK.split(controls.alias(marked))
         text, stretches, opened = [parts[0]], [], None
         length = len(parts[0])
@@ -111,7 +115,7 @@ class Rendered:
 
     @classmethod
     def filled(cls, gaps: tuple[tuple[int, str], ...], contents: Sequence[str]) -> Rendered:
-        """Returns what has a content after each gap but the last."""
+        """Returns the rendering made of the gaps, with one content after each gap except the last."""
         parts, stretches, length = [], [], 0
         for number, ((_, gap), content) in enumerate(zip(gaps, contents, strict=False)):
             start = length + len(gap)
@@ -119,17 +123,18 @@ class Rendered:
             parts += [gap, content]
             stretches.append(Stretch(number, start, length))
         made = cls("".join([*parts, gaps[-1][1]]), tuple(stretches))
-        made.__dict__["gaps"] = gaps  # known, so not computed again
+        made.__dict__["gaps"] = gaps  # the cached property need not be computed again
         return made
 
     @staticmethod
     def partial(marked: str, controls: Controls) -> str:
-        """Returns the text of the beginning of a rendering."""
+        """Returns the text, without marks, of the beginning of a rendering."""
         return _MARK.sub("", controls.alias(marked))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, str], ...]:
-        """What the template wrote after each message's text, and before the first: its skeleton, without contents."""
+        """The template's own text before the first stretch and after each stretch, each with the number of the message
+        that precedes it (-1 for none): the skeleton."""
         owners = [-1, *(one.message for one in self.stretches)]
         starts = [0, *(one.end for one in self.stretches)]
         ends = [*(one.start for one in self.stretches), len(self.text)]
@@ -137,14 +142,17 @@ class Rendered:
 
 
 def reject_reserved(values: Any) -> None:
-    """Raises RowError for text with characters that serve as marks here."""
+    """Raises RowError for a text with a reserved character."""
     for text in _strings(values):
         if found := RESERVED.search(text):
             raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
 
 
 def marked(messages: Sequence[Message], controls: Controls | None, offset: int = 0) -> list[Message]:
-    """Returns messages with marks. controls: to break up; None leaves texts of special tokens as the tokens."""
+    """Returns messages with marks.
+
+    controls: the tokens whose texts are broken up; with None, the text of a special token becomes the token.
+    """
     return [_marked(message, number, controls) for number, message in enumerate(messages, start=offset)]
 
 
@@ -159,7 +167,7 @@ def _marked(message: Message, number: int, controls: Controls | None) -> Message
 
 
 def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
-    """Returns the contents of messages that have nothing but a text, which marks would not divide or change."""
+    """Returns the contents of messages that consist of one plain text each; None if marks would split or change one."""
     texts = [message["content"] for message in messages]
     if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
         return None
@@ -168,7 +176,7 @@ def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str]
 
 
 def broken_up(values: Any, controls: Controls | None) -> Any:
-    """Returns JSON data, such as the schemas of tools, without texts that are control tokens."""
+    """Returns JSON data, such as tool schemas, with the texts of control tokens broken up."""
     if controls is None:
         return values
     return _map(values, lambda _, text: controls.break_up(text, None), lambda name: controls.break_up(name, None))
@@ -186,7 +194,7 @@ def _mark(key: str, text: str, number: int, role: str, controls: Controls | None
 
 
 def _around(text: str, number: int) -> str:
-    """Puts marks around a text, within the white space around it, since templates strip that."""
+    """Returns a text with marks inside its leading and trailing white space, because templates strip white space."""
     core = text.strip()
     if not core:
         return text
@@ -196,7 +204,7 @@ def _around(text: str, number: int) -> str:
 
 
 def _map(value: Any, change: Callable[[str, str], str], rename: Callable[[str], str], key: str = "") -> Any:
-    """Returns JSON data with each text changed, given its key, and each key renamed."""
+    """Returns JSON data with `change` applied to each text, given its key, and `rename` applied to each key."""
     if isinstance(value, str):
         return change(key, value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""What a chat template writes around the contents of messages, proven for one conversation and compared for the next.
+"""The text that a chat template writes around the contents of messages: found for one conversation, reused for others.
 
-Two conversations with the same roles differ in their contents only, unless the template looks into these. What it
-renders for the second is then the text of the first with other contents, character for character, and so are the places
-of the turns.
+Unless the template inspects contents, its renderings of two conversations with the same roles differ only in these. The
+second rendering then equals the first with other contents, character for character. If that comparison succeeds, the
+turns of the second conversation are known as well.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ Gaps = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How turns are found by control tokens and the tokens of the text after them, such as that of `assistant\\n`.
+    """Locates turns by control tokens and by the tokens of the text that follows them, such as `assistant\\n`.
 
-    For byte-level tokenizers only: a token stands for the same bytes wherever it is. Where the tokens after a control
-    token are those of the template's text alone, the turn begins after them. Where they are not, since the first token
-    of the turn takes in the end of that text, the turn is found by places.
+    Only for byte-level tokenizers, whose tokens stand for the same bytes everywhere. If the tokens after a control
+    token are exactly those of the template's text, the turn begins after them. Otherwise the first token of the turn
+    includes the end of that text, and the turn is located by token offsets.
     """
 
     controls: NDArray[np.int64]
-    """All control tokens in order, as the tokenizer with characters for control tokens knows them."""
+    """All control tokens in order, as ids of the tokenizer copy that has characters for control tokens."""
     first: NDArray[np.int64]
-    """For each turn, the number of the control token before it."""
+    """For each turn, the index in `controls` of the control token before it."""
     head: tuple[int, ...]
-    """The tokens between these and the turns."""
+    """The tokens between that control token and the turn, the same for all turns."""
     last: NDArray[np.int64]
-    """For each turn, the number of the control token that ends it."""
+    """For each turn, the index in `controls` of the control token that ends it."""
     ends: frozenset[int]
     """The tokens that end turns."""
 
     @classmethod
     def of(cls, gaps: Gaps, turns: list[Turn], tokenizer: Any, known: NDArray[np.int64]) -> Bounds | None:
-        """Returns the bounds of turns, or None if they are not between control tokens.
+        """Returns the bounds of turns, or None if these do not all lie between control tokens with the same head.
 
-        tokenizer: with characters for control tokens. known: for each of its tokens, the control token it stands for.
+        tokenizer: the copy that has characters for control tokens. known: for each of its tokens, the control token
+        that it stands for, or -1.
         """
         texts = [text for _, text in gaps]
         before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
@@ -71,7 +72,7 @@ class Bounds:
 
 
 class Skeleton:
-    """What a template writes before, between and after contents that are texts alone."""
+    """The text that a template writes before, between and after contents that are plain texts."""
 
     def __init__(self, gaps: Gaps, turns: list[Turn], controls: Controls, bounds: Bounds | None) -> None:
         self.gaps = gaps
@@ -81,16 +82,16 @@ class Skeleton:
         self._plain = [controls.plain(text) for text in self._texts]
 
     def renders(self, contents: Sequence[str], text: str) -> bool:
-        """Whether a text, which the template rendered, has nothing but this around the contents."""
+        """Whether a text that the template rendered consists of exactly this skeleton and the contents."""
         return _joined(self._plain, contents) == text and (text.isascii() or not RESERVED.search(text))
 
     def filled(self, contents: Sequence[str]) -> str:
-        """Returns the text around contents, with characters for control tokens."""
+        """Returns the skeleton filled with contents, with characters for control tokens."""
         return _joined(self._texts, contents)
 
 
 def is_byte_level(tokenizer: Any) -> bool:
-    """Whether each token stands for bytes of the text, each byte in one token: byte-level BPE (Radford et al. 2019)."""
+    """Whether a tokenizer is a byte-level BPE (Radford et al. 2019): each byte of a text is in exactly one token."""
     from tokenizers import pre_tokenizers
 
     described = json.loads(tokenizer.to_str())
@@ -114,7 +115,7 @@ def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a step before the model divides a text without change."""
+    """Whether a pre-tokenizer step splits a text without changing it."""
     kind = step["type"]
     changes = (kind == "ByteLevel" and step["add_prefix_space"]) or (kind == "Split" and step["behavior"] == "Removed")
     return kind in ("ByteLevel", "Digits", "Split") and not changes

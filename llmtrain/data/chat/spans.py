@@ -1,9 +1,9 @@
-"""Where the assistant's turns begin and end in a rendered conversation.
+"""Finds where the assistant's turns begin and end in a rendered conversation.
 
-A turn begins where the prompt ends that a model is given to write it: the template renders the messages before it with
-`add_generation_prompt`, and what follows the last of them there must be what precedes the turn here. It ends with the
-end token that the template also writes where the conversation ends with that turn. Both are established from
-renderings, and what cannot be is refused.
+A turn begins where the prompt for it ends. To find that place, the template renders the earlier messages with
+`add_generation_prompt`; the text after the last of them must be the text that precedes the turn. A turn ends with the
+end token that the template also writes if the conversation ends with that turn. Both are derived from renderings. A
+conversation for which this fails is refused.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from llmtrain.data.chat.marks import (
 from llmtrain.data.chat.template import ChatTemplate
 
 MOST_SKELETONS = 10_000
-"""Number of proven skeletons that are kept."""
+"""Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
-"""Of a message: what a template may have no form for."""
+"""Parts of a message that a template may not support."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant, as it follows from the skeleton of a rendering alone."""
+    """A turn of the assistant, with positions that depend only on the skeleton of a rendering."""
 
     message: int
     start: tuple[int, int]
-    """Number of a gap, and the place within it."""
+    """Number of a gap, and the offset within it; the same for `end`."""
     end: tuple[int, int]
     ended: bool
     """Whether it ends with an end token."""
@@ -49,17 +49,20 @@ class Renderer:
     template: ChatTemplate
     controls: Controls
     parses: bool = False
-    """Whether texts of special tokens in messages are the tokens."""
+    """Whether the text of a special token in a message becomes the token."""
     bos: str | None = None
-    """The character of the token that begins a text and ends none."""
+    """The character for a token that begins texts and is not also the end token; None if there is none."""
 
     @property
     def breaks(self) -> Controls | None:
-        """What is broken up in messages."""
+        """The control tokens whose texts are broken up in messages; None to leave them."""
         return None if self.parses else self.controls
 
     def rendered(self, conversation: Conversation, plain: str) -> Rendered:
-        """Returns the whole conversation with marks. Raises RowError unless it is, without these, `plain`."""
+        """Returns the rendering of the whole conversation, obtained with marks.
+
+        Raises RowError unless it equals `plain`, the rendering without marks, and contains every message.
+        """
         tools = conversation.tools
         reject_reserved([conversation.messages, tools])
         with_marks = self._render(conversation.messages, tools)
@@ -72,7 +75,7 @@ class Renderer:
         return with_marks
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
-        """Finds the assistant's turns. Raises RowError if they cannot be established."""
+        """Returns the assistant's turns. Raises RowError if they cannot be determined."""
         self._require_parts(conversation, whole)
         if conversation.messages[-1]["role"] == "assistant":
             last, written = len(conversation.messages) - 1, whole.stretches[-1].message
@@ -87,10 +90,10 @@ class Renderer:
         ]
 
     def _require_parts(self, conversation: Conversation, whole: Rendered) -> None:
-        """Raises RowError if the template writes the same without the tools, or without a part of a message.
+        """Raises RowError if the template ignores the tools or a part of a message: it renders the same without it.
 
-        Many templates have no form for calls or reasoning, and pass over them. Only the reasoning of a last message
-        must be there, since templates leave out that of earlier turns.
+        Many templates silently ignore tool calls or reasoning. Reasoning is only required for the last message, because
+        templates leave out that of earlier turns.
         """
         messages, tools = conversation.messages, conversation.tools
         without: dict[str, tuple[tuple[Message, ...], tuple[object, ...]]] = {"tools": (messages, ())} if tools else {}
@@ -105,7 +108,7 @@ class Renderer:
         for what, (some, known) in without.items():
             try:
                 same = self._render(some, known) == whole
-            except RowError:  # it needs them
+            except RowError:  # the template fails without this part, so it does use it
                 continue
             if same:
                 raise RowError(f"the template leaves out the {what}")
@@ -115,11 +118,14 @@ class Renderer:
         return Rendered.of(texts, self.controls)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Returns what a model is given to write the next turn, with control characters. Raises RowError."""
+        """Returns the prompt for the next turn, with characters for control tokens. Raises RowError."""
         return self._render(tuple(messages), (), prompt=True).text
 
     def _tail(self, conversation: Conversation, count: int, prompt: bool = False) -> tuple[int, str] | None:
-        """Returns what stands after the last text of the first messages, and whose text that is."""
+        """Renders the first `count` messages; returns the number of the last message with text, and what follows it.
+
+        Returns None if the template cannot render them.
+        """
         try:
             return self._render(conversation.messages[:count], conversation.tools, prompt).gaps[-1]
         except RowError:
@@ -150,30 +156,30 @@ class Renderer:
         return Turn(number, (first, start), (last + 1, end), ended)
 
     def _opening(self, conversation: Conversation) -> str:
-        """Returns what the generation prompt adds to a whole conversation; nothing if it is not known."""
+        """Returns what the generation prompt adds to a whole conversation; empty if this is unknown."""
         count = len(conversation.messages)
         bare, prompted = (self._tail(conversation, count, prompt) for prompt in (False, True))
         return prompted[1].removeprefix(bare[1]) if bare and prompted and bare[0] == prompted[0] else ""
 
     def _head_of_text(self, conversation: Conversation, number: int, owner: int, head: str) -> str:
-        """Returns what precedes a turn of plain text, for a template that has no generation prompt."""
+        """Returns the text before a plain-text turn, for a template without a generation prompt."""
         answer = ({"role": "assistant", "content": "answer"},)
         try:
             gaps = self._render((*conversation.messages[:number], *answer), conversation.tools).gaps
         except RowError:
             return head
         found = next((text for (who, text), (by, _) in pairwise(gaps) if by == number), head)
-        # White space before an answer is written by the model, since the prompt ends before it.
+        # The prompt ends before the white space that precedes an answer, so the model writes it.
         return found if found.startswith(head) and found[len(head) :].strip() else head
 
     def _end(self, conversation: Conversation, number: int, after: str, opening: str) -> tuple[int, bool]:
-        """Returns where a turn ends in what follows its text, and whether with an end token."""
+        """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
         is_last = number + 1 == len(conversation.messages)
         alone = self._tail(conversation, number + 1)
         ends = [alone[1]] if alone and alone[0] == number else []
         prompted = self._tail(conversation, number + 1, prompt=True)
         if opening and prompted and prompted[0] == number and prompted[1].endswith(opening):
-            # Comes first: some templates end the last turn in another way, or write more after it.
+            # This one takes precedence: some templates end the last turn differently, or write more after it.
             ends.insert(0, prompted[1].removesuffix(opening))
         shared = [_common(end, after) for end in ends]
         for pattern in (SPECIAL, CONTROL):
@@ -181,7 +187,7 @@ class Renderer:
                 if found := [match.end() for match in pattern.finditer(text)]:
                     return found[-1], True
             if pattern is SPECIAL and not any(SPECIAL.search(end) for end in ends) and ends:
-                # The template ends no turn; the model stops by writing the token of the next role.
+                # The template has no end token for turns. The model stops by writing the token of the next role.
                 following = after[len(ends[-1]) :] if after.startswith(ends[-1]) else ""
                 if SPECIAL.match(following) and following[0] != self.bos:
                     return len(ends[-1]) + 1, True
@@ -200,7 +206,7 @@ class Renderer:
         for first, end in spans:
             position = len(Rendered.partial(text[:first], self.controls))
             if opening and whole.text.startswith(opening, position):
-                position += len(opening)  # the prompt, which the model is given
+                position += len(opening)  # this belongs to the prompt, which the model does not write
             start = _place(whole, position)
             stop = _place(whole, len(Rendered.partial(text[:end], self.controls)))
             owners = {one.message for one in whole.stretches[start[0] : stop[0]]}
@@ -220,12 +226,12 @@ class Renderer:
 
 
 def _common(one: str, other: str) -> str:
-    """Returns the longest common beginning."""
+    """Returns the longest common prefix."""
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
 def _stretches_of(whole: Rendered, message: int) -> tuple[int, int]:
-    """Returns the first and the last stretch of a message. Raises RowError if others are between them."""
+    """Returns the indices of a message's first and last stretch. Raises RowError if other stretches lie between."""
     mine = [number for number, one in enumerate(whole.stretches) if one.message == message]
     if mine != list(range(mine[0], mine[-1] + 1)):
         raise RowError(f"the template writes another message into message {message + 1}")
@@ -233,7 +239,7 @@ def _stretches_of(whole: Rendered, message: int) -> tuple[int, int]:
 
 
 def _place(whole: Rendered, position: int) -> tuple[int, int]:
-    """Returns the gap that a position of the text is in, and its place there."""
+    """Returns the number of the gap that contains a position, and the offset in it. Raises RowError if no gap does."""
     start = 0
     for number, one in enumerate(whole.stretches):
         if position <= one.start:
@@ -245,7 +251,7 @@ def _place(whole: Rendered, position: int) -> tuple[int, int]:
 
 
 def _to_end_token(turn: Turn, whole: Rendered, bos: str | None) -> Turn:
-    """Extends a turn to an end token that follows it."""
+    """Returns a turn extended to the end token that follows it, if there is one."""
     number, place = turn.end
     after = whole.gaps[number][1]
     if found := [match.end() for match in SPECIAL.finditer(after, 0, place)]:

@@ -1,4 +1,4 @@
-"""The tokens of conversations on disk, with the mask of what is trained on; in the layout of `llmtrain.data.store`."""
+"""Stores the tokens of conversations and the mask of trained tokens, in the disk layout of `llmtrain.data.store`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
 
 FORMAT = 3
-"""Version of how conversations become tokens; part of a store's key."""
+"""Version of the conversion of conversations to tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
 SHOWN = 5
-"""Number of faulty rows that a message shows."""
+"""Number of faulty rows that an error message shows."""
 SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
 class ChatReading:
-    """How conversations become tokens."""
+    """The settings that determine how conversations become tokens."""
 
     template: ChatTemplate
     train_on: TrainOn
@@ -43,13 +43,13 @@ class ChatReading:
     sequence_length: int
 
     def key(self) -> list[Any]:
-        """Identifies the reading."""
+        """Returns values that identify these settings."""
         return ["chat", FORMAT, *asdict(self).values()]
 
 
 @dataclass
 class _Counts:
-    """What became of the rows."""
+    """Statistics of a pass over the rows: how many were kept, dropped, cut or faulty."""
 
     rows: int = 0
     kept: int = 0
@@ -60,7 +60,7 @@ class _Counts:
     faults: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
-    """Tokens that end turns of the assistant, with the number of conversations."""
+    """Token that ends turns of the assistant → number of conversations in which it does."""
 
     def fault(self, place: str, error: Exception) -> None:
         self.faulty += 1
@@ -69,13 +69,16 @@ class _Counts:
 
 
 class _ChatRow(NamedTuple):
-    """The conversations of a row that belong together: one; the chosen and the rejected one of a pair; or a judged one,
-    followed by its prompt with a completion of another row (`_mismatched`)."""
+    """Conversations that belong together.
+
+    Either one conversation, or the chosen and the rejected one of a pair, or a judged one followed by its prompt with a
+    completion of another row (`_mismatched`).
+    """
 
     document: Document
     texts: list[ChatText | RowError]
     desirable: bool | None = None
-    """Whether a judged one is desirable; None for others."""
+    """Whether a judged conversation is desirable; None for other conversations."""
 
 
 class _Writer:
@@ -91,7 +94,7 @@ class _Writer:
         self.counts = np.zeros(vocab_size, np.int64)
 
     def add(self, kept: Sequence[tuple[Encoded, int]]) -> None:
-        """Appends the first tokens of conversations. kept: each with the number of its tokens."""
+        """Appends conversations. kept: each conversation with the number of its first tokens to write."""
         if not kept:
             return
         tokens = np.concatenate([one.ids[:size] for one, size in kept])
@@ -119,13 +122,14 @@ def tokenize_conversations(
 ) -> dict[str, Any]:
     """Writes both splits of a store in one pass over the corpus; returns its metadata.
 
-    place: the recipe field of the source. Raises DataError for rows that are no conversation, unless they are left out.
+    place: the recipe field of the source. Raises DataError for rows that cannot be trained on, unless faulty rows are
+    dropped and others remain.
     """
     started, counts, characters = time.perf_counter(), _Counts(), 0
     most, judged = reading.sequence_length + 1, source.format == "unpaired_preference"
     with ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, judged, stack) for split in SPLITS}
-        # One thread reads and renders, while the tokenizer works on the batch before.
+        # A thread reads and renders the next batch while the tokenizer works on the previous one.
         batches = prefetched(_batches(corpus, source, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
@@ -143,7 +147,7 @@ def tokenize_conversations(
                     kept[split] += zip(whole, sizes, strict=True)
                     for one, size in zip(whole, sizes, strict=True):
                         if desirable is not None and one is whole[1]:
-                            continue  # a mismatched one is not trained on
+                            continue  # a mismatched conversation is not trained on
                         counts.cut += size < len(one.ids)
                         counts.trained_tokens += int(np.count_nonzero(one.trained[1:size]))
                         for token in one.ends:
@@ -178,10 +182,11 @@ def tokenize_conversations(
 
 
 def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None) -> list[int]:
-    """Returns how many tokens of each conversation of a row are kept; none if the row does not fit into a sequence.
+    """Returns the number of tokens to keep of each conversation of a row; empty if the row does not fit a sequence.
 
-    The two conversations of a pair must fit into one sequence, without the last token of each, which is no input. A
-    mismatched one is cut, since the length of another row's completion is no reason to drop this row.
+    The two conversations of a pair must fit into one sequence together, not counting the last token of each, which is
+    not an input. A mismatched conversation is cut, because the length of another row's completion is no reason to drop
+    this row.
     """
     if len(row) == 1:
         return [size] if (size := _size(row[0], most, too_long)) else []
@@ -192,7 +197,7 @@ def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None)
 
 
 def _size(one: Encoded, most: int, too_long: str) -> int:
-    """Returns how many tokens of a conversation are kept: all, up to the end of a turn that fits, or 0."""
+    """Returns the number of tokens to keep of a conversation: all, those up to the last turn that fits, or 0."""
     if len(one.ids) <= most:
         return len(one.ids)
     fitting = [end for end in one.turns if end <= most and one.trained[1:end].any()]
@@ -202,7 +207,7 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 def _batches(
     corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
 ) -> Iterator[list[_ChatRow]]:
-    """Yields documents with their rendered conversations."""
+    """Yields batches of documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     names: dict[tuple[str, ...], str] = {}
     judged = source.format == "unpaired_preference"
@@ -257,10 +262,10 @@ def _batches(
 
 
 def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
-    """Returns for each completion of a row one of another row, which answers another prompt.
+    """Returns, for each completion of a row, a completion of another row that answers a different prompt.
 
-    It is the nearest row before, or after for the first rows. It depends on the data alone: the log-probabilities under
-    the reference can be computed once.
+    The other row is the nearest earlier one, or the nearest later one for the first rows. The choice depends on the
+    data alone, so the log-probabilities under the reference can be computed once.
     """
     own = rows[number]
     places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))

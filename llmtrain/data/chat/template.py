@@ -1,4 +1,4 @@
-"""The chat template of a recipe, rendered as `transformers` renders it."""
+"""The chat template of a recipe, rendered in the same way as by `transformers`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from llmtrain.errors import DataError, Problem, reason
 from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template, read_tokenizer_config
 
 DATE = datetime(2024, 7, 26)
-"""What templates write as the date of today, since tokens must not depend on the day; Llama 3.1's without a clock."""
+"""The date that templates write as today's, because tokens must not depend on the day. Llama 3.1's template writes this
+date if it has no clock."""
 _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{- format"
     + "".join(f"|replace('%{code}', '{DATE.strftime(f'%{code}')}')" for code in ("-d", "-m", *"aAbBdHIjmMpSyY"))
     + " -}}{%- endmacro -%}"
 )
-"""Replaces the function of the environment, since `transformers` passes no functions to a template."""
+"""Macro that replaces the environment's `strftime_now`, because `transformers` passes no functions to a template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CALL: Message = {"type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
 _PROBE: tuple[Message, ...] = (
@@ -33,62 +34,65 @@ _PROBE: tuple[Message, ...] = (
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, with what the tokenizer gives it."""
+    """A Jinja template, with the variables that it gets from the tokenizer."""
 
     source: str
     special: Mapping[str, str] = field(default_factory=dict)
     """Texts of the tokenizer's special tokens by name (`bos_token`, `eos_token`, ...)."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        """Returns the text of messages. prompt: with the beginning of the assistant's next turn.
+        """Returns the text of messages. prompt: whether to add the beginning of the assistant's next turn.
 
-        Raises RowError if the template refuses them.
+        Raises RowError if the template refuses the messages.
         """
         return self._render(messages, tools, prompt, spans=False)[0]
 
     def render_each(self, conversations: Sequence[Conversation]) -> list[str | RowError]:
-        """Returns the text of each conversation, or why it has none."""
+        """Returns the text of each conversation, or the error of the template."""
         simple = [
             number
             for number, one in enumerate(conversations)
             if not one.tools and not any("tool_calls" in message for message in one.messages)
         ]
         try:
-            # In one call, since `transformers` prepares each call for about as long as it renders.
+            # One call for all: `transformers` prepares each call for about as long as it renders.
             texts = dict(zip(simple, self._call([conversations[number].messages for number in simple])[0], strict=True))
-        except Exception:  # of one of them, and a template is a program: what it raises can be anything
+        except Exception:  # one conversation failed; a template is a program and can raise anything
             texts = {}
         return [texts.get(number) or self._render_one(one) for number, one in enumerate(conversations)]
 
     def render_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of messages, and what it says to be generated (`{% generation %}`). Raises RowError."""
+        """Returns the text of messages, and the spans that the template marks with `{% generation %}`.
+
+        Raises RowError if the template refuses the messages.
+        """
         return self._render(messages, tools, prompt=False, spans=True)
 
     @cached_property
     def writes_date(self) -> bool:
-        """Whether the template writes the date, for which `DATE` is taken."""
+        """Whether the template writes today's date, which is replaced by `DATE`."""
         return "strftime_now" in self.source
 
     @cached_property
     def has_spans(self) -> bool:
-        """Whether the template says what is generated."""
+        """Whether the template marks generated text with `{% generation %}`."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     @cached_property
     def literal_text(self) -> str:
-        """All text that stands in the template itself. Raises jinja2.TemplateSyntaxError."""
+        """All literal text in the template's source. Raises jinja2.TemplateSyntaxError."""
         from jinja2 import Environment, nodes
 
-        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", self.source)  # a tag of `transformers` alone
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", self.source)  # only in `transformers`
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
         data = [node.data for node in tree.find_all(nodes.TemplateData)]
         return "\n".join([*data, *(str(node.value) for node in tree.find_all(nodes.Const))])
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Whether the arguments of tool calls are given as JSON text, as DeepSeek-V3's template wants them.
+        """Whether the template expects the arguments of tool calls as JSON text, as DeepSeek-V3's does.
 
-        Others write an object as JSON, and would write a text as a JSON string.
+        Other templates expect an object and write it as JSON; they would write a text as a JSON string.
         """
         try:
             return "{'key': 'value'}" in self._call([_PROBE])[0][0]
@@ -108,7 +112,7 @@ class ChatTemplate:
             messages = [_with_text_arguments(message) for message in messages]
         try:
             texts, found = self._call([messages], tools, prompt, spans)
-        except Exception as error:  # a template is a program: what it raises can be anything
+        except Exception as error:  # a template is a program and can raise anything
             raise RowError(f"the chat template refuses it: {reason(error)}") from error
         return texts[0], list(found[0]) if found else []
 
@@ -140,7 +144,7 @@ def _with_text_arguments(message: Message) -> Message:
 def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
     """Returns the template that a recipe names (text, file, or name of a shipped one), or else the tokenizer's own.
 
-    Raises DataError if there is none, or it is no template.
+    Raises DataError if there is none, or if it is not a Jinja template.
     """
     config = read_tokenizer_config(tokenizer)
     values = {name: config.get(name) for name in SPECIAL_TOKENS}
@@ -151,7 +155,7 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
         raise DataError(no_template())
     template = ChatTemplate(source, special)
     try:
-        _ = template.literal_text  # parses it
+        _ = template.literal_text  # parses the template
     except Exception as error:
         raise DataError(
             Problem("data.chat_template", TEMPLATE_FIELD, f"is not a Jinja template: {reason(error)}")

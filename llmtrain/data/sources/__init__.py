@@ -1,1 +1,1 @@
-"""The documents of a recipe's sources: from files, from the hub, and what is read in them."""
+"""Opens a recipe's sources, from files or the hub, and reads their documents."""

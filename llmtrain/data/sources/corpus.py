@@ -1,4 +1,4 @@
-"""Turns a `Source` of a recipe into its documents and an identity of their content."""
+"""Turns a `Source` of a recipe into documents, with an identifier of their content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Corpus(Protocol):
 
     @property
     def identity(self) -> str:
-        """Identifies the content: equal for equal documents in equal order, read in the same way."""
+        """Identifies the content: the same for equal documents that are read in the same order and the same way."""
 
     @property
     def is_one_document(self) -> bool:
@@ -62,7 +62,7 @@ class ConversationCorpus:
 
     @property
     def identity(self) -> str:
-        """Identifies the content, and where the conversations are in it."""
+        """Identifies the content, and the columns that hold the conversations."""
         return key_of("conversations", self.rows.identity, self.chat.format, self.chat.columns, self.chat.system)
 
     def documents(self) -> Iterator[Document]:
@@ -70,7 +70,7 @@ class ConversationCorpus:
         yield from self.rows.documents()
 
     def text_of(self, row: str) -> str:
-        """Returns the texts of the messages of a row, which is JSON; nothing if it holds no conversation."""
+        """Returns the texts of the messages of a JSON row; an empty text if the row holds no conversation."""
         values = json.loads(row)
         try:
             return "\n".join(one.text() for one in self.chat.layout(values, "").read(values))
@@ -79,7 +79,7 @@ class ConversationCorpus:
 
 
 class CorpusPart(NamedTuple):
-    """A document of a split, or the part of a single document that belongs to it."""
+    """A document with its split, or the part of a single document that belongs to one split."""
 
     text: str
     fraction: float
@@ -88,7 +88,7 @@ class CorpusPart(NamedTuple):
 
 
 def open_corpora(sources: Sequence[Source], cache: Cache, field: str = "data.sources") -> list[Corpus]:
-    """Opens the corpus of each source; `field` is the recipe field that lists them.
+    """Returns the opened corpus of each source. field: the recipe field that lists the sources.
 
     Raises DataError with all faults.
     """
@@ -116,9 +116,9 @@ def held_out(text: str, eval_fraction: float) -> bool:
 def split_documents(
     corpus: Corpus, eval_fraction: float, look: Callable[[str], None] = lambda _: None
 ) -> Iterator[CorpusPart]:
-    """Yields the documents with their split. A single document is cut, and its end held out.
+    """Yields the documents with their split. If the corpus is a single document, its end is held out.
 
-    `look` is called with each document.
+    look: called with each document.
     """
     for text, fraction, *_ in corpus.documents():
         look(text)
@@ -131,18 +131,21 @@ def split_documents(
 
 
 def split_identity(corpus: Corpus, eval_fraction: float) -> str:
-    """Identifies the result of `split_documents`, together with the fraction."""
+    """Returns a key that, together with the fraction, identifies the result of `split_documents`."""
     return key_of(corpus.identity, "end") if _holds_out_the_end(corpus, eval_fraction) else corpus.identity
 
 
 def first_break(text: str, lowest: int, highest: int) -> int | None:
-    """Returns where byte-level tokenizers split a text anyway: after a line end, else before a space, else None."""
+    """Returns the first position in a range at which byte-level tokenizers split a text anyway.
+
+    This is after a line end, or else before a space. Returns None if the range has neither.
+    """
     found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
     return found.end() if found else None
 
 
 def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
-    """Returns the columns of the first row of files, which is read once; none for plain text."""
+    """Returns the columns of the first row of the first file (cached); empty for plain text."""
     reader = READERS.get(corpus.kind, read_document)
     if reader is read_document:
         return []
@@ -156,7 +159,7 @@ def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
 
 
 def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
-    """Whether a source of unknown format has no text, but conversations."""
+    """Whether a source of format `auto` has conversations instead of a text column."""
     if source.format != "auto" or source.text_column in columns:
         return False
     try:
@@ -171,7 +174,7 @@ def _holds_out_the_end(corpus: Corpus, eval_fraction: float) -> bool:
 
 
 def _cut_before_the_end(text: str, fraction: float) -> int:
-    """Returns where the last `fraction` of a text begins, moved to the next start of a line or word if one is near."""
+    """Returns where the last `fraction` of a text begins, moved to the next line or word if one begins nearby."""
     exact = int(len(text) * (1 - fraction))
     return first_break(text, exact, (exact + len(text)) // 2) or exact
 

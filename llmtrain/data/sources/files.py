@@ -1,4 +1,4 @@
-"""Local corpora: finds the files of a source, reads them, and provides the built-in corpus `stdlib`."""
+"""Finds and reads the local files of a source, and provides the built-in corpus `stdlib`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_BYTES = 1 << 22
 
 
 class Fingerprint(NamedTuple):
-    """Identifies a file's content, with attributes that show cheaply whether it has changed."""
+    """A hash of a file's content, with attributes by which a change is noticed without reading the file."""
 
     size: int
     """Size in bytes."""
@@ -44,22 +44,22 @@ class FileCorpus:
     kind: str
     """Suffix that determines how the files are read."""
     column: str | None
-    """Column of the text; None for whole rows."""
+    """Column of the text; None to read whole rows."""
     files: tuple[Path, ...]
     prints: tuple[Fingerprint, ...]
-    """The fingerprint of each file when it was hashed."""
+    """The fingerprint of each file at the time it was hashed."""
     lenient: bool = False
     """Whether to skip a file that is not UTF-8 instead of refusing it."""
 
     @property
     def identity(self) -> str:
-        """Identifies the content: equal for equal documents in equal order, independent of the files' location."""
+        """Identifies the content: the same for equal documents in the same order, wherever the files are."""
         column = self.column if READERS.get(self.kind, read_document) is not read_document else None
         return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
 
     @property
     def is_one_document(self) -> bool:
-        """Whether it is a single text file."""
+        """Whether the corpus is a single text file."""
         return len(self.files) == 1 and READERS.get(self.kind, read_document) is read_document
 
     def documents(self) -> Iterator[Document]:
@@ -75,16 +75,16 @@ class FileCorpus:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
             if _stamp(path) != (known.size, known.modified):
-                # Otherwise its store would be filed under the identity of the old content.
+                # The token store would otherwise be saved under the identity of the old content.
                 raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
             done += known.size
 
 
 def find_files(name: str, split: str, field: str) -> list[Path]:
-    """Returns the files that a path, folder or glob refers to, sorted; empty if there are none with that name.
+    """Returns the sorted files that a path, folder or glob refers to; empty if nothing has that name.
 
-    A folder means the data files below it, which must be of one kind. If `datasets` saved several splits to a folder,
-    it means those of the given split.
+    A folder stands for the data files below it, which must be of one kind. If `datasets` saved several splits to the
+    folder, it stands for the files of the given split.
 
     Raises DataError for a folder or glob without data files, or with files of several kinds.
     """

@@ -1,7 +1,7 @@
 """Reads documents from one file: plain text, JSON lines, Parquet, Arrow.
 
-Files are read directly, one batch at a time, and not through `datasets`: memory use stays bounded, no second copy is
-written besides the token store, and an error names its file and position.
+Files are read directly, one batch at a time, rather than through `datasets`. Memory use therefore stays bounded, no
+second copy is written besides the token store, and errors name the file and the position.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class Document(NamedTuple):
-    """A text, and the fraction read so far."""
+    """A text, with its position in the corpus."""
 
     text: str
     fraction: float
-    """Fraction of the whole that has been read, 0 to 1."""
+    """Fraction of the input that has been read so far, from 0 to 1."""
     place: str = ""
-    """Its position, for messages; empty for a whole file."""
+    """Position of the document, for messages; empty for a whole file."""
     row: dict[str, Any] | None = None
-    """The row whose JSON `text` is, if it was read from JSON, so that it is not parsed again."""
+    """The parsed row, if `text` is its JSON and was read from JSON; avoids parsing it again."""
 
 
 Reader = Callable[[Path, str | None], Iterator[Document]]
-"""Reads the documents of a file from a column; with None, each row as a JSON object."""
+"""Reads the documents of a file from a column; if the column is None, each row becomes a JSON object."""
 
 
 def read_document(path: Path, column: str | None) -> Iterator[Document]:
-    """Reads the file as one document; removes a byte order mark, keeps line ends. `column` is not used."""
+    """Yields the file as one document, without a byte order mark and with its line ends. `column` is not used."""
     with open_decompressed(path) as (file, _):
         yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
 
 
 def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
-    """Yields a document per line, from the field `column`; skips blank lines and null texts."""
+    """Yields a document per line, from the field `column`. Skips blank lines and null texts."""
     size = max(1, path.stat().st_size)
     offset = 0
     with open_decompressed(path) as (file, raw):
@@ -97,7 +97,7 @@ def read_arrow(path: Path, column: str | None) -> Iterator[Document]:
 
 
 def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
-    """Yields each record batch with the fraction of `rows` read, including it."""
+    """Yields each record batch with the fraction of `rows` that has been read, including this batch."""
     done = 0
     for batch in batches:
         done += batch.num_rows
@@ -107,7 +107,7 @@ def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator
 def read_batches(
     batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str | None, place: str
 ) -> Iterator[Document]:
-    """Yields the documents of Arrow record batches, each with the fraction read; `place` names them in errors."""
+    """Yields the documents of Arrow record batches, which come with the fraction read. place: their name in errors."""
     row = 0
     for batch, fraction in batches:
         values = batch.to_struct_array() if column is None else batch.column(batch.schema.get_field_index(column))
@@ -168,7 +168,7 @@ def open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _zstandard(raw: IO[bytes]) -> IO[bytes]:
     import io
 
-    import pyarrow  # provides the codec
+    import pyarrow  # provides the zstd codec
 
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
     return io.BufferedReader(stream)
@@ -183,7 +183,7 @@ def decode(data: bytes, path: Path, offset: int = 0) -> str:
 
 
 def column_problem(place: str, column: str, known: Any) -> Problem:
-    """Returns the problem of a missing text column, with the existing ones."""
+    """Returns the problem of a missing text column; it lists the existing columns."""
     names = [str(name) for name in known]
     message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
     return Problem("data.column", place, message, "set text_column of the source to the column that contains the text")
@@ -214,7 +214,7 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
 def _document(
     value: Any, place: str, column: str | None, fraction: float, row: dict[str, Any] | None = None
 ) -> Iterator[Document]:
-    """Yields the document of a cell; nothing for null. row: of JSON, if the document is the row."""
+    """Yields the document of a cell; nothing if the cell is null. row: the parsed JSON row, if that is the document."""
     if value is None:
         return
     if column is None:
@@ -223,13 +223,13 @@ def _document(
         message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
     if not value.isascii() and not is_unicode(value):
-        # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
+        # JSON can encode half of a surrogate pair ("\ud800"), which UTF-8 cannot represent.
         raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
     yield Document(value, fraction, place, row)
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without keys that are null: Arrow gives every object the keys of all objects of its column."""
+    """Returns a value without null keys, because Arrow gives every object the keys of all objects in its column."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -22,11 +22,11 @@ class HubCorpus:
     field: str
     """Recipe field of the source, for error messages."""
     column: str | None
-    """Column of the text; None for whole rows."""
+    """Column of the text; None to read whole rows."""
     version: str
-    """The version that the name referred to when it was first used; for a hub dataset, the commit."""
+    """The version that the name referred to at its first use; for a hub dataset, the commit."""
     columns: tuple[str, ...]
-    """Its columns, if they are known before it is downloaded."""
+    """The columns of the dataset, if they are known before the download."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class HubCorpus:
 
     @property
     def is_one_document(self) -> bool:
-        """False, since this is unknown before the dataset is read."""
+        """Always False, because this is unknown before the dataset is read."""
         return False
 
     @property
@@ -45,7 +45,7 @@ class HubCorpus:
         return key_of("hub", source.name, source.subset, source.split, self.column, self.version)
 
     def documents(self) -> Iterator[Document]:
-        """Yields the documents, which are downloaded if necessary. Raises DataError as `hub_corpus` does."""
+        """Yields the documents; downloads the dataset if necessary. Raises DataError as `hub_corpus` does."""
         source = self.source
         builder = _builder(source, self.field)
         if builder.hash != self.version:
@@ -69,12 +69,12 @@ class HubCorpus:
 
 
 def hub_corpus(source: Source, field: str, cache: Cache, column: str | None) -> HubCorpus:
-    """Returns a dataset by name.
+    """Returns the dataset of a source.
 
-    The version of a name without a revision is looked up once per cache folder and stored there, so that a later run
-    does not need the hub and does not silently train on other data.
+    If the name has no revision, its version is looked up once per cache folder and stored there. A later run therefore
+    does not need the hub and cannot silently train on other data.
 
-    Raises DataError if `datasets` does not find it.
+    Raises DataError if `datasets` does not find the dataset.
     """
 
     def build(_: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _builder(source: Source, field: str) -> Any:
     try:
         return datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        # Not found, not permitted, no network, no such subset: the message of `datasets` says which.
+        # The message of `datasets` says what failed: no such dataset or subset, no permission, or no network.
         raise DataError(_problem(source, field, error)) from error
 
 

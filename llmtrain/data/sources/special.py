@@ -1,7 +1,7 @@
-"""Counts texts of a tokenizer's special tokens in documents, and refuses more than a few.
+"""Counts the texts of a tokenizer's special tokens in documents, and refuses documents with more than a few.
 
-`<|im_start|>` in a document may mean the token, if a chat template was applied, or the characters, if a page writes
-about it. Only the user knows, and the wrong choice trains on other tokens than occur in use.
+`<|im_start|>` in a document may stand for the token (a chat template was applied) or for its characters (a page about
+such tokens). Only the user knows which. The wrong choice trains on tokens that differ from those at inference.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from itertools import groupby
 from llmtrain.errors import DataError, Problem
 
 HANDFUL = 10
-"""Number of texts of special tokens that are treated as plain text without asking."""
+"""Number of texts of special tokens that are accepted as plain text, without asking the user."""
 CHARACTERS_EACH = 1_000_000
-"""In a large corpus, one more is allowed per this many characters: pages about such tokens occur everywhere."""
+"""A large corpus may have one such text per this many characters, because pages about such tokens are common."""
 NAMED = 5
-"""Number of tokens that a message lists."""
+"""Number of tokens that an error message lists."""
 EXAMPLE_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class Found:
-    """The texts of special tokens in the documents of a corpus, or in the first of them."""
+    """The texts of special tokens found in a corpus, or in its first documents."""
 
     count: int
     documents: int
-    """Number of documents that contain some."""
+    """Number of documents that contain such texts."""
     of_documents: int
     """Number of documents examined."""
     characters: int
-    """Number of characters in these."""
+    """Number of characters in the examined documents."""
     tokens: dict[str, int]
-    """The most frequent tokens, with their counts."""
+    """The most frequent tokens → their counts."""
     example: str
     """The text of a document from its first special token on, truncated."""
 
     @property
     def is_handful(self) -> bool:
-        """Whether they are too few to come from a template."""
+        """Whether there are too few such texts to come from a chat template."""
         return self.count <= max(HANDFUL, self.characters // CHARACTERS_EACH)
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Finder:
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         texts = sorted(filter(None, special_tokens))
-        # One pattern per first character: searching for one common prefix is ten times as fast as for several.
+        # One pattern per first character: a search is ten times as fast if all alternatives share a prefix.
         self._patterns = [re.compile(_expression(list(group))) for _, group in groupby(texts, key=lambda text: text[0])]
         self._tokens: Counter[str] = Counter()
         self._documents = self._of_documents = self._characters = 0
         self._example = ""
 
     def look(self, text: str) -> None:
-        """Counts those of one document."""
+        """Counts the texts of special tokens in one document."""
         self._of_documents += 1
         self._characters += len(text)
         if tokens := [token for pattern in self._patterns for token in pattern.findall(text)]:
@@ -74,7 +74,7 @@ class Finder:
             self._example = self._example or text[start : start + EXAMPLE_CHARACTERS]
 
     def found(self) -> Found:
-        """Returns what was found so far."""
+        """Returns the counts so far."""
         return Found(
             count=self._tokens.total(),
             documents=self._documents,
@@ -86,7 +86,7 @@ class Finder:
 
 
 def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> None:
-    """Raises DataError for more than a few. end_of_text: the text of the token that ends documents."""
+    """Raises DataError if there are more than a few. end_of_text: text of the token that ends documents."""
     if found.is_handful:
         return
     message = (
@@ -106,7 +106,7 @@ def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> No
 
 
 def _expression(texts: list[str]) -> str:
-    """Returns a regular expression that matches these texts (sorted and distinct), the longest first.
+    """Returns a regular expression that matches these texts (sorted and distinct), preferring the longest.
 
     Common prefixes are factored out, so that searching for hundreds of texts is as fast as for one.
     """
@@ -114,5 +114,5 @@ def _expression(texts: list[str]) -> str:
         re.escape(first) + (_expression([text[1:] for text in group]) if first else "")
         for first, group in groupby(texts, key=lambda text: text[:1])
     ]
-    # "" sorts first, and always matches.
+    # The empty branch sorts first and always matches, so the order is reversed.
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(reversed(branches))})"

@@ -1,4 +1,4 @@
-"""The built-in corpus `stdlib_chat`: questions about Python's standard library, answered by its own docstrings."""
+"""The built-in corpus `stdlib_chat`: questions about Python's standard library, answered with its docstrings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmtrain.data.sources.formats import Document
 
 STDLIB_CHAT = "stdlib_chat"
 FORMAT = 1
-"""Version of how conversations are made; part of the corpus' identity."""
+"""Version of the rules by which conversations are made; part of the corpus' identity."""
 QUESTIONS = ("What does {} do?", "What is {}?", "What is {} for?", "Explain {}.")
 FOLLOWING = ("How is it called?", "What are its arguments?", "Show me how to call it.")
 SHORTEST, LONGEST = 12, 240
-"""Characters of an answer."""
+"""Fewest and most characters of an answer."""
 SUBJECTS = 2
-"""Classes and functions that a conversation is about: what is asked is then not known from its place."""
+"""Number of classes and functions in a conversation. With several, a question's position does not tell its kind."""
 ROLES = ("user", "assistant")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -66,7 +66,7 @@ def _module(path: Path) -> str:
 
 
 def _answered(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[str]]]:
-    """Yields names with questions about them, each followed by its answer."""
+    """Yields the name of each class and function with questions about it, each question followed by its answer."""
     for node in body:
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
             continue

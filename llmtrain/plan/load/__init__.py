@@ -28,9 +28,9 @@ __all__ = [
 
 
 _lines: dict[str, str] = {}
-"""File and line of each field that a file gives, of the recipe that was loaded last."""
+"""Field → file and line that set it, for the recipe that was loaded last."""
 _loaded: Recipe | None = None
-"""That recipe."""
+"""The recipe that was loaded last."""
 
 
 def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | None]:
@@ -52,7 +52,7 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
 
 
 def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[Recipe, Cluster | None]:
-    """Returns what `load_recipe` does for a recipe's file, or for a recipe that is an object.
+    """Returns a recipe and the cluster that it was written for, from a recipe's file or from a recipe object.
 
     variant: as for `with_variant`.
     """
@@ -66,7 +66,7 @@ def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[R
 
 
 def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:
-    """Reads a recipe file. extending: the files that extend it. Raises RecipeError."""
+    """Returns the opened recipe file. extending: the files that extend it. Raises RecipeError."""
     check_file(path)
     if not is_yaml(str(path)):
         return PythonRecipe(path)
@@ -76,7 +76,7 @@ def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:
 
 
 def with_lines(error: UserError) -> UserError:
-    """Returns an error whose problems name the lines of their fields in a YAML recipe, where these are known."""
+    """Returns the error with the YAML file and line of each problem's field, where these are known."""
     error.problems = tuple(
         replace(one, field=f"{_lines[one.field]}: {one.field}") if one.field in _lines else one
         for one in error.problems
@@ -85,7 +85,7 @@ def with_lines(error: UserError) -> UserError:
 
 
 def with_variant(spec: str, variant: str) -> str:
-    """Returns `FILE:variant` if a spec names no variant and its file has that one; otherwise the spec unchanged.
+    """Returns `FILE:variant` if a spec names no variant and the file defines `variant`; otherwise the unchanged spec.
 
     Raises RecipeError for an unreadable file.
     """
@@ -96,9 +96,9 @@ def with_variant(spec: str, variant: str) -> str:
 
 
 def _check_length(recipe: Recipe) -> None:
-    """Raises RecipeError for two lengths, or shares of sources beside epochs.
+    """Raises RecipeError if epochs are combined with a number of steps or with weights of sources.
 
-    Checked here, since the recipe of a started run has the steps that its epochs take.
+    This is checked on loading, because the recipe of a started run has both epochs and the resulting steps.
     """
     if recipe.train.epochs is None:
         return

@@ -1,4 +1,4 @@
-"""What every kind of recipe file offers, and the faults that they share."""
+"""The interface of all kinds of recipe files, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SUFFIXES = (".py", ".yaml", ".yml")
 
 
 class RecipeFile(Protocol):
-    """A file that declares a recipe, and variants of it."""
+    """A file that declares a recipe and optional variants of it."""
 
     def variants(self) -> list[str]:
         """Returns the names of the variants, in the order of the file."""
 
     def recipe(self, variant: str = "") -> Recipe:
-        """Returns the recipe, or a variant of it. Raises RecipeError for an invalid one, or if there is none."""
+        """Returns the recipe or a variant of it. Raises RecipeError if it is missing or invalid."""
 
     def cluster(self, variant: str = "") -> Cluster | None:
-        """Returns the cluster for which it was written. Raises RecipeError for an invalid one."""
+        """Returns the cluster for which the recipe was written, or None. Raises RecipeError if it is invalid."""
 
     def lines(self, variant: str = "") -> dict[str, str]:
-        """Returns the file and line of each field, by its dotted name, as far as they are known."""
+        """Returns dotted field name → file and line, as far as they are known."""
 
 
 def check_file(path: Path) -> None:
-    """Raises RecipeError unless the path is that of a regular file."""
+    """Raises RecipeError unless the path refers to a regular file."""
     try:
         is_file = path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, a folder without permission
+    except (OSError, ValueError) as error:  # for example an overlong name, or a folder without permission
         raise RecipeError(Problem("recipe.file", short(str(path)), f"cannot be read: {reason(error)}")) from None
     if not is_file:
         raise RecipeError(_no_such_file(path))
@@ -42,7 +42,7 @@ def check_file(path: Path) -> None:
 
 
 def check_variant(path: Path, variant: str, known: list[str]) -> None:
-    """Raises RecipeError if the file has variants, but not this one."""
+    """Raises RecipeError if the file does not define this variant."""
     if variant not in known:
         listing = f"variants: {', '.join(known)}" if known else "it has none"
         message = f"has no variant '{variant}'{nearest(variant, known)}"

@@ -1,6 +1,6 @@
-"""A recipe that is a Python file: imported, and its functions called.
+"""Recipes in Python files, which are imported and whose functions are called.
 
-It is a program of the user: whatever goes wrong in it becomes one message and an exit code.
+Such a file is a program of the user. Any failure in it becomes one message and an exit code.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _running: list[Path] = []
 
 
 def is_running() -> bool:
-    """Whether a recipe is being read at the moment."""
+    """Whether a Python recipe is being run at the moment."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def users_program(path: Path, what: str, prefix: str = "") -> Iterator[None]:
-    """Turns whatever the recipe at `path` raises into a RecipeError, SystemExit and closed streams included.
+    """Turns any failure of the recipe at `path` into a RecipeError, including SystemExit and closed streams.
 
-    what: the action that fails. prefix: of the fields that it declares. An interruption by a signal remains one.
+    what: description of the failing action. prefix: prefix of the declared fields in messages. Interruptions by signals
+    are passed on.
     """
     _running.append(path)
     try:
@@ -63,14 +64,17 @@ def _reported(path: Path, what: str, prefix: str) -> Iterator[None]:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal raised an error, instead of the recipe."""
+    """Whether an error was raised by a signal handler rather than by the recipe."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
 def _handled_interruptions() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt as usual, but from a handler with a frame, unlike a recipe's own."""
+    """Makes Ctrl-C raise KeyboardInterrupt from a Python handler.
+
+    Its frame in the traceback distinguishes the interruption from a KeyboardInterrupt that the recipe raises.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -89,7 +93,7 @@ def _handled_interruptions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_streams(path: Path) -> Iterator[None]:
-    """Refuses a recipe that closes standard output or error, which are needed to report it; reopens both."""
+    """Refuses a recipe that closes standard output or error; reopens these streams, which the report needs."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_open(getattr(sys, name))}
     try:
         yield
@@ -104,7 +108,7 @@ def _open_streams(path: Path) -> Iterator[None]:
 
 
 def _is_open(stream: object) -> bool:
-    """Whether a stream can be written to; a stream without a descriptor, as in tests, cannot be closed."""
+    """Whether a stream can be written to. The streams of tests have no descriptor that could be closed."""
     if not isinstance(stream, io.TextIOBase) or stream.closed:
         return False
     try:
@@ -117,7 +121,7 @@ def _is_open(stream: object) -> bool:
 
 
 def _opened(number: int) -> io.TextIOBase | None:
-    """Returns a stream on descriptor 1 or 2, or none if the descriptor was closed, too."""
+    """Returns a new stream on descriptor 1 or 2, or None if the descriptor was closed as well."""
     try:
         return open(number, "w", errors="backslashreplace", closefd=False)
     except OSError:
@@ -125,7 +129,7 @@ def _opened(number: int) -> io.TextIOBase | None:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """Returns the user's line: the last frame of the traceback in the recipe file."""
+    """Returns the failing line of the recipe file, from the last frame of the traceback that is in it."""
     own = str(path.resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     if isinstance(error, SyntaxError) and error.filename == own:
@@ -137,11 +141,11 @@ T = TypeVar("T")
 
 
 class PythonRecipe:
-    """A module with a function `recipe`, and `recipe_VARIANT` for each variant; `cluster` and `cluster_VARIANT` are
-    optional."""
+    """A module with a function `recipe`, a function `recipe_VARIANT` for each variant, and optionally `cluster` and
+    `cluster_VARIANT`."""
 
     def __init__(self, path: Path) -> None:
-        """Imports the module; its folder is importable meanwhile, as when the file is run."""
+        """Imports the module. Meanwhile modules in its folder can be imported, as if the file were run."""
         self.path = path
         name = f"llmtrain_recipe_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -158,7 +162,7 @@ class PythonRecipe:
         return [name.removeprefix("recipe_") for name in functions if name.startswith("recipe_")]
 
     def recipe(self, variant: str = "") -> Recipe:
-        """Returns the recipe, or a variant of it. Raises RecipeError."""
+        """Returns the recipe or a variant of it. Raises RecipeError."""
         if variant:
             check_variant(self.path, variant, self.variants())
         function = getattr(self.module, f"recipe_{variant}" if variant else "recipe", None)
@@ -167,13 +171,13 @@ class PythonRecipe:
         return self._call(function, Recipe, "")
 
     def cluster(self, variant: str = "") -> Cluster | None:
-        """Returns the cluster for which it was written, if the file says so. Raises RecipeError."""
+        """Returns the cluster for which the recipe was written, or None. Raises RecipeError."""
         function = getattr(self.module, f"cluster_{variant}", None) if variant else None
         function = function or getattr(self.module, "cluster", None)
         return self._call(function, Cluster, "cluster.") if callable(function) else None
 
     def lines(self, variant: str = "") -> dict[str, str]:
-        """Returns nothing: a program gives its fields where it likes."""
+        """Returns an empty dictionary, because a program has no fixed lines for its fields."""
         return {}
 
     def _call(self, function: Callable[[], Any], kind: type[T], prefix: str) -> T:
@@ -188,7 +192,7 @@ class PythonRecipe:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Lets a recipe import its neighbours, then unloads them, since another folder may contain the same names."""
+    """Lets a recipe import modules of its folder, then unloads them, because other folders may use the same names."""
     entry, before = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, entry)
     try:

@@ -1,4 +1,4 @@
-"""A recipe that is a YAML file: the fields of `Recipe`, with `extends`, `variants` and `cluster`."""
+"""Recipes in YAML files, which have the fields of `Recipe`, and `extends`, `variants` and `cluster`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
 from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
 
 OWN_KEYS = ("extends", "variants", "cluster")
-"""Keys of a file beside the fields of a recipe."""
+"""Top-level keys in addition to the fields of a recipe."""
 LARGEST_FILE = 2**20
-"""Bytes; recipes have a few hundred."""
+"""Size limit of a file in bytes. A recipe has a few hundred."""
 
 
 class CoreLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads plain values as YAML 1.2 does: `2e-3` is a number, and `on` is a text. PyYAML itself reads YAML 1.1."""
+    """Reads plain values as in YAML 1.2: `2e-3` is a number, and `on` is a text. PyYAML itself implements YAML 1.1."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (as the class declares it)
 
@@ -43,12 +43,12 @@ _add("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.
 
 
 class YamlRecipe:
-    """A YAML file, and what it extends."""
+    """A YAML file and the recipe that it extends."""
 
     def __init__(
         self, path: Path, opened: Callable[[Path, tuple[Path, ...]], RecipeFile], extending: tuple[Path, ...]
     ) -> None:
-        """opened: reads the file that this one extends. extending: the files that extend this one."""
+        """opened: function that opens the file which this one extends. extending: the files that extend this one."""
         self.path = path
         self._values, self._places = read_with_places(path)
         self._base, self._base_variant = self._extended(opened, (*extending, path.resolve()))
@@ -58,7 +58,7 @@ class YamlRecipe:
         return list(self._own("variants"))
 
     def recipe(self, variant: str = "") -> Recipe:
-        """Returns the recipe: what the file extends, with the fields of the file and those of the variant."""
+        """Returns the extended recipe, overridden by the fields of the file and then by those of the variant."""
         values = self._base.recipe(self._base_variant).model_dump(mode="json") if self._base else {}
         fields = {key: value for key, value in self._values.items() if key not in OWN_KEYS}
         values = _merged(values, fields)
@@ -75,7 +75,7 @@ class YamlRecipe:
             raise self._located(error.problems, variant=variant) from None
 
     def cluster(self, variant: str = "") -> Cluster | None:
-        """Returns the cluster of the file, else of what it extends."""
+        """Returns the cluster of the file or, if it has none, of the recipe that it extends."""
         if "cluster" not in self._values:
             return self._base.cluster(self._base_variant) if self._base else None
         try:
@@ -84,13 +84,13 @@ class YamlRecipe:
             raise self._located(recipe_problems(error), "cluster.") from None
 
     def lines(self, variant: str = "") -> dict[str, str]:
-        """Returns the file and line of each field that the file gives, by its dotted name."""
+        """Returns dotted field name → file and line, for the fields that the file sets."""
         lines = {".".join(where): f"{self.path}:{line}" for where, ((line, _), *_) in self._places.items()}
         own = f"variants.{variant}."
         return lines | {name.removeprefix(own): line for name, line in lines.items() if name.startswith(own)}
 
     def _own(self, key: str) -> dict[str, Any]:
-        """Returns the mapping under a key of the file; empty if it has none."""
+        """Returns the mapping under a top-level key, or an empty one. Raises RecipeError for another type."""
         value = self._values.get(key) or {}
         if not isinstance(value, dict):
             raise RecipeError(Problem("recipe.value", self._place(key), "is not a mapping"))
@@ -117,7 +117,7 @@ class YamlRecipe:
         return opened(path, extending), variant
 
     def _located(self, problems: Iterable[Problem], prefix: str = "", variant: str = "") -> RecipeError:
-        """Returns the error of problems, each with the line of its field, or of the nearest one around it."""
+        """Returns an error in which each problem has the line of its field, or of the nearest enclosing one."""
         return RecipeError(
             Problem(one.rule, self._place(prefix + one.field, variant), one.message, one.fix) for one in problems
         )
@@ -130,14 +130,14 @@ class YamlRecipe:
 
 
 def _merged(values: Any, given: Any) -> Any:
-    """Returns values with those that are given: objects are merged, and everything else is replaced."""
+    """Returns values overridden by the given ones: objects are merged, and everything else is replaced."""
     if not (isinstance(values, dict) and isinstance(given, dict) and given):
         return given
     return values | {key: _merged(values.get(key), value) for key, value in given.items()}
 
 
 def read_with_places(path: Path) -> tuple[dict[str, Any], Places]:
-    """Returns the content of a file, and where its keys are. Raises RecipeError."""
+    """Returns the content of a file, and the positions of its keys. Raises RecipeError."""
     try:
         values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
     except YamlError as error:
@@ -166,9 +166,9 @@ class CoreDumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 def as_yaml(recipe: Recipe, cluster: Cluster | None, with_defaults: bool = False) -> str:
-    """Returns the text of a YAML file that declares a recipe and its cluster, without fields that have their default.
+    """Returns the text of a YAML file that declares a recipe and its cluster.
 
-    with_defaults: with all fields.
+    with_defaults: whether to include fields that have their default value.
     """
     values = recipe.model_dump(mode="json", exclude_defaults=not with_defaults)
     if cluster:
@@ -180,7 +180,7 @@ def as_yaml(recipe: Recipe, cluster: Cluster | None, with_defaults: bool = False
 def recipe_schema() -> dict[str, Any]:
     """Returns the JSON schema of YAML recipes, for editors.
 
-    No field is required in it, since what a file extends may have it; loading a recipe reports what is missing.
+    The schema requires no field, because the extended recipe may have it. Loading a recipe reports missing fields.
     """
     described = Recipe.model_json_schema()
     machine = Cluster.model_json_schema()
