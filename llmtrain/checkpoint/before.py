@@ -162,7 +162,8 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
     ]
     kinds = {kind for _, kind in held}
     row = optimizer_of(optim)
-    lacking = [kind for kind in (WEIGHT, *(row.factors or row.states(optim))) if kind not in kinds]
+    needed = row.factors or (*row.codes, *row.scales) or row.states(optim)
+    lacking = [kind for kind in (WEIGHT, *needed) if kind not in kinds]
     if lacking:
         message = f"does not contain {' and '.join(map(_described, lacking))}, which {optim.name} needs to continue"
         problems.append(

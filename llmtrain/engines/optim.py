@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from llmtrain.engines.optimizers.adafactor import Adafactor
+from llmtrain.engines.optimizers.adamw_8bit import AdamW8bit
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.held import trained_tensors
@@ -43,6 +44,8 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
     models: the model, or what each stage of this rank has of it.
     """
     row = optimizer_of(optim)
+    if row.moments:
+        return [{**group, "quantized": len(shape_of(group["params"][0])) > 1} for group in groups]
     if row.factors:
         return [{**group, "factored": len(shape_of(group["params"][0])) > 1} for group in groups]
     if row.layer_states is None:
@@ -72,14 +75,14 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 def know_matrices(
     optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
 ) -> None:
-    """Lets an optimizer that needs whole matrices, or sums over them, know where this rank's parts of them are.
+    """Lets an optimizer that needs whole matrices, or numbers of them, know where this rank's parts of them are.
 
     outer: the optimizer of DeepSpeed around it, or itself. lists, place: what this rank holds, and where it belongs.
     """
     if isinstance(optimizer, Muon):
         dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
         optimizer.find_matrices(trained_tensors(outer), lists, place, dtype, device)
-    elif isinstance(optimizer, Adafactor):
+    elif isinstance(optimizer, Adafactor | AdamW8bit):
         optimizer.find_parts(trained_tensors(outer), lists, place, device)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llmtrain.recipe import Fraction, OptimConfig, Part
+from llmtrain.system.piece_heads import CODE, SCALE
 
 
 class NoOptions(Part):
@@ -38,6 +39,20 @@ class AdafactorOptions(Part):
     d: Annotated[float, Field(ge=1)] = 1.0
 
 
+class EightBitOptions(Part):
+    """The options of `adamw_8bit`."""
+
+    block_size: Annotated[int, Field(ge=16, le=65536)] = 256
+
+
+STRETCH = 4_194_304
+"""Elements of a matrix with moments in 8 bit that are updated at once, at most; or one row."""
+STRETCH_BYTES = 28
+"""Bytes for each of them, at most: two fp32 moments, and what a moment is computed from or rounded with."""
+UPDATE_BYTES = 262
+"""Bytes that the operations of such an update read and write for an element; torch has no kernel that joins them."""
+CODE_TABLES = 4 * 2 * (256 + 254)
+"""Bytes of what the codes of both moments stand for, and of the borders between these values."""
 POINT = "z"
 """State of an optimizer whose weights, as they are trained, are a mixture of this point and of what the run is for."""
 
@@ -63,8 +78,21 @@ class OptimizerRow:
     factors: tuple[str, ...] = ()
     """Names of the tensors that are kept of a matrix in place of `states`: a value for each row, and for each column.
     Each rank that holds a part of the matrix has them whole."""
+    moments: tuple[str, ...] = ()
+    """Names of what is kept of a matrix in 8 bit in place of `states`: of each, a byte for each element (`codes`), and
+    an fp32 scale for each block of a row (`scales`)."""
     known_to_zero: bool = False
     """Whether DeepSpeed considers it tested with ZeRO, which in truth treats all optimizers alike."""
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Names of the bytes of `moments`."""
+        return tuple(one + CODE for one in self.moments)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the scales of `moments`."""
+        return tuple(one + SCALE for one in self.moments)
 
     @property
     def deepspeed_type(self) -> str | None:
@@ -117,6 +145,13 @@ OPTIMIZERS = {
         options=AdafactorOptions,
         factors=("row_var", "col_var"),
     ),
+    "adamw_8bit": OptimizerRow(
+        "llmtrain.engines.optimizers.adamw_8bit.AdamW8bit",
+        lambda optim: _adam(optim) | {"block": block_of(optim)},
+        _moments,
+        options=EightBitOptions,
+        moments=("exp_avg", "exp_avg_sq"),
+    ),
 }
 
 
@@ -126,7 +161,7 @@ def states_kept(optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
     in_layers: whether it is updated in the way of `layer_states`.
     """
     row = optimizer_of(optim)
-    if row.factors and is_matrix:
+    if (row.factors or row.moments) and is_matrix:
         return 0
     return len((row.layer_states or ()) if in_layers else row.states(optim))
 
@@ -135,6 +170,11 @@ def is_matrix_of_layer(name: str, dimensions: int) -> bool:
     """Whether a weight is a matrix of a decoder layer, or a stack of those of experts; layers have numbers."""
     is_matrix = dimensions == 2 or (dimensions == 3 and ".experts." in name)
     return is_matrix and any(part.isdigit() for part in name.split("."))
+
+
+def block_of(optim: OptimConfig) -> int:
+    """Returns the number of elements of a row that share a scale in 8 bit."""
+    return EightBitOptions.model_validate(optim.options).block_size
 
 
 def optimizer_of(optim: OptimConfig) -> OptimizerRow:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +36,8 @@ class Weight(Part):
     """Whether it is trained; other weights are frozen."""
     packed: bool = False
     """Whether it is frozen and held in 4 bit (`model.quantize`)."""
+    transposed: bool = False
+    """Whether the model stores the transpose of `shape`."""
 
     @property
     def elements(self) -> int:
@@ -44,6 +48,11 @@ class Weight(Part):
     def is_matrix(self) -> bool:
         """Whether weight decay applies to it: two or more dimensions."""
         return len(self.shape) >= 2
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape in the model's own tensor."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def lines(self) -> int:
@@ -137,11 +146,11 @@ def gpt2_weights(shape: Any) -> Weights:
     width, inner = shape.width, shape.inner
     layer = [
         *_norm("ln_1", width, bias=True),
-        *_linear("attn.c_attn", width, 3 * width, bias=True),
-        *_linear("attn.c_proj", width, width, bias=True),
+        *_linear("attn.c_attn", width, 3 * width, bias=True, transposed=True),
+        *_linear("attn.c_proj", width, width, bias=True, transposed=True),
         *_norm("ln_2", width, bias=True),
-        *_linear("mlp.c_fc", width, inner, bias=True),
-        *_linear("mlp.c_proj", inner, width, bias=True),
+        *_linear("mlp.c_fc", width, inner, bias=True, transposed=True),
+        *_linear("mlp.c_proj", inner, width, bias=True, transposed=True),
     ]
     table = Weight(name="transformer.wte.weight", shape=(shape.vocab, width))
     return Weights(
@@ -201,8 +210,10 @@ def rotary_weights(
     )
 
 
-def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> tuple[Weight, ...]:
-    weight = Weight(name=f"{name}.weight", shape=(outputs, inputs))
+def _linear(
+    name: str, inputs: int, outputs: int, *, bias: bool = False, transposed: bool = False
+) -> tuple[Weight, ...]:
+    weight = Weight(name=f"{name}.weight", shape=(outputs, inputs), transposed=transposed)
     return (weight, Weight(name=f"{name}.bias", shape=(outputs,))) if bias else (weight,)
 
 
@@ -215,3 +226,69 @@ def packed_bytes(elements: int) -> int:
     """Returns the bytes of a weight: half a byte per element, one per block, four per 256 blocks and for the mean."""
     blocks = -(-elements // BLOCK)
     return -(-elements // 2) + blocks + 4 * (-(-blocks // BLOCKS) + 1)
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """What a rank, or a group of ranks under ZeRO, holds of each row of a matrix; all its elements are numbered flat.
+
+    The blocks of which it holds a part, those with a scale of an optimizer's moments, are numbered in the same order.
+    They begin at fixed columns of the whole matrix, so they are the same under every plan.
+    """
+
+    width: int
+    """Number of elements of a whole row."""
+    columns: tuple[tuple[int, int], ...]
+    """Ranges of columns, as (first column, number of columns)."""
+    block: int
+    """Number of elements of a block; the last one of a row may have fewer."""
+
+    @cached_property
+    def elements(self) -> int:
+        """Number of held elements of a row."""
+        return sum(number for _, number in self.columns)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of blocks of the whole row, as (first block, number of blocks), one for each range of columns."""
+        ends = ((first, -(-(first + number) // self.block)) for first, number in self.columns)
+        return tuple((first // self.block, end - first // self.block) for first, end in ends)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The block of the whole row that each numbered block of a row is, or is a part of."""
+        return tuple(block for first, number in self.spans for block in range(first, first + number))
+
+    @cached_property
+    def in_row(self) -> int:
+        """Number of blocks of the whole row."""
+        return -(-self.width // self.block)
+
+    @cached_property
+    def cut(self) -> frozenset[int]:
+        """Blocks of the whole row of which only a part is held, in every row."""
+        ends = {end for first, number in self.columns for end in (first, first + number)}
+        return frozenset(end // self.block for end in ends if end % self.block and end != self.width)
+
+    def number(self, element: int) -> int:
+        """Returns the number of the block of an element."""
+        row, column = divmod(element, self.elements)
+        before = row * len(self.held)
+        for (first, number), (block, blocks) in zip(self.columns, self.spans, strict=True):
+            if column < number:
+                return before + (first + column) // self.block - block
+            column, before = column - number, before + blocks
+        raise AssertionError("a column is within one of the ranges")
+
+    def blocks(self, first: int, end: int) -> range:
+        """Returns the numbers of the blocks of a range of elements."""
+        return range(self.number(first), self.number(end - 1) + 1) if end > first else range(0)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Returns the row of a numbered block, and the block of the whole row."""
+        row, own = divmod(number, len(self.held))
+        return row, self.held[own]
+
+    def is_cut(self, element: int) -> bool:
+        """Whether a range that ends before an element ends within a block."""
+        return element % self.elements > 0 and self.number(element - 1) == self.number(element)

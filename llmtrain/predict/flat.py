@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import Literal
 
-from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of, states_kept
+from llmtrain.plan.optimizers import block_of, is_matrix_of_layer, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.weights import Weight, Weights
+from llmtrain.plan.weights import HeldRows, Weight, Weights
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO-3 gathers at most before it waits with the next ones."""
@@ -23,6 +25,9 @@ BUCKET_OF_REPLICA = 1_000_000
 """Elements of a reduction for each replica, at least."""
 DDP_BUCKET_MIB = 25
 """Size of a reduction of DistributedDataParallel, torch's own default."""
+
+Division = Literal["none", "flat", "each"]
+"""How ranks divide what they all hold: not at all, as one flat group (ZeRO-1 and 2), or each parameter by itself."""
 
 
 def bucket_elements(plan: Plan) -> int:
@@ -78,11 +83,20 @@ class FlatGroup:
     """Whether the optimizer updates it in the way of `OptimizerRow.layer_states`."""
     factors: tuple[int, ...] = ()
     """fp32 values kept in factors (`OptimizerRow.factors`) of each parameter; empty for other optimizers."""
+    codes: int = 0
+    """Bytes kept of each element (`OptimizerRow.codes`)."""
+    rows: tuple[tuple[HeldRows, ...], ...] = ()
+    """The rows of each parameter of which codes are kept, of each tensor parallel rank, or alike on all of them."""
 
     @property
     def elements(self) -> int:
         """Number of elements."""
         return sum(self.sizes)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Number of tensor parallel ranks that hold different columns."""
+        return max(map(len, self.rows), default=1)
 
     @property
     def padded(self) -> int:
@@ -109,6 +123,45 @@ class FlatGroup:
     def factors_touched(self, rank: int) -> int:
         """Returns the sum of the factors of all these parameters."""
         return sum(self.factors[self._inside(rank)])
+
+    def blocks_touched(self, rank: int, tensor: int = 0) -> int:
+        """Returns the number of blocks of which the partition of a rank contains a part.
+
+        tensor: the tensor parallel rank.
+        """
+        start, end = rank * self.partition, (rank + 1) * self.partition
+        found = 0
+        for index in range(*self._inside(rank).indices(len(self.rows))):
+            size, rows, first = self.sizes[index], self.rows[index], self.ends[index] - self.sizes[index]
+            found += len(rows[tensor % len(rows)].blocks(max(start - first, 0), min(end - first, size)))
+        return found
+
+    def blocks_of_shares(self, rank: int, ranks: int, tensor: int = 0) -> int:
+        """Returns the number of blocks of which a rank has a part if `ranks` split each parameter by itself."""
+        found = 0
+        for (size, rows), number in Counter(zip(self.sizes, self.rows, strict=False)).items():
+            own = -(-size // ranks)
+            found += number * len(rows[tensor % len(rows)].blocks(min(rank * own, size), min((rank + 1) * own, size)))
+        return found
+
+    def cut_blocks(self, division: Division) -> tuple[int, int]:
+        """Returns the number of blocks of which tensor parallel ranks hold parts, and of others that are divided."""
+        parameters: Iterable[tuple[int, tuple[HeldRows, ...], int, int]]
+        if division == "flat":
+            each = zip(self.sizes, self.rows, self.ends, strict=False)
+            parameters = ((size, rows, (size - end) % self.partition, 1) for size, rows, end in each)
+        else:
+            counted = Counter(zip(self.sizes, self.rows, strict=False))
+            parameters = ((size, rows, 0, number) for (size, rows), number in counted.items())
+        sliced = divided = 0
+        for size, every, first, number in parameters:
+            part = {"none": size, "flat": self.partition, "each": -(-size // self.ranks)}[division]
+            cut = frozenset[int]().union(*(rows.cut for rows in every))
+            sliced += number * len(cut) * (size // every[0].elements)
+            ends = range(first or part, size, part)
+            places = {rows.place(rows.number(end)) for rows in every for end in ends if rows.is_cut(end)}
+            divided += number * sum(block not in cut for _, block in places)
+        return sliced, divided
 
     def _inside(self, rank: int) -> slice:
         """Returns the range of these parameters."""
@@ -170,22 +223,30 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
+    row = optimizer_of(plan.recipe.optim)
     found: dict[tuple[bool, bool, bool], list[int]] = {}
     factors: dict[tuple[bool, bool, bool], list[int]] = {}
+    rows: dict[tuple[bool, bool, bool], list[tuple[HeldRows, ...]]] = {}
     for weight in own:
         key, sizes = kinds[id(weight)]
         found.setdefault(key, []).extend(sizes)
         factors.setdefault(key, []).append(weight.lines)
-    is_factored = bool(optimizer_of(plan.recipe.optim).factors)
+        if row.codes and weight.is_matrix:
+            rows.setdefault(key, []).extend([held_rows(plan, weights, weight)] * len(sizes))
     groups = []
-    for (is_vector, outside, spread), all_sizes in sorted(found.items()):
+    for key, all_sizes in sorted(found.items()):
+        is_vector, outside, spread = key
         parts = _cut(all_sizes) if spread else [all_sizes]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
         states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
-        kept = tuple(factors[is_vector, outside, spread]) if is_factored and not spread else ()
-        groups += [FlatGroup(tuple(part), holders, states, not outside, kept) for part in parts]
+        kept = tuple(factors[key]) if row.factors and not spread else ()
+        of_rows = iter(rows.get(key, ()))
+        for part in parts:
+            own_rows = tuple(islice(of_rows, len(part)))
+            codes = len(row.codes) if own_rows else 0
+            groups.append(FlatGroup(tuple(part), holders, states, not outside, kept, codes, own_rows))
     return groups
 
 
@@ -247,6 +308,15 @@ SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_pro
 """Projections whose outputs are split over tensor parallel ranks, with their biases."""
 SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
 """Projections whose inputs are split over them; a bias is added once."""
+
+
+def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, ...]:
+    """Returns what each tensor parallel rank holds of the rows of a matrix; one entry if all hold whole rows."""
+    block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.parts("matrices")
+    if weight.module not in SPLIT_COLUMNS or sliced(plan, weights, weight) == weight.elements:
+        return (HeldRows(width, ((0, width),), block),)
+    own = width // tensor
+    return tuple(HeldRows(width, ((rank * own, own),), block) for rank in range(tensor))
 
 
 def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:

@@ -7,14 +7,16 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from llmtrain.plan.draft import BYTES_OF, WEIGHT_DTYPE
-from llmtrain.plan.optimizers import optimizer_of, states_kept
+from llmtrain.plan.optimizers import CODE_TABLES, STRETCH, STRETCH_BYTES, block_of, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
 from llmtrain.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
+    Division,
     FlatGroup,
     bucket_elements,
     frozen_of,
@@ -32,6 +34,8 @@ STAGE0_BUCKET = 500_000_000
 """Elements that DeepSpeed averages at once at stage 0 (`engine.py:buffered_allreduce_fallback`)."""
 HOROVOD_FUSION = 128 * 2**20
 """Horovod's fusion buffer (`HOROVOD_FUSION_THRESHOLD`)."""
+MOST_RANKS = 64
+"""Ranks whose blocks are counted, at most; others have a few more or less."""
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -73,7 +77,7 @@ def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
     """
     groups = groups_of(plan, weights, stage)
     in_partitions = plan.parallel.strategy == "deepspeed" and plan.parallel.zero_stage in (1, 2)
-    trained = 4 * sum(map(_share, groups)) + _moments(groups, _share, in_partitions)
+    trained = 4 * sum(map(_share, groups)) + _moments(groups, _share, "flat" if in_partitions else "each", tables=0)
     if plan.recipe.model.leaves_base:
         return trained
     held = 4 if plan.parallel.strategy == "fsdp2" else weight_bytes(plan)
@@ -84,16 +88,36 @@ def _share(group: FlatGroup) -> int:
     return -(-group.elements // group.ranks)
 
 
-def _moments(groups: list[FlatGroup], own: Callable[[FlatGroup], int], in_partitions: bool = False) -> int:
+def _moments(
+    groups: list[FlatGroup], own: Callable[[FlatGroup], int], division: Division = "none", tables: int = CODE_TABLES
+) -> int:
     """Returns the bytes of the optimizer's states.
 
-    own: the elements of a group that this rank updates. in_partitions: whether these are a range of the flat group, so
-    that it has factors of the parameters there, instead of a part of every parameter.
+    own: the elements of a group that this rank updates. division: which ones these are. With a flat group divided, it
+    has factors of the parameters there, instead of a part of every parameter. tables: bytes beside codes.
     """
     factors = sum(sum(group.factors) for group in groups)
-    if factors and in_partitions:
+    if factors and division == "flat":
         factors = most_touched(groups, FlatGroup.factors_touched)
-    return 4 * (sum(group.states * own(group) for group in groups) + factors)
+    moments = 4 * (sum(group.states * own(group) for group in groups) + factors)
+    if codes := max(group.codes for group in groups):
+        moments += sum(group.codes * own(group) for group in groups) + 4 * codes * _blocks(groups, division) + tables
+    return moments
+
+
+def _blocks(groups: list[FlatGroup], division: Division) -> int:
+    """Returns the largest number of blocks with scales that a rank has."""
+    tensor = range(max(group.tensor_ranks for group in groups))
+    if division == "flat":
+        return max(most_touched(groups, partial(FlatGroup.blocks_touched, tensor=one)) for one in tensor)
+    if division == "none":
+        return max(sum(group.blocks_of_shares(0, 1, one) for group in groups) for one in tensor)
+    ranks = max(group.ranks for group in groups)
+    return max(
+        sum(group.blocks_of_shares(rank * group.ranks // ranks, group.ranks, one) for group in groups)
+        for rank in range(min(ranks, MOST_RANKS))
+        for one in tensor
+    )
 
 
 def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int], evenly: bool = False) -> int:
@@ -102,11 +126,15 @@ def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], in
     own: the elements of a group that this rank updates. Of these there is the update in fp32, and the answer; what is
     sent, received and joined are shares of the group; and five tensors of the size of a whole matrix, or of all experts
     of a layer, are computed with. An optimizer with factors computes with two fp32 tensors of the size of a part of a
-    matrix. evenly: whether every rank has an equal part of each.
+    matrix, one with codes with some rows at a time; both where the states are. evenly: whether every rank has an equal
+    part of each.
     """
-    if any(group.factors for group in groups):
-        largest = [(max(group.sizes), group) for group in groups]
-        return 8 * max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
+    if any(group.factors or group.codes for group in groups):
+        if plan.recipe.parallel.offload_optimizer != "none":
+            return 0
+        largest = [(max(group.sizes), group) for group in groups if group.factors or group.codes]
+        part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
+        return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
     each = 4 if plan.recipe.parallel.precision == "fp32" else 2
     parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
@@ -160,7 +188,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     bucket = bucket_elements(plan) * staged * (2 if reduces_meanwhile(plan) else 1)
     # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
     joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
-    moments = _moments(groups, lambda group: group.partition, in_partitions=True)
+    moments = _moments(groups, lambda group: group.partition, "flat")
     kept = Parts(parameters=weight * sum(group.padded for group in groups))
     host = 0
     if offloads:
@@ -206,7 +234,7 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     kept = Parts(
         parameters=2 * padded,
         masters=4 * partition,
-        optimizer=_moments(groups, lambda group: group.partition, in_partitions=True),
+        optimizer=_moments(groups, lambda group: group.partition, "flat"),
         gradients=4 * padded,
     )
     # Gradients of one micro-batch are zeroed, not freed, while others follow.
@@ -243,7 +271,7 @@ def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> Stat
     elif parallel.offload_param == "cpu":
         host += held
     sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
-    moments = _moments(groups, lambda group: group.by_parameter)
+    moments = _moments(groups, lambda group: group.by_parameter, "each")
     together = _together(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE), evenly=True)
     if parallel.offload_optimizer == "none":
         kept = kept.plus(masters=4 * partition, optimizer=moments, gradients=sums)
@@ -269,11 +297,16 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.parallel.zero_stage == 2 else outside
     in_layers, optim = updated_in_layers(plan, weights), plan.recipe.optim
+    row, ranks = optimizer_of(optim), plan.data_parallel_size
     moments = 4 * sum(
-        states_kept(optim, id(weight) in in_layers, weight.is_matrix) * _rows_shared([weight], plan.data_parallel_size)
-        + (weight.lines if optimizer_of(optim).factors else 0)
+        states_kept(optim, id(weight) in in_layers, weight.is_matrix) * _rows_shared([weight], ranks)
+        + (weight.lines if row.factors else 0)
         for weight in own
     )
+    if row.codes:
+        block, matrices = block_of(optim), [weight for weight in own if weight.is_matrix]
+        scales = sum(4 * -(-one.stored[-1] // block) * _rows_shared([one], ranks) // one.stored[-1] for one in matrices)
+        moments += len(row.codes) * (_rows_shared(matrices, ranks) + scales) + CODE_TABLES
     kept = Parts(parameters=4 * shards, optimizer=moments, live_parameters=computed * live)
     layers = Parts(live_parameters=computed * min(elements - live, 2 * layer))
     # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
@@ -295,7 +328,7 @@ def _rows_shared(weights: Iterable[Weight], ranks: int) -> int:
 
     Weights are split along dimension 0, which is short for experts.
     """
-    return sum(-(-weight.shape[0] // ranks) * (weight.elements // weight.shape[0]) for weight in weights)
+    return sum(-(-weight.stored[0] // ranks) * (weight.elements // weight.stored[0]) for weight in weights)
 
 
 def _accumulates(plan: Plan) -> bool:

@@ -131,7 +131,7 @@ class CommunicationGroups:
             _hide(self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_hidden)
         else:
             _hide(self._gradients("all_reduce", held), self._last(held), found.step, found.step_hidden)
-        found.step.extend([*self._matrices(held), *self._factors(held)])
+        found.step.extend([*self._matrices(held), *self._factors(held), *self._blocks(held)])
         return found
 
     def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
@@ -157,6 +157,22 @@ class CommunicationGroups:
         ends += held.head * (not (weights.tied and held.embedding)) * _sums(weights.head)
         holders = RankGroup(self.groups.replicas.size * self.groups.tensor.size, 1)
         yield Transfer("all_reduce", ((4 * (inside + ends), holders),))
+
+    def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the largest magnitudes in blocks of which ranks hold parts, for an optimizer with moments in 8 bit.
+
+        FSDP2 divides weights between rows.
+        """
+        weights, parallel = self.plan.model.weights, self.plan.parallel
+        if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
+            return
+        division: flat.Division = "none" if parallel.zero_stage == 0 else "each" if parallel.zero_stage == 3 else "flat"
+        for group in flat.groups_of(self.plan, weights, held_by_ranks(self.plan).index(held)):
+            sliced, divided = group.cut_blocks(division)
+            tensor = self.groups.tensor.size
+            ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
+            if sliced or divided:
+                yield Transfer("all_reduce", ((4 * group.codes * (sliced + divided), ranks),))
 
     def _within_layers(self, held: StageParameters) -> list[Transfer]:
         """Returns the transfers for which every layer waits, axis by axis."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
-from llmtrain.plan.optimizers import MuonOptions, optimizer_of, states_kept
+from llmtrain.plan.optimizers import UPDATE_BYTES, MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.stages import head_parameters, reached_layers
@@ -259,6 +259,8 @@ class Worker(DeviceShare):
         if optimizer_of(optim).factors:
             # Weight and gradient are read for sums first, and the update takes the gradient's place in between.
             return 4 + 4 + 4 + 4 + 4 + 8 + copy
+        if optimizer_of(optim).codes:
+            return UPDATE_BYTES + copy
         outside, inside = (states_kept(optim, in_layers=inside, is_matrix=True) for inside in (False, True))
         states = outside * (1 - share) + inside * share
         return 4 + 8 + 8 * states + copy  # gradient read; master weight and moments read and written

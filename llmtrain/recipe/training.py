@@ -271,14 +271,15 @@ class ObjectiveConfig(Part):
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"] = "adamw"
     """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
     keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
     the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
     weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
     updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights.
     `adafactor` (arXiv 1804.04235) keeps a value for each row and each column of a matrix in place of moments; its
-    learning rate is relative to the root mean square of a weight, and not above 1/√t in step t."""
+    learning rate is relative to the root mean square of a weight, and not above 1/√t in step t. `adamw_8bit` (arXiv
+    2110.02861) is `adamw` with the moments of matrices in 8 bit, by blocks of a row."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -309,7 +310,8 @@ class OptimConfig(Part):
     `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)). `adafactor`: `beta2_decay`
     (−0.8), the power of the number of updates that is the share of a new gradient in the second moment; `eps1` (fp32's
     ε), the least root of a second moment; `eps2` (1e-3), the least root mean square of a weight that counts; and `d`
-    (1), the largest root mean square of an update."""
+    (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that share a
+    scale."""
 
     @model_validator(mode="before")
     @classmethod

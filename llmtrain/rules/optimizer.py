@@ -96,4 +96,24 @@ def adafactor_experts(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-RULES = (options, muon_experts, adafactor_experts, schedule_free_mean, schedule_free_kto, schedule_free_rate)
+@rule(
+    "optim.adamw_8bit_nvme",
+    "DeepSpeed swaps an optimizer's states through buffers of fp32, in which bytes become numbers of four bytes.",
+    "run",
+)
+def adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
+    """Refuses states on disks for moments in 8 bit."""
+    if optimizer_of(draft.recipe.optim).codes and draft.recipe.parallel.offload_optimizer == "nvme":
+        message = f"'nvme' was given, but the moments of '{draft.recipe.optim.name}' are bytes"
+        yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))
+
+
+RULES = (
+    options,
+    muon_experts,
+    adafactor_experts,
+    adamw_8bit_nvme,
+    schedule_free_mean,
+    schedule_free_kto,
+    schedule_free_rate,
+)

@@ -21,6 +21,10 @@ WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
 """Bytes of an element, by the format's names for the types of a model's tensors."""
 WEIGHT = "weight"
 """The kind of tensor that is trained: fp32 if the engine keeps such a copy. The others belong to an optimizer."""
+CODE = "_code"
+"""End of the kinds that are bytes, each of which stands for a fraction of a block's scale."""
+SCALE = "_scale"
+"""End of the kinds that are scales: one for each block of a weight. Ranks that hold parts of a block all have it."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=64)]
@@ -103,8 +107,11 @@ def read_head(file: Path) -> list[PieceHead]:
         tensor = tensors[name]
         if tensor.shape != (piece.numel,):
             raise ValueError(f"{name} of '{piece.name}' has the shape {list(tensor.shape)}, not [{piece.numel}]")
+        if name.endswith(CODE):
+            if tensor.dtype != "U8":
+                raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, but codes are U8")
         # Only untrained tensors may have other types: the buffers of some models contain counts.
-        if piece.kinds != (WEIGHT,) and not is_floating(tensor.dtype):
+        elif piece.kinds != (WEIGHT,) and not is_floating(tensor.dtype):
             raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, but trained tensors are floating point")
     return pieces
 

@@ -8,9 +8,14 @@ relative to a matrix's typical gradient: an element whose gradient is x times as
 (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of their movement (4.5e-3): coarse, which is one more
 reason for the SGD probe. Lion takes only the sign: at most a share ε of the elements has another one, which is twice
 their step, so the mean square is at most 4ε. Adafactor divides the elements of vectors as Adam does, and those of
-matrices by what is typical of their row and column, so Adam's bound holds for it. Muon multiplies the smallest singular
-values of a matrix, and the error in their directions, by at most 3.4445 in each of its five iterations, while the norm
-of the result is at least 1.
+matrices by what is typical of their row and column, so Adam's bound holds for it. Moments in 8 bit are rounded to
+values at distances of s. A moment that differs by δ is rounded to another value with probability δ/s, and then differs
+by s: a mean square of δ·s. Elements as dense around zero as elsewhere, in blocks whose largest one is at most √256
+times the typical one, then differ by 11ε in a step, Adam's 2ε included, with the distances of the dynamic map
+(`tests/verify/test_compare.py` computes it). Such a difference stays. That of step k of ten moves the weight in the
+remaining 11 − k steps, so the mean square over ten steps is (1² + 2² + … + 10²) / 10² = 3.9 times as large. Muon
+multiplies the smallest singular values of a matrix, and the error in their directions, by at most 3.4445 in each of its
+five iterations, while the norm of the result is at least 1.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches. No plan may
@@ -33,7 +38,14 @@ from llmtrain.verify.job import Deviation, worst
 
 FP32 = 1e-5
 ADAM_WEIGHTS = math.sqrt(2 * FP32)
-OF_WEIGHTS = {"sgd": FP32, "lion": math.sqrt(4 * FP32), "muon": 3.4445**5 * FP32}
+CODES_OF_A_STEP, STEPS_TOGETHER = 11.0, 3.9
+"""Mean square of the differences that 8-bit moments make in a step, relative to `FP32`; its factor over ten steps."""
+OF_WEIGHTS = {
+    "sgd": FP32,
+    "lion": math.sqrt(4 * FP32),
+    "muon": 3.4445**5 * FP32,
+    "adamw_8bit": math.sqrt(CODES_OF_A_STEP * STEPS_TOGETHER * FP32),
+}
 """Bound of the weights, for optimizers that are not Adam's kind."""
 SAFETY = 2.0
 ROUNDING = 2.0**-24

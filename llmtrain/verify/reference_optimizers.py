@@ -39,6 +39,9 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
         given = {"eps1": None, "eps2": 1e-3} | optim.options
         own = given.pop("eps1"), given.pop("eps2")
         return torch.optim.Adafactor(groups, lr=optim.lr, eps=own, **given)
+    if optim.name == "adamw_8bit":
+        settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+        return PlainAdamW8bit(groups, settings | {"block": optim.options.get("block_size", 256)})
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
@@ -138,6 +141,52 @@ class PlainScheduleFree(torch.optim.Optimizer):
                 if state := self.state.get(y):
                     beta1 = group["betas"][0]
                     y.copy_((1 - beta1) * state["z"] + beta1 * state["x"])
+
+
+class PlainAdamW8bit(torch.optim.Optimizer):
+    """AdamW that rounds both moments of matrices after each step, by blocks of a row (arXiv 2110.02861).
+
+    A moment is kept as its rounded value: a fraction of the largest magnitude in its block. Fractions are those of the
+    dynamic map: d, 2d, 4d, …, 64d of them in the decades up to 1e-6, 1e-5, 1e-4, …, 1. d is 1 with a sign, 2 without.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes an update."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in (one for one in group["params"] if one.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state |= {"m": torch.zeros_like(weight), "v": torch.zeros_like(weight), "updates": 0}
+                state["updates"] += 1
+                m = beta1 * state["m"] + (1 - beta1) * weight.grad
+                v = beta2 * state["v"] + (1 - beta2) * weight.grad**2
+                size = torch.sqrt(v) / math.sqrt(1 - beta2 ** state["updates"]) + group["eps"]
+                weight *= 1 - group["lr"] * group["weight_decay"]
+                weight -= m / size * (group["lr"] / (1 - beta1 ** state["updates"]))
+                if weight.ndim > 1:
+                    m, v = (_rounded(m, group["block"], signed=True), _rounded(v, group["block"], signed=False))
+                state["m"], state["v"] = m, v
+
+
+def _rounded(moment: Tensor, size: int, signed: bool) -> Tensor:
+    """Returns a moment of 8 bit."""
+    fractions = [0.0]
+    for decade in range(-6, 1):
+        steps = 2 ** (decade + 6) * (1 if signed else 2)
+        fractions += [10.0**decade * (1 + 9 * step / steps) / 10 for step in range(1, steps + 1)]
+    levels = torch.tensor(fractions, device=moment.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    if not signed:
+        middles[0] = 0.0  # only 0 becomes 0
+    blocks = []
+    for block in torch.split(moment, size, dim=-1):
+        largest = block.abs().amax(dim=-1, keepdim=True)
+        share = torch.where(largest > 0, block / largest, 0.0)
+        # The number of middles below a share is the number of the nearest level.
+        blocks.append(torch.sign(share) * levels[torch.searchsorted(middles, share.abs())] * largest)
+    return torch.cat(blocks, dim=-1)
 
 
 def _is_inner(name: str, weight: Tensor) -> bool:

@@ -32,9 +32,21 @@ ADAFACTOR = {
     "pp2-adafactor-zero1": (2, {"pipeline": 2, "zero_stage": 1}),
     "tp2-adafactor-zero0": (2, {"tensor": 2}),
 }
-PLANS = LAYOUTS | BACKENDS | EXPERTS | MUON | ADAFACTOR
-KINDS = {"experts": MOE, "muon": {"optim.name": "muon"}, "adafactor": {"optim.name": "adafactor"}, "dense": {}}
-SLOW = ("dp2-fsdp2", "dp2-adafactor-zero3")
+EIGHT_BIT = {
+    "dp2-8bit-zero3": (2, {"zero_stage": 3}),
+    "pp2-8bit-zero1": (2, {"pipeline": 2, "zero_stage": 1}),
+    "tp2-8bit-zero0": (2, {"tensor": 2}),
+    "dp2-8bit-fsdp2": (2, {"backend": "accelerate", "accelerate": "fsdp2", "zero_stage": 3}),
+}
+PLANS = LAYOUTS | BACKENDS | EXPERTS | MUON | ADAFACTOR | EIGHT_BIT
+KINDS = {
+    "experts": MOE,
+    "muon": {"optim.name": "muon"},
+    "adafactor": {"optim.name": "adafactor"},
+    "8bit": {"optim.name": "adamw_8bit", "optim.options": {"block_size": 48}, "model.config.vocab_size": 257},
+    "dense": {},
+}
+SLOW = ("dp2-fsdp2", "dp2-adafactor-zero3", "dp2-8bit-zero3")
 
 
 def _mark(name: str):
@@ -44,7 +56,7 @@ def _mark(name: str):
 def _kind(name: str) -> str:
     if name in EXPERTS:
         return "experts"
-    return "muon" if name in MUON else "adafactor" if name in ADAFACTOR else "dense"
+    return next((kind for kind in ("muon", "adafactor", "8bit") if f"-{kind}-" in name), "dense")
 
 
 def _others(name: str) -> dict:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
@@ -19,7 +21,10 @@ from llmtrain.checkpoint.resume import choose_named, choose_newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import _load_random_state, load
 from llmtrain.checkpoint.storage import probe
+from llmtrain.engines.state.files import write
+from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, _read_progress
+from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.errors import CheckpointError, Exit
 from llmtrain.system.durable import fingerprint
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
@@ -337,3 +342,118 @@ def test_a_disk_that_cannot_be_written_is_reported(small_disk):
     with pytest.raises(CheckpointError, match="Read-only file system"):
         probe(small_disk / "checkpoints")
     verify_checkpoint(first)
+
+
+# Moments in 8 bit.
+
+CODES, SCALES = ("exp_avg_code", "exp_avg_sq_code"), ("exp_avg_scale", "exp_avg_sq_scale")
+BLOCKS = Region.whole((2, 3))
+
+
+def _eight_bit(folder: Path, scales: list[tuple[Region, int, list[float]]]) -> Path:
+    """Writes a matrix of two rows of three blocks. scales: of both moments, as (region, first index, values)."""
+    bytes_of = {kind: torch.arange(80, dtype=torch.uint8) for kind in CODES}
+    elements = Piece("w", Region.whole((2, 40)), 0, {"weight": torch.zeros(80), **bytes_of})
+    parts = [Piece("w", region, first, {kind: torch.tensor(own)}) for region, first, own in scales for kind in SCALES]
+    write(DiskWriter(folder), 0, [[elements, *parts]])
+    return folder / "engine" / "rank_00000.0.safetensors"
+
+
+def test_scales_of_blocks_that_ranks_share_are_read_once(tmp_path):
+    """The middle block is cut, by slices of columns; in the second row, also by a partition."""
+    left, right = (Region.ranges((2, 3), 1, [(first, 2)]) for first in (0, 1))
+    _eight_bit(tmp_path, [(left, 0, [0.0, 1, 3]), (left, 2, [3.0, 4]), (right, 0, [1.0, 2, 4, 5])])
+    source = StateSource(tmp_path)
+    for kind in SCALES:
+        assert source.whole("w", kind).tolist() == [0, 1, 2, 3, 4, 5]
+    assert source.whole("w", CODES[0]).tolist() == list(range(80))
+
+
+def test_a_rank_with_no_element_of_a_matrix_needs_none(tmp_path):
+    _eight_bit(tmp_path, [(BLOCKS, 0, [1.0] * 6)])
+    empty = {kind: torch.zeros(0, dtype=torch.uint8) for kind in CODES}
+    StateSource(tmp_path, 0).fill(Piece("w", Region.whole((2, 40)), 80, {"weight": torch.zeros(0), **empty}))
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        [],
+        [(BLOCKS, 0, [1.0, 1, 1, 1, 1])],
+        [(BLOCKS, 1, [1.0, 1, 1, 1, 1])],
+        [(Region.ranges((2, 3), 1, [(0, 2)]), 0, [1.0] * 4), (Region.ranges((2, 3), 1, [(0, 1)]), 0, [1.0] * 2)],
+        [(BLOCKS, 0, [1.0] * 6), (Region.whole((2, 4)), 0, [1.0] * 8)],
+    ],
+    ids=["none", "end", "beginning", "column", "two shapes"],
+)
+def test_missing_scales_are_named(scales, tmp_path):
+    _eight_bit(tmp_path, scales)
+    for kind in SCALES:
+        with pytest.raises(CheckpointError, match=f"does not hold '{kind}' of the optimizer for 'w'"):
+            StateSource(tmp_path).whole("w", kind)
+
+
+def _without_scale(head, listed):
+    del head["1.exp_avg_scale"]
+
+
+def _without_piece(head, listed):
+    listed.pop()
+
+
+def _without_kind(head, listed):
+    listed[1]["kinds"] = []
+
+
+def _without_blocks(head, listed):
+    listed[1]["region"]["boxes"] = []
+
+
+def _no_blocks(head, listed):
+    listed[1]["numel"] = 0
+
+
+def _fewer_blocks(head, listed):
+    listed[1]["numel"] = 5
+
+
+def _codes_of_floats(head, listed):
+    head["0.exp_avg_code"]["dtype"] = "F16"
+    head["0.exp_avg_code"]["shape"] = [40]
+
+
+def _signed_codes(head, listed):
+    head["0.exp_avg_code"]["dtype"] = "I8"
+
+
+def _scales_of_integers(head, listed):
+    head["1.exp_avg_scale"]["dtype"] = "I32"
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_without_scale, "not at the offset"),
+        (_without_piece, "do not match its list of pieces, such as '2.exp_avg_sq_scale'"),
+        (_without_kind, "kinds"),
+        (_without_blocks, "boxes"),
+        (_no_blocks, "numel"),
+        (_fewer_blocks, r"1.exp_avg_scale of 'w' has the shape \[6\], not \[5\]"),
+        (_codes_of_floats, r"has the shape \[40\], not \[80\]"),
+        (_signed_codes, "0.exp_avg_code of 'w' is I8, but codes are U8"),
+        (_scales_of_integers, "1.exp_avg_scale of 'w' is I32, but trained tensors are floating point"),
+    ],
+)
+def test_damaged_heads_of_8_bit_moments_are_named(edit, words, tmp_path):
+    file = _eight_bit(tmp_path, [(BLOCKS, 0, [1.0] * 6)])
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + length])
+    listed = json.loads(head["__metadata__"]["pieces"])
+    edit(head, listed)
+    head["__metadata__"]["pieces"] = json.dumps(listed)
+    write_head(file, head, len(content) - 8 - length)
+    for kind in ("weight", *CODES, *SCALES):
+        with pytest.raises(CheckpointError, match=words) as raised:
+            StateSource(tmp_path).whole("w", kind)
+        assert str(file) in str(raised.value)

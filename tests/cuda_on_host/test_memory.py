@@ -101,6 +101,8 @@ TWO = {
     "ZeRO-3, bf16, offload all": zero(
         3, "bf16", **{"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
     ),
+    "ZeRO-2, bf16, 8-bit AdamW": zero(2, "bf16", **{"optim.name": "adamw_8bit"}),
+    "ZeRO-3, 8-bit AdamW": zero(3, **{"optim.name": "adamw_8bit"}),
     "ZeRO-2, one micro-batch": zero(2, **{"batch.micro_batch_size": 4}),
     "DDP": ACCELERATE,
     "DDP, autocast": {**ACCELERATE, "parallel.precision": "autocast_bf16"},

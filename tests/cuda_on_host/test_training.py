@@ -99,3 +99,15 @@ def test_strategies_match_the_plain_loop(gpus, ranks, names):
                 assert worst(run.losses, expected.losses) < 2**-8, name
             else:
                 assert_same(run, expected, name)
+
+
+def test_8_bit_moments_are_the_plain_loop(gpus):
+    """Blocks are cut by partitions, and offloaded ones have their largest magnitudes exchanged by the devices."""
+    fields = {"optim.name": "adamw_8bit", "optim.options": {"block_size": 48}, "model.config.vocab_size": 257}
+    cases = [fields | TWO[name] for name in ("ZeRO-1", "ZeRO-3", "offload", "tensor", "FSDP2")]
+    by_rank = gpus(2, train, [tiny_recipe(**case) for case in cases], 2)
+    expected = plain_run(tiny_recipe(**fields), STEPS)
+    for case, *runs in zip(cases, *by_rank, strict=True):
+        for run in runs:
+            assert worst([*run.losses, run.evaluation], [*expected.losses, expected.evaluation]) < 1e-5, case
+            assert worst(run.grad_norms, expected.grad_norms) < 1e-5, case

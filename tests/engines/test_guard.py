@@ -28,6 +28,8 @@ STEPS, BAD = 6, 2
 """Steps of a run, and the one whose numbers are spoiled."""
 
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
+CUT = {"optim.options": {"block_size": 48}, "model.config.vocab_size": 257}
+"""Partitions of ZeRO end within blocks of 8-bit moments."""
 CASES = {
     "zero0": {},
     "zero1": {"parallel.zero_stage": 1},
@@ -54,6 +56,11 @@ CASES = {
     "zero3_adafactor": {"parallel.zero_stage": 3, "optim.name": "adafactor"},
     "pipeline_adafactor": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "adafactor"},
     "fsdp2_adafactor": {**FSDP2, "optim.name": "adafactor"},
+    "zero0_8bit": {"optim.name": "adamw_8bit"},
+    "zero1_8bit": {"parallel.zero_stage": 1, "optim.name": "adamw_8bit", **CUT},
+    "zero3_8bit": {"parallel.zero_stage": 3, "optim.name": "adamw_8bit", **CUT},
+    "pipeline_8bit": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "adamw_8bit"},
+    "fsdp2_8bit": {**FSDP2, "optim.name": "adamw_8bit"},
     "fsdp2_lion": {**FSDP2, "optim.name": "lion"},
     "fsdp2_muon": {**FSDP2, "optim.name": "muon"},
     "autocast": {"parallel.zero_stage": 1, "parallel.precision": "autocast_bf16"},
@@ -273,7 +280,7 @@ def _interrupted(rank: int, names: list[str], folder):
         runs.append(_steps(second, plan, Spoiler(second, -1), range(STOP, END)))
         skipped.append(str(second.guard.read()))
         weights.append(_weights(second))
-        other_plan = plan_of(_recipe_of_a_spike("zero2").with_(**{"optim.name": plan.recipe.optim.name}), 2)
+        other_plan = plan_of(plan.recipe.with_(**{"parallel": {}, "parallel.zero_stage": 2}), 2)
         other = engine_of(other_plan)
         load(newest(folder / name), other, other_plan, "key")
         found.append((runs, skipped, weights, other.guard.read()))
@@ -311,6 +318,8 @@ def test_the_guards_state_is_saved_and_the_run_continues_bit_for_bit(tmp_path):
             pytest.param(name, marks=pytest.mark.breadth)
             for name in (
                 "zero3_adafactor",
+                "zero1_8bit",
+                "zero3_8bit",
                 "zero3_bf16",
                 "zero2_bf16",
                 "zero1_offload",

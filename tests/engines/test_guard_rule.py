@@ -18,7 +18,7 @@ from tests.helpers.batches import tiny_recipe
 
 CPU = torch.device("cpu")
 WINDOW = 8
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit")
 
 
 class Steps:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmtrain.cluster import Cluster
-from llmtrain.engines.optim import averaged_weights, know_matrices, torch_optimizer
-from llmtrain.engines.optimizers.adafactor import Adafactor
+from llmtrain.engines.optim import averaged_weights, groups_for, know_matrices, torch_optimizer
+from llmtrain.engines.optimizers import adamw_8bit, sums
+from llmtrain.engines.optimizers.adamw_8bit import CODES, SCALES
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.sums import SharedSums
-from llmtrain.engines.state.held import held
+from llmtrain.engines.state.held import HeldState, held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
@@ -62,14 +66,18 @@ def _own_muon(weights: list[nn.Parameter], precision: str, **fields) -> Muon:
     return optimizer
 
 
-def _own_adafactor(weights: list[nn.Parameter], **fields) -> Adafactor:
-    """Adafactor as an engine builds it, in one process."""
-    recipe = tiny_recipe(**{"optim": {"name": "adafactor", "lr": 1e-2, "weight_decay": 0.1, **fields}})
+def _own(name: str, weights: list[nn.Parameter], **fields) -> GuardedOptimizer:
+    """Adafactor or 8-bit AdamW as an engine builds it, in one process."""
+    recipe = tiny_recipe(**{"optim": {"name": name, "lr": 1e-2, "weight_decay": 0.1, **fields}})
     groups = [[one for one in weights if (one.ndim > 1) is is_matrix] for is_matrix in (True, False)]
-    flagged = [{"params": group, "weight_decay": 0.1, "factored": group[0].ndim > 1} for group in groups if group]
-    optimizer = torch_optimizer(flagged, recipe.optim)
+    split = groups_for(recipe.optim, [], [{"params": group, "weight_decay": 0.1} for group in groups if group])
+    optimizer = torch_optimizer(split, recipe.optim)
     _known(optimizer, weights, recipe)
     return optimizer
+
+
+def _states(optimizer: GuardedOptimizer, weight: nn.Parameter) -> dict[str, Tensor]:
+    return optimizer.state[weight] | {kind: one.values for kind, one in optimizer.factors(weight).items()}
 
 
 @pytest.mark.parametrize(
@@ -111,13 +119,13 @@ def test_muon_of_the_reference_is_ours(precision):
     assert all((a - b).abs().max() < error for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit"])
 def test_a_verdict_leaves_matrices_and_their_states_alone(name):
     weights = [nn.Parameter(one) for one in _gradients(0)]
-    optimizer = _own_muon(weights, "fp32") if name == "muon" else _own_adafactor(weights)
+    optimizer = _own_muon(weights, "fp32") if name == "muon" else _own(name, weights)
 
     def everything() -> list[Tensor]:
-        states = [value for one in weights for value in (optimizer.state[one] | optimizer.factors(one)).values()]
+        states = [value for one in weights for value in _states(optimizer, one).values()]
         return [one.detach().clone() for one in (*weights, *states)]
 
     for bad in (False, True):
@@ -137,7 +145,7 @@ def test_adafactor_is_that_of_torch(options, rate):
     """Of matrices, a stack of them, and vectors; a rate of 1 is above what the number of updates allows."""
     shapes = [*SHAPES, (3, 4, 5), (7,), (1, 6), (6, 1)]
     ours, theirs = ([nn.Parameter(one) for one in _random(shapes, 0)] for _ in range(2))
-    own = _own_adafactor(ours, lr=rate, options=options)
+    own = _own("adafactor", ours, lr=rate, options=options)
     eps = options.get("eps1"), options.get("eps2", 1e-3)
     others = {key: value for key, value in options.items() if "eps" not in key}
     torchs = torch.optim.Adafactor(theirs, lr=rate, weight_decay=0.1, eps=eps, **others)
@@ -149,7 +157,7 @@ def test_adafactor_is_that_of_torch(options, rate):
         torchs.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-        state = own.state[one] | own.factors(one)
+        state = _states(own, one)
         assert state.keys() == torchs.state[other].keys()
         for key, value in torchs.state[other].items():
             torch.testing.assert_close(state[key].view(-1), value.view(-1), rtol=1e-5, atol=0)
@@ -176,6 +184,143 @@ def test_elementwise_optimizers_equal_the_reference(fields):
             for one, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
         assert all(map(torch.equal, ours, trained))
+
+
+@pytest.mark.parametrize("at_once", [adamw_8bit.STRETCH, 100])
+@pytest.mark.parametrize("options", [{}, {"block_size": 16}], ids=str)
+def test_8_bit_adamw_equals_the_reference(options, at_once, monkeypatch):
+    """Of matrices with rows of one block and of several, of a stack, and of a vector; whole, or some rows at a time."""
+    monkeypatch.setattr(adamw_8bit, "STRETCH", at_once)
+    shapes = [(6, 40), (3, 700), (2, 3, 50), (7,)]
+    ours, theirs = ([nn.Parameter(one) for one in _random(shapes, 0)] for _ in range(2))
+    own = _own("adamw_8bit", ours, options=options)
+    recipe = tiny_recipe(**{"optim": {"name": "adamw_8bit", "lr": 1e-2, "weight_decay": 0.1, "options": options}})
+    plain = reference_optimizer({str(index): one for index, one in enumerate(theirs)}, recipe)
+    plain.param_groups[-1]["weight_decay"] = 0.1
+    for step in range(1, 6):
+        for weights in (ours, theirs):
+            for weight, gradient in zip(weights, _random(shapes, step), strict=True):
+                weight.grad = gradient * 10.0**-step
+        own.step()
+        plain.step()
+    # The same values are rounded: weights below 4 are stored twice a step, and no code differs.
+    assert all((a - b).abs().max() < 10 * 2**-23 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_8_bit_adamw_keeps_two_bytes_of_each_element_and_two_scales_of_each_block():
+    weight = nn.Parameter(torch.zeros(3, 1000))
+    states = _states(_own("adamw_8bit", [weight]), weight)
+    counted = sum(one.numel() * one.element_size() for kind, one in states.items() if kind != "step")
+    assert counted == 2 * 3 * 1000 + 2 * 4 * 3 * 4
+    assert all(states[kind].dtype is torch.uint8 for kind in CODES)
+
+
+def test_a_second_moment_that_is_not_0_never_becomes_0():
+    """Beside a gradient of 1, one of 1e-9: without its second moment, the next step without gradient would be huge."""
+    weight = nn.Parameter(torch.zeros(1, 3))
+    optimizer = _own("adamw_8bit", [weight], eps=1e-30)
+    weight.grad = torch.tensor([[1.0, 1e-9, 0.0]])
+    optimizer.step()
+    codes = optimizer.state[weight][CODES[1]].tolist()
+    assert codes == [[254, 1, 0]]
+    before = weight.detach().clone()
+    weight.grad = torch.zeros(1, 3)
+    optimizer.step()
+    assert (weight - before).abs().max() < 1e-2  # the learning rate
+
+
+Held = tuple[str, Region, int, int]
+"""A range of a region of a matrix: its name, the region, the first element, and the end."""
+MATRICES = {"a.weight": (6, 40), "b.weight": (2, 3, 50)}
+
+
+def _eight_bit(own: list[Held], steps: int = 4) -> list[dict[str, tuple[Region, int, NDArray]]]:
+    """What a rank that holds ranges of matrices in one flat tensor, as under ZeRO, has after some steps.
+
+    Of each range, by kind: the region, the first index, and the values of weights, codes and scales. Gradients are
+    those of the whole matrices.
+    """
+
+    def parts(seed: int) -> Tensor:
+        whole = dict(zip(MATRICES, _random(list(MATRICES.values()), seed), strict=True))
+        return torch.cat([*(region.take(whole[name])[first:end] for name, region, first, end in own), torch.zeros(3)])
+
+    trained = nn.Parameter(parts(0))
+    recipe = tiny_recipe(**{"optim": {"name": "adamw_8bit", "lr": 1e-2, "options": {"block_size": 16}}})
+    group = {"params": [trained], "weight_decay": 0.1, "quantized": True}
+    optimizer = torch_optimizer([group], recipe.optim)
+    state = optimizer.state[trained]
+    state.update(optimizer.first_state(optimizer.param_groups[0], trained))
+    listed, places, offset = [], {}, 0
+    for name, region, first, end in own:
+        parameter, last = nn.Parameter(torch.empty(region.shape, device="meta")), offset + end - first
+        places[parameter] = name, region, (0, 1)
+        tensors = {"weight": trained.detach()[offset:last]} | {kind: state[kind][offset:last] for kind in CODES}
+        listed.append(HeldState(parameter, first, tensors, state, trained, offset))
+        offset = last
+    optimizer.find_parts([trained], [listed], places.__getitem__, CPU)
+    for step in range(1, steps + 1):
+        trained.grad = parts(step)
+        optimizer.step()
+    found = []
+    for one, (_, region, first, _) in zip(listed, own, strict=True):
+        states = {kind: (region, first, values) for kind, values in one.tensors.items()}
+        states |= optimizer.factors(one.parameter)
+        found.append({kind: (*place, values.numpy().copy()) for kind, (*place, values) in states.items()})
+    return found
+
+
+def _eight_bit_of_rank(rank: int, ranks: list[list[Held]]) -> list[dict[str, tuple[Region, int, NDArray]]]:
+    return _eight_bit(ranks[rank])
+
+
+def _slice(name: str, dim: int, *ranges: tuple[int, int]) -> Region:
+    return Region.ranges(MATRICES[name], dim, ranges)
+
+
+WHOLE = {name: Region.whole(shape) for name, shape in MATRICES.items()}
+LEFT, RIGHT = _slice("a.weight", 1, (0, 20)), _slice("a.weight", 1, (20, 20))
+DIVISIONS = {
+    "flat": [
+        [("a.weight", WHOLE["a.weight"], 0, 71)],
+        [("a.weight", WHOLE["a.weight"], 71, 240), ("b.weight", WHOLE["b.weight"], 0, 131)],
+        [("b.weight", WHOLE["b.weight"], 131, 135)],
+        [("b.weight", WHOLE["b.weight"], 135, 300)],
+    ],
+    "columns": [
+        [("a.weight", LEFT, 0, 120), ("b.weight", _slice("b.weight", 2, (0, 5), (25, 5)), 0, 60)],
+        [("a.weight", RIGHT, 0, 120), ("b.weight", _slice("b.weight", 2, (5, 20), (30, 20)), 0, 240)],
+    ],
+    "columns, then flat": [
+        [("a.weight", LEFT, 0, 47)],
+        [("a.weight", RIGHT, 0, 55)],
+        [("a.weight", LEFT, 47, 120)],
+        [("a.weight", RIGHT, 55, 120)],
+    ],
+    "rows": [
+        [
+            ("a.weight", _slice("a.weight", 0, (0, 1), (3, 1)), 0, 80),
+            ("b.weight", _slice("b.weight", 1, (0, 1)), 0, 99),
+        ],
+        [
+            ("a.weight", _slice("a.weight", 0, (1, 2), (4, 2)), 0, 160),
+            ("b.weight", _slice("b.weight", 1, (0, 1)), 99, 100),
+        ],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_ranks_with_parts_of_blocks_round_as_one_rank_does(name):
+    """With the same gradients, bit for bit: weights, codes and scales."""
+    whole = dict(zip(WHOLE, _eight_bit([(one, region, 0, region.numel) for one, region in WHOLE.items()]), strict=True))
+    ranks = DIVISIONS[name]
+    for own, found in zip(ranks, run_ranks(len(ranks), _eight_bit_of_rank, ranks), strict=True):
+        for (weight, *_), states in zip(own, found, strict=True):
+            assert states.keys() == {"weight", *CODES, *SCALES}
+            for kind, (region, start, values) in states.items():
+                expected = region.take(torch.from_numpy(whole[weight][kind][2]))[start : start + len(values)]
+                assert np.array_equal(values, expected), (weight, kind)
 
 
 LAYERS = {"model.config.num_hidden_layers": 3}
@@ -212,6 +357,10 @@ FOUR = [
 ]
 
 
+CUT = {"optim.options": {"block_size": 48}, "model.config.vocab_size": 257}
+"""Rows of 64 and 128 elements are several blocks, and neither partitions nor slices end with one."""
+
+
 def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
     return [_run(plan_of(recipe, ranks)) for recipe in recipes]
 
@@ -241,6 +390,7 @@ def _torched(run: Trace) -> compare.Trace:
         ("lion", 2, [ZERO[2]]),
         ("schedule_free_adamw", 2, [ZERO[2]]),
         ("adafactor", 2, [ZERO[1], ZERO[3]]),
+        ("adamw_8bit", 2, [ZERO[1], ZERO[3]]),
         pytest.param("muon", 4, [FOUR[0]], marks=pytest.mark.slow),
         pytest.param("muon", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("muon", 2, OTHERS[5:-2], marks=pytest.mark.breadth),
@@ -256,11 +406,16 @@ def _torched(run: Trace) -> compare.Trace:
         pytest.param("adafactor", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("adafactor", 2, [*OTHERS[5:-2], *STACKS], marks=pytest.mark.breadth),
         pytest.param("adafactor", 4, FOUR[1:-1], marks=pytest.mark.breadth),
+        pytest.param("adamw_8bit", 4, [FOUR[0]], marks=pytest.mark.slow),
+        pytest.param("adamw_8bit", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
+        pytest.param("adamw_8bit", 2, [*OTHERS[5:], *STACKS], marks=pytest.mark.breadth),
+        pytest.param("adamw_8bit", 4, FOUR[1:], marks=pytest.mark.breadth),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value)[:40],
 )
 def test_every_division_gives_the_run_of_the_plain_loop(name, ranks, cases):
-    recipes = [tiny_recipe(**{"optim.name": name, "batch.micro_batch_size": 2, **case}) for case in cases]
+    fields = {"optim.name": name, "batch.micro_batch_size": 2} | (CUT if name == "adamw_8bit" else {})
+    recipes = [tiny_recipe(**fields, **case) for case in cases]
     for runs in run_ranks(ranks, _train, recipes, ranks):
         for recipe, run in zip(recipes, runs, strict=True):
             deviation, allowed = _compared(recipe, run)
@@ -316,26 +471,42 @@ def test_muon_sends_no_more_than_is_counted(stage, precision):
 
 
 def _summed(rank: int, recipe) -> int:
-    """Bytes of the sums of a step that ranks exchange."""
-    plan, exchanged, own = plan_of(recipe, 2), [], SharedSums.over_ranks
+    """Bytes of the messages of a step between ranks that hold parts of the same weights."""
+    plan, exchanged, own, reduce = plan_of(recipe, 2), [], SharedSums.over_ranks, sums.dist.all_reduce
 
-    def noted(*arguments, **fields):
+    def noted(total, *arguments, **fields):
+        exchanged.append(4 * total.numel())
+        return reduce(total, *arguments, **fields)
+
+    def watched(*arguments, **fields):
+        sums.dist.all_reduce = noted
         found = own(*arguments, **fields)
-        exchanged.extend(4 * one.numel() for one in found.values())
+        sums.dist.all_reduce = reduce
         return found
 
-    SharedSums.over_ranks = noted
+    SharedSums.over_ranks = watched
     _run(plan, steps=1)
     SharedSums.over_ranks = own
     return sum(exchanged)
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("fields", [{}, {"parallel.zero_stage": 3}, {"parallel.tensor": 2}], ids=str)
-def test_adafactor_sends_what_is_counted(fields):
-    recipe = tiny_recipe(**{"optim.name": "adafactor", "batch.micro_batch_size": 2, **fields})
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(("adafactor", fields) for fields in ({}, {"parallel.zero_stage": 3}, {"parallel.tensor": 2})),
+        *(("adamw_8bit", ZERO[stage]) for stage in range(4)),
+        ("adamw_8bit", {"parallel.tensor": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_sent_of_parts_of_weights_is_counted(name, fields):
+    cut = CUT if name == "adamw_8bit" else {}
+    recipe = tiny_recipe(**{"optim.name": name, "batch.micro_batch_size": 2, **fields, **cut})
     counted, without = (
-        sum(volumes(plan_of(recipe.with_(**{"optim.name": name}), 2))[0].values()) for name in ("adafactor", "adamw")
+        sum(volumes(plan_of(recipe.with_(**{"optim.name": one, "optim.options": options}), 2))[0].values())
+        for one, options in ((name, recipe.optim.options), ("adamw", {}))
     )
     # Of two ranks in a ring, each sends half of a tensor twice.
     assert run_ranks(2, _summed, recipe) == [counted - without] * 2
+    assert (counted == without) is (fields == ZERO[0])  # where no block is cut

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +19,7 @@ SCALARS = 32
 
 
 def live_bytes(without: set[int]) -> int:
-    """Bytes of the storages of floating-point tensors that are alive, each storage once, `without` these."""
+    """Bytes of the storages of weights and states that are alive, each storage once, `without` these."""
     return sum(size for address, size in live_storages().items() if address not in without)
 
 
@@ -30,7 +31,8 @@ def live_storages(dimensions: int | None = None) -> dict[int, int]:
         if issubclass(type(one), Tensor):
             for tensor in _held(one):
                 storage = tensor.untyped_storage()
-                if not tensor.is_floating_point() or dimensions not in (None, tensor.dim()):
+                is_state = tensor.is_floating_point() or tensor.dtype is torch.uint8  # moments in 8 bit
+                if not is_state or dimensions not in (None, tensor.dim()):
                     continue
                 if tensor.device.type != "meta" and storage.nbytes() > SCALARS:
                     found[storage.data_ptr()] = storage.nbytes()

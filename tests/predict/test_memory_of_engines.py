@@ -131,9 +131,38 @@ def test_one_micro_batch_and_sgd_use_the_predicted_memory():
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"])
 def test_other_optimizers_use_the_predicted_memory(name):
     check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
+
+
+GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+EIGHT_BIT = {"optim.options": {"block_size": 48}}
+"""Neither partitions nor slices of rows end with a block."""
+DIVIDED = [
+    (1, (0, 2), {}),
+    (2, (0, 1, 2, 3), {}),
+    (2, (1, 3), OFFLOAD),
+    (2, (0, 1, 3), {"parallel.tensor": 2}),
+    (4, (1, 3), {"parallel.tensor": 2}),
+    (2, (0,), {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}),
+    (2, (3,), {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}),
+    (4, (0, 1, 3), {"parallel.expert": 2, "model": {"architecture": "mixtral", "config": CONFIGS["mixtral"]}}),
+    (2, (2, 3), {"model": {"architecture": "gpt2", "config": GPT2}}),
+    (2, (3,), {"model.adapter": {"rank": 4}, "parallel.tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "fields"),
+    [
+        pytest.param(2, (1,), {}, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.breadth) for case in DIVIDED),
+    ],
+    ids=str,
+)
+def test_moments_in_8_bit_take_a_byte_each_and_scales(ranks, stages, fields):
+    check(ranks, plans(ranks, stages, ("fp32", "bf16"), (2,), ("adamw_8bit",), **EIGHT_BIT, **fields))
 
 
 @pytest.mark.breadth

@@ -75,3 +75,13 @@ def test_adafactor_is_refused_for_distributed_experts_only():
     with pytest.raises(RecipeError) as caught:
         resolve(tiny_recipe(**spread, **{"optim.name": "adafactor"}), two)
     assert [problem.rule for problem in caught.value.problems] == ["optim.adafactor_experts"]
+
+
+def test_moments_in_8_bit_are_refused_on_disks_only():
+    fields = {"optim.name": "adamw_8bit", "parallel.zero_stage": 3}
+    resolve(tiny_recipe(**fields, **{"parallel.offload_optimizer": "cpu"}), Cluster())
+    disk = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/local_nvme"}
+    resolve(tiny_recipe(**disk, **{"parallel.zero_stage": 3}), Cluster())
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**fields, **disk), Cluster())
+    assert [problem.rule for problem in caught.value.problems] == ["optim.adamw_8bit_nvme"]

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmtrain.verify.compare import ADAM_WEIGHTS, FP32, SAFETY, Trace, deviation, tolerance
+from llmtrain.engines.optimizers.adamw_8bit import fractions
+from llmtrain.verify.compare import (
+    ADAM_WEIGHTS,
+    CODES_OF_A_STEP,
+    FP32,
+    SAFETY,
+    STEPS_TOGETHER,
+    Trace,
+    deviation,
+    tolerance,
+)
 from llmtrain.verify.job import Deviation
 
 INITIAL = {"w": torch.zeros(4), "norm": torch.ones(4)}
@@ -65,6 +75,37 @@ def test_a_weight_that_stays_zero_may_not_move():
     assert deviation(still, still, INITIAL).weights == 0
     moved = {**INITIAL, "w": torch.full((4,), 1e-10)}
     assert deviation(replace(still, weights=moved), still, INITIAL).weights is None
+
+
+def test_8_bit_moments_make_the_differences_that_are_derived():
+    """Of elements of each size x, by the distances of neighbouring values in the dynamic map.
+
+    A moment that differs by δ is rounded to another value with probability δ/s. The first moment, x, differs by FP32 of
+    the typical gradient, and the second one, x², by 2x times as much. A step of 1 changes by what they change relative
+    to x, and to twice x²; at most it is another step altogether.
+    """
+    x = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
+    found = []
+    for largest in (1, 4, 16):  # of the elements of a block
+        first, second = (
+            _distances(torch.tensor([0.0, *fractions(kind)], dtype=torch.float64), (x / largest) ** power)
+            for kind, power in ((1, 1), (2, 2))
+        )
+        of_first = FP32 * first * largest / x**2
+        of_second = FP32 * second * largest**2 / (2 * x**3)
+        of_second[(x / largest) ** 2 < fractions(2)[0]] = 0.0  # all that is smaller has one code
+        rounded = of_first.clamp(max=1) + of_second.clamp(max=1) + (FP32 / x).square()
+        found.append(rounded.clamp(max=1).mean().item() / FP32)
+    assert found == sorted(found)
+    assert CODES_OF_A_STEP - 1 < found[-1] < CODES_OF_A_STEP
+    steps = torch.arange(1.0, 11.0)
+    assert steps.square().sum() / 100 == pytest.approx(STEPS_TOGETHER, abs=0.06)
+
+
+def _distances(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Distances of the two values of a map between which each size is."""
+    above = torch.searchsorted(values, sizes).clamp(1, len(values) - 1)
+    return values[above] - values[above - 1]
 
 
 def test_tolerances():

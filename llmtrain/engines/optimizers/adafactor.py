@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
+from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, local
 from llmtrain.engines.optimizers.matrices import MatrixPart, parts_of
 from llmtrain.engines.optimizers.sums import SharedSums
+from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
 from llmtrain.system.piece_heads import WEIGHT
 
@@ -135,10 +136,11 @@ class Adafactor(GuardedOptimizer):
                 self._parts[id(held.trained)].append(part)
                 self._of_parameter[held.parameter] = part
 
-    def factors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def factors(self, parameter: nn.Parameter) -> dict[str, Factor]:
         """Returns the factors of a matrix."""
         part = self._of_parameter.get(parameter)
-        return part.factors if part else {}
+        factors = part.factors if part else {}
+        return {kind: Factor(Region.whole(one.shape), 0, one.view(-1)) for kind, one in factors.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from llmtrain.engines.state.pieces import Region
+
+
+class Factor(NamedTuple):
+    """A state whose shape differs from the parameter's, or what this rank holds of it."""
+
+    region: Region
+    """Of a tensor with a shape of its own."""
+    start: int
+    """Index of the first value within the flat region."""
+    values: Tensor
+    """Flat."""
 
 
 class GuardedOptimizer(Optimizer):
@@ -39,8 +53,8 @@ class GuardedOptimizer(Optimizer):
         """Returns the states with which a weight begins."""
         return {kind: torch.zeros_like(trained, memory_format=torch.preserve_format) for kind in self.kinds(group)}
 
-    def factors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns the states of a whole parameter that do not have its shape, by kind; equal on all its holders."""
+    def factors(self, parameter: nn.Parameter) -> dict[str, Factor]:
+        """Returns the states of a parameter that do not have its shape, by kind; equal on all ranks that have them."""
         return {}
 
     @torch.no_grad()
@@ -62,6 +76,27 @@ class GuardedOptimizer(Optimizer):
                     gradient.div_(scale.to(device))
                 gradient.masked_fill_(found_inf.bool(), 0)
             self.update(group, trained, 1 - found_inf)
+
+
+def update_by_adamw(group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Any]], keep: Tensor) -> None:
+    """Updates weights by torch's AdamW; keep: 1, or 0 to change nothing."""
+    adamw(
+        [local(one) for one in trained],
+        [local(one.grad) for one in trained],  # type: ignore[arg-type]
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
+        [],
+        [local(state["step"]) for state in states],
+        fused=True,
+        found_inf=1 - keep,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local, update_by_adamw
 from llmtrain.engines.optimizers.matrices import MatrixPart, WholeMatrices, parts_of
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
 from llmtrain.plan.optimizers import is_matrix_of_layer
@@ -67,7 +66,7 @@ class Muon(GuardedOptimizer):
         if group["muon"]:
             self._update_matrices(group, trained, keep)
         else:
-            self._update_others(group, trained, keep)
+            update_by_adamw(group, trained, [self.state[one] for one in trained], keep)
 
     def _update_matrices(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         matrices = self._matrices
@@ -87,26 +86,6 @@ class Muon(GuardedOptimizer):
                 updates[number][part].mul_(factor)
             weight.mul_(1 - rate * group["weight_decay"])
             weight.addcmul_(updates[number].view_as(weight).to(weight.device), rate, value=-1)
-
-    def _update_others(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
-        states = [self.state[one] for one in trained]
-        adamw(
-            [local(one) for one in trained],
-            [local(one.grad) for one in trained],  # type: ignore[arg-type]
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [local(state["step"]) for state in states],
-            fused=True,
-            found_inf=1 - keep,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 SCALES = {

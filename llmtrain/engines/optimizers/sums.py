@@ -1,8 +1,9 @@
-"""Sums over whole weights, wherever ranks hold only parts of them.
+"""Sums over whole weights, or largest values, wherever ranks hold only parts of them.
 
-Every rank sums over its parts, and the ranks that hold parts of the same weights add these sums up. Ranks whose trained
-tensors share a weight, directly or through others, form a group: ZeRO's flat tensors begin and end within weights, and
-a group for each weight would be thousands. Within a group all sums of an update are one message.
+Every rank sums over its parts, and the ranks that hold parts of the same weights add these sums up; or they take the
+largest of what each has found, and of 0. Ranks whose trained tensors share a weight, directly or through others, form a
+group: ZeRO's flat tensors begin and end within weights, and a group for each weight would be thousands. Within a group
+all sums of an update are one message.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from llmtrain.runtime.agree import gather
+
 
 class SharedSums:
     """The weights of which this rank holds parts, and the ranks that hold the others."""
 
-    def __init__(self, own: list[dict[str, int]], device: torch.device) -> None:
+    def __init__(
+        self, own: list[dict[str, int]], device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
         """own: for each tensor trained here, its weights with their numbers of sums. device: where these are exchanged.
 
-        Called by all ranks.
+        operation: sum or maximum. Called by all ranks.
         """
-        self._device = device
-        by_rank = [own]
-        rank = 0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            by_rank, rank = [[]] * dist.get_world_size(), dist.get_rank()
-            dist.all_gather_object(by_rank, own)
+        self._device, self._operation = device, operation
+        by_rank = gather(own)
+        rank = dist.get_rank() if len(by_rank) > 1 else 0
         self._sizes = {name: size for tensors in by_rank for tensor in tensors for name, size in tensor.items()}
         self._beside = _joined([[*tensor] for tensors in by_rank for tensor in tensors])
         holders: defaultdict[str, set[int]] = defaultdict(set)
@@ -58,7 +60,7 @@ class SharedSums:
             parts = [own.get(name, like.new_zeros(width)) for name, width in zip(ordered, widths, strict=True)]
             total = torch.cat(parts).to(self._device)
             if ranks in self._groups:
-                dist.all_reduce(total, group=self._groups[ranks])
+                dist.all_reduce(total, self._operation, group=self._groups[ranks])
             sums = dict(zip(ordered, torch.split(total.to(like.device), widths), strict=True))
             found |= {name: sums[name] for name in ordered if name in own}
         return found

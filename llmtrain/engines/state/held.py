@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer
+from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer
 from llmtrain.overrides.deepspeed import flat_tensors
 from llmtrain.system.piece_heads import WEIGHT
 
@@ -39,8 +39,8 @@ class HeldState:
     """The tensor that the optimizer trains and that contains this range."""
     offset: int = 0
     """Index of the range's first element within that tensor."""
-    factors: dict[str, Tensor] = field(default_factory=dict)
-    """States of the whole parameter, with shapes of their own, by kind."""
+    factors: dict[str, Factor] = field(default_factory=dict)
+    """States with shapes of their own, by kind."""
 
     @property
     def steps(self) -> Tensor | None:
@@ -94,7 +94,7 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
     return found
 
 
-def _factors(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _factors(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Factor]:
     return optimizer.factors(parameter) if isinstance(optimizer, GuardedOptimizer) else {}
 
 

@@ -23,7 +23,7 @@ from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.runtime.distributed import rank
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_heads import SCALE, WEIGHT
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 PROGRESS_FILE = f"{files.FOLDER}/progress.json"
@@ -107,8 +107,7 @@ def fill_pieces(pieces: list[Piece], source: StateSource) -> None:
 def pieces_of(lists: HeldLists, place: PlaceOf) -> Iterator[list[Piece]]:
     """Yields what an optimizer holds, as pieces.
 
-    Factors are saved by every rank that holds a part of their weight: they are small, and each rank continues from its
-    own files.
+    Factors are saved by every rank that has them: they are small, and each rank continues from its own files.
     """
     for some in lists:
         pieces = []
@@ -116,7 +115,7 @@ def pieces_of(lists: HeldLists, place: PlaceOf) -> Iterator[list[Piece]]:
             name, region, copy = place(one.parameter)
             pieces.append(Piece(name, region, one.start, one.tensors, one.steps, copy))
             for kind, factor in one.factors.items():
-                pieces.append(Piece(name, Region.whole(factor.shape), 0, {kind: factor.view(-1)}, copy=copy))
+                pieces.append(Piece(name, factor.region, factor.start, {kind: factor.values}, copy=copy))
         yield pieces
 
 
@@ -178,7 +177,7 @@ class StateSource:
 
     def fill(self, piece: Piece) -> None:
         """Copies saved values into the tensors of a piece. Raises CheckpointError if the checkpoint lacks them."""
-        for kind, tensor in piece.tensors.items():
+        for kind, tensor in piece.tensors.items() if piece.numel else ():
             found = self._range(piece, kind)
             self._check_type(found, tensor, piece.name)
             tensor.copy_(found)
@@ -197,7 +196,8 @@ class StateSource:
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, or an optimizer's state of it, flat, on the CPU.
 
-        Raises CheckpointError if the checkpoint does not contain exactly one value for each element.
+        Raises CheckpointError if the checkpoint does not contain exactly one value for each element; of scales, at
+        least one.
         """
         if self._whole is not None and self._whole[:2] == (name, kind):
             return self._whole[2]
@@ -208,7 +208,10 @@ class StateSource:
                 by_region.setdefault(one.region, []).append(one)
         # Checked before memory is allocated, because a damaged header may contain any shape.
         sizes = {math.prod(region.shape) for region in by_region}
-        if sizes != {sum(region.numel for region in by_region)} or _overlap(by_region):
+        present = sum(one.numel for stored in by_region.values() for one in stored)
+        is_exact = sizes == {sum(region.numel for region in by_region)} and not _overlap(by_region)
+        may_repeat = kind.endswith(SCALE)  # equal on all ranks that have parts of a block
+        if len(sizes) != 1 or present < max(sizes) or not (is_exact or may_repeat):
             raise self._lacks(name, kind)
         result: Tensor | None = None
         for region, stored in by_region.items():
@@ -216,10 +219,11 @@ class StateSource:
             if part is None:
                 raise self._lacks(name, kind)
             if result is None:
-                result = torch.empty(sizes.pop(), dtype=part.dtype)
+                result = torch.full((sizes.pop(),), -1 if may_repeat else 0, dtype=part.dtype)
             self._check_type(part, result, name)
             region.put(part, result)
-        assert result is not None
+        if result is None or (may_repeat and bool((result < 0).any())):  # which no scale is
+            raise self._lacks(name, kind)
         self._whole = (name, kind, result)
         return result
 
