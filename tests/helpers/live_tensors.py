@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from llmtrain.plan import Plan
 from tests.helpers.batches import step_batch
 from tests.helpers.traces import engine_of
 
+LET_GO_S = 0.1
+"""A thread of gloo lets go of what it has reduced shortly after the reduction has completed."""
 SCALARS = 32
 """Storages of at most this many bytes are not states of weights, but step counts or norms."""
 
@@ -67,6 +70,7 @@ def measure(rank: int, plan: Plan) -> tuple[int, int]:
     is_pipeline = plan.parallel.pipeline > 1
 
     def look() -> None:
+        time.sleep(LET_GO_S)
         passed = passed_storages() if is_pipeline else {}
         seen.append(live_bytes(before | passed.keys() | buffers() | statistics(engine)))
         if is_pipeline:
