@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,10 @@ def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> 
 def measured(side: Side, work: Path) -> Numbers:
     """Runs a side once, and returns its numbers. Raises SideFailedError."""
     _adopt_orphans()
+    before = _children()
     meter = CoreMeter()
     lines = _run(side, work).strip().splitlines()
-    _reap_orphans()
+    _reap_orphans(before)
     try:
         numbers: Numbers = json.loads(lines[-1])
     except (IndexError, ValueError):
@@ -93,13 +93,18 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _reap_orphans() -> None:
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text(encoding="ascii").split()}
+
+
+def _reap_orphans(before: set[int]) -> None:
     """Waits up to five seconds for such processes, because the CPU time of a child only counts once it has ended."""
     until = time.monotonic() + 5
-    with suppress(ChildProcessError):
-        while time.monotonic() < until:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.01)
+    while time.monotonic() < until and (orphans := _children() - before):
+        for orphan in orphans:
+            os.waitpid(orphan, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def _run(side: Side, work: Path) -> str:

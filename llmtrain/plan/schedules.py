@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +99,8 @@ class PipelineSchedule:
         """
         return _messages(self, micro_batches)
 
-    def slots(self, micro_batches: int, lengths: Mapping[PassKind, float], message: float = 0.0) -> list[Slot]:
-        """Returns every pass with its times. A rank starts a pass when it is free and the input has arrived.
+    def slots(self, micro_batches: int, lengths: Mapping[PassKind, float], message: float = 0.0) -> Iterator[Slot]:
+        """Yields every pass with its times. A rank starts a pass when it is free and the input has arrived.
 
         lengths: of the passes of a stage, in any unit; message: of what one rank sends another.
         """
@@ -154,25 +153,25 @@ def _slots(
     orders: Iterable[Iterable[Pass]],
     lengths: Mapping[PassKind, float],
     message: float = 0.0,
-) -> list[Slot]:
-    """Returns the passes that each rank runs in an order, with their times; see `PipelineSchedule.slots`."""
+) -> Iterator[Slot]:
+    """Yields the passes that each rank runs in an order, with their times; see `PipelineSchedule.slots`."""
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     ends: dict[Pass, float] = {}
-    waiting = [deque(passes) for passes in orders]
+    later = [((one, schedule.needs(one)) for one in passes) for passes in orders]
+    waiting = [next(passes, None) for passes in later]
     free = [0.0] * schedule.ranks
-    slots: list[Slot] = []
     while any(waiting):
-        before = len(slots)
-        for rank, passes in enumerate(waiting):
-            while passes and ((needed := schedule.needs(passes[0])) is None or needed in ends):
-                arrived = 0.0
+        stuck = True
+        for rank, passes in enumerate(later):
+            while (pair := waiting[rank]) and ((needed := pair[1]) is None or needed in ends):
+                one, arrived = pair[0], 0.0
                 if needed is not None:
                     arrived = ends[needed] + message * (rank_of[needed.stage] != rank)
                 start = max(free[rank], arrived)
-                ends[passes[0]] = free[rank] = start + lengths[passes[0].kind]
-                slots.append(Slot(rank, passes.popleft(), start, free[rank]))
-        assert len(slots) > before, f"{schedule} waits for itself"
-    return slots
+                ends[one] = free[rank] = start + lengths[one.kind]
+                yield Slot(rank, one, start, free[rank])
+                waiting[rank], stuck = next(passes, None), False
+        assert not stuck, f"{schedule} waits for itself"
 
 
 def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Mapping[PassKind, float]) -> float:
@@ -233,9 +232,9 @@ class _ZeroBubble:
         self.schedule, self.micro_batches, self.pace, self.reserve = schedule, micro_batches, pace, reserve
         ranks = range(schedule.ranks)
         self._stages = [schedule.stages_of(rank)[::-1] for rank in ranks]
-        self._next = {kind: [0] * schedule.stages for kind in KINDS}
         self._now = 0.0
-        self._ends: dict[Pass, float] = {}
+        # Of each kind and stage, when the passes that have begun end, by micro-batch.
+        self._ends: dict[PassKind, list[list[float]]] = {kind: [[] for _ in range(schedule.stages)] for kind in KINDS}
         self._delayed: list[deque[Pass]] = [deque() for _ in ranks]
         self._held = [0] * schedule.ranks
         orders: list[list[Pass]] = [[] for _ in ranks]
@@ -253,24 +252,33 @@ class _ZeroBubble:
         self.passes = tuple(tuple(order) for order in orders)
 
     def _choose(self, rank: int) -> Pass | None:
-        for kind in ("backward", "forward"):
-            for later, stage in enumerate(self._stages[rank]):
-                one = Pass(kind, stage, self._next[kind][stage])
-                full = kind == "forward" and self._held[rank] + later * self.reserve >= self.schedule.stages
-                if one.micro_batch < self.micro_batches and not full and self._is_ready(one):
-                    return one
+        for stage in self._stages[rank]:
+            micro_batch = len(self._ends["backward"][stage])
+            if micro_batch < len(self._ends["forward"][stage]) and self._has_gradient(stage, micro_batch):
+                return Pass("backward", stage, micro_batch)
+        for later, stage in enumerate(self._stages[rank]):
+            if self._held[rank] + later * self.reserve >= self.schedule.stages:
+                break
+            micro_batch = len(self._ends["forward"][stage])
+            if micro_batch < self.micro_batches and self._has_input(stage, micro_batch):
+                return Pass("forward", stage, micro_batch)
         return self._delayed[rank][0] if self._delayed[rank] else None
 
-    def _is_ready(self, one: Pass) -> bool:
-        if one.kind == "backward" and Pass("forward", one.stage, one.micro_batch) not in self._ends:
-            return False
-        needed = self.schedule.needs(one)
-        return needed is None or self._ends.get(needed, math.inf) <= self._now
+    def _has_gradient(self, stage: int, micro_batch: int) -> bool:
+        is_last = stage == self.schedule.stages - 1
+        return self._has_ended(*(("forward", stage) if is_last else ("backward", stage + 1)), micro_batch)
+
+    def _has_input(self, stage: int, micro_batch: int) -> bool:
+        return stage == 0 or self._has_ended("forward", stage - 1, micro_batch)
+
+    def _has_ended(self, kind: PassKind, stage: int, micro_batch: int) -> bool:
+        ends = self._ends[kind][stage]
+        return micro_batch < len(ends) and ends[micro_batch] <= self._now
 
     def _run(self, rank: int, one: Pass) -> float:
         """Returns when the pass ends."""
-        self._ends[one] = self._now + self.pace[one.kind]
-        self._next[one.kind][one.stage] += 1
+        end = self._now + self.pace[one.kind]
+        self._ends[one.kind][one.stage].append(end)
         if one.kind == "forward":
             self._held[rank] += 1
         elif one.kind == "backward":
@@ -278,7 +286,7 @@ class _ZeroBubble:
         else:
             self._delayed[rank].popleft()
             self._held[rank] -= 1
-        return self._ends[one]
+        return end
 
 
 UNITS: Mapping[PassKind, float] = {"forward": 1.0, "backward": 1.0, "weights": 1.0}

@@ -150,7 +150,7 @@ def schedule_svg(schedule: PipelineSchedule, batch: Batch) -> str:
     """Draws a step: a row for each rank of the pipe, with numbered passes; grey means idle."""
     micro_batches = batch.gradient_accumulation_steps
     shown = min(micro_batches, max(MOST_SHOWN, schedule.ranks))
-    slots = schedule.slots(shown, lengths(schedule))
+    slots = list(schedule.slots(shown, lengths(schedule)))
     unit = UNIT / schedule.chunks if schedule.chunks > 2 else UNIT
     length = max(slot.end for slot in slots)
     title = f"{SCHEDULE_NAMES[schedule.name]}, {schedule.stages} stages, {micro_batches} micro-batches: "

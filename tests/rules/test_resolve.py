@@ -300,7 +300,7 @@ def test_interleaved_stages_require_a_multiple_of_micro_batches(tiny):
     odd = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"batch.global_batch_size": 5})
     assert "5 micro-batches" in odd["pipeline.interleaved"].message
     with pytest.raises(AssertionError, match="waits for itself"):
-        PipelineSchedule("interleaved", 4, 3).slots(5, UNITS)
+        list(PipelineSchedule("interleaved", 4, 3).slots(5, UNITS))
     resolve(tiny.with_(**fields, **{"batch.global_batch_size": 6}), Cluster(devices_per_node=2))
 
 
