@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as its users write it: `torchrun ... hf_trainer.py FOLDER --steps 60 [--zero 1]`.
+"""Hugging Face's Trainer as its users write it: `torchrun ... hf_trainer.py FOLDER --steps 60 [--zero 1] [--bf16]`.
 
 FOLDER is the output of `subject`: the same sequences in the same batches. All settings other than those of the model,
 the batches and the optimizer are the Trainer's defaults. With --zero it runs DeepSpeed, configured by "auto". Rank 0
@@ -22,7 +22,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO; without it there is no DeepSpeed")
-    parser.add_argument("--gpu", action="store_true", help="in bf16 on the first GPU")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision instead of fp32")
+    parser.add_argument("--gpu", action="store_true", help="on the first GPU")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not options.gpu:
@@ -58,7 +59,7 @@ def main() -> None:
         output_dir=str(options.folder / "trainer"),
         # With it, the Trainer would use DistributedDataParallel instead of DeepSpeed.
         use_cpu=options.zero is None and not options.gpu,
-        bf16=options.gpu,
+        bf16=options.bf16,
         max_steps=options.steps,
         per_device_train_batch_size=train.micro_batch_size,
         gradient_accumulation_steps=train.accumulation,

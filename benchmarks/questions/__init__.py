@@ -23,6 +23,7 @@ QUESTIONS: dict[str, Question | Script] = {
     for one in (
         wrapper.QUESTION,
         trainer.QUESTION,
+        trainer.MIXED,
         litgpt.QUESTION,
         gpt.QUESTION,
         cpu.QUESTION,

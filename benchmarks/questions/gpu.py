@@ -145,7 +145,7 @@ def trainer_cases(quick: bool) -> Sequence[Case]:
     steps = "20" if quick else "40"
     fields = _fields(2048, 8)
     subject = ["python", "-m", "benchmarks.programs.subject", "{work}/1b", "--recipe", "recipes/llama_1b.py"]
-    peer = ["python", "benchmarks/programs/hf_trainer.py", "{work}/1b", "--gpu", "--steps", steps]
+    peer = ["python", "benchmarks/programs/hf_trainer.py", "{work}/1b", "--gpu", "--bf16", "--steps", steps]
     batches = Side("batches", [*subject, "--steps", steps, *_sets(fields)])
     return [
         Case(

@@ -21,21 +21,24 @@ SPEED = {
 """Columns of the table: name of a number → heading and format."""
 
 
-def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
+def _case(name: str, ranks: int, quick: bool, zero: int | None = None, bf16: bool = False) -> Case:
     steps = "20" if quick else "60"
     fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
+    if bf16:
+        fields += ["parallel.precision=autocast_bf16"]
     if zero is None and ranks > 1:
         fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
     options = sets(fields)
     folder = f"{{work}}/{ranks}-{zero}"
     start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     peer = [*start, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps]
+    peer += [*(["--zero", str(zero)] if zero is not None else []), *(["--bf16"] if bf16 else [])]
     common = ["--ranks", str(ranks), "--steps", steps, *options]
     return Case(
         name,
         [
             Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
-            Side("Trainer", [*peer, *(["--zero", str(zero)] if zero is not None else [])]),
+            Side("Trainer", peer),
             Side(
                 "llmtrain, the same kernels",
                 ["python", "-m", "benchmarks.programs.ours", *common, *sets(SAME_KERNELS)],
@@ -56,11 +59,16 @@ def sets(fields: Sequence[str]) -> list[str]:
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the cases: one rank and two, with and without DeepSpeed."""
     return [
-        _case("1 rank", 1, quick, None),
-        _case("2 ranks, DDP", 2, quick, None),
-        _case("1 rank, DeepSpeed ZeRO-1", 1, quick, 1),
-        _case("2 ranks, DeepSpeed ZeRO-1", 2, quick, 1),
+        _case("1 rank", 1, quick),
+        _case("2 ranks, DDP", 2, quick),
+        _case("1 rank, DeepSpeed ZeRO-1", 1, quick, zero=1),
+        _case("2 ranks, DeepSpeed ZeRO-1", 2, quick, zero=1),
     ]
+
+
+def mixed_cases(quick: bool) -> Sequence[Case]:
+    """Returns the cases in mixed precision: one rank and two. With DeepSpeed, the Trainer has no bf16 on a CPU."""
+    return [_case("1 rank", 1, quick, bf16=True), _case("2 ranks, DDP", 2, quick, bf16=True)]
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
@@ -108,4 +116,18 @@ QUESTION = Question(
     columns=SPEED,
     verdicts=verdicts,
     minutes=26,
+)
+
+MIXED = Question(
+    name="trainer_bf16",
+    title="Against Hugging Face's Trainer in mixed precision, on a CPU",
+    asks=(
+        "The same as `trainer`, with weights in fp32 and products in bf16: the Trainer's `bf16=True`, and llmtrain's "
+        "`parallel.precision=autocast_bf16`. In fp32, on processors without fast products (such as AMD's Zen 4), most "
+        "of a step consists of products that both compute with the same library."
+    ),
+    cases=mixed_cases,
+    columns=SPEED,
+    verdicts=verdicts,
+    minutes=12,
 )
