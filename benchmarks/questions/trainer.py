@@ -123,8 +123,7 @@ MIXED = Question(
     title="Against Hugging Face's Trainer in mixed precision, on a CPU",
     asks=(
         "The same as `trainer`, with weights in fp32 and products in bf16: the Trainer's `bf16=True`, and llmtrain's "
-        "`parallel.precision=autocast_bf16`. In fp32, on processors without fast products (such as AMD's Zen 4), most "
-        "of a step consists of products that both compute with the same library."
+        "`parallel.precision=autocast_bf16`. The Trainer does not offer bf16 with DeepSpeed on a CPU."
     ),
     cases=mixed_cases,
     columns=SPEED,

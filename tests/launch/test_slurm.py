@@ -269,6 +269,7 @@ def test_a_job_that_is_requeued_by_hand_and_loses_a_node_finishes_on_others(clus
     assert logged(job.run_dir) == uninterrupted
 
 
+@pytest.mark.breadth
 def test_a_preempted_job_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
     job = submit()
     job.hold(after=3)
