@@ -86,7 +86,10 @@ def test_three_plans_are_suggested_even_if_all_change_the_same_field():
     assert all("parallel.offload_optimizer=cpu" in way for way in ways)
 
 
-@pytest.mark.parametrize(("nodes", "devices", "device"), [(1, 8, "a100"), (1, 1, "h100"), (8, 8, "h100")])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "device"),
+    [(1, 8, "a100"), (1, 1, "h100"), pytest.param(8, 8, "h100", marks=pytest.mark.breadth)],
+)
 def test_a_trillion_parameters_are_refused_with_the_arithmetic(nodes, devices, device):
     sizes = {"hidden_size": 25_600, "num_hidden_layers": 128, "num_attention_heads": 160, "intermediate_size": 81_920}
     huge = LARGE.with_(**{f"model.config.{name}": value for name, value in sizes.items()})

@@ -139,12 +139,16 @@ def test_a_schedule_loses_by_its_bubble():
     assert loses(*times) == "bubble 19%"
 
 
-def test_slower_plans_state_the_reason():
-    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [("gpt2_124m", "all-to-all"), pytest.param("llama3_70b", "all-gather", marks=pytest.mark.breadth)],
+)
+def test_slower_plans_state_the_reason(name, collective):
+    recipe, cluster = load_recipe(str(ROOT / f"recipes/{name}.py"), [])
     result = search_plans(recipe.with_(**{"kernels.blocks": "eager"}), cluster)
     assert result.legal > 1000
     whys = [one.why for one in result.slower]
-    assert any(why.startswith("all-gather ") for why in whys)
+    assert any(why.startswith(f"{collective} ") for why in whys)
     assert not any(why.startswith("bubble ") for why in whys)  # another schedule is better
     assert len({_kind(one.plan.parallel) for one in result.slower}) == len(result.slower)
     assert not {_kind(one.plan.parallel) for one in result.slower} & {_kind(one.plan.parallel) for one in result.best}
