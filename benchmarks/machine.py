@@ -29,7 +29,8 @@ def facts() -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {"python": found["python"], **found["packages"]},
-        "variables": found["variables"],
+        # Each side has a cache of its own (`benchmarks.pairs`).
+        "variables": {name: value for name, value in found["variables"].items() if name != "LLMTRAIN_CACHE"},
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
