@@ -253,7 +253,7 @@ OVERRIDES = (
         "tests/checkpoint/test_export.py",
     ),
     Override(
-        ("accelerate.state:AcceleratorState._reset_state", "accelerate.state:GradientState._reset_state"),
+        ("accelerate.state:AcceleratorState._reset_state",),
         "Accelerate keeps the state of a process's first engine.",
         "tests/engines/test_accelerate.py",
     ),

@@ -6,7 +6,7 @@ import logging
 
 import torch
 from accelerate import tracking
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 
 def join_group(device: torch.device) -> None:
@@ -15,7 +15,6 @@ def join_group(device: torch.device) -> None:
     Without `cpu=True`, accelerate on a CPU would consider itself the only process, whatever the group.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     PartialState(cpu=device.type == "cpu")
 
 

@@ -213,12 +213,6 @@ REMOVALS = (
         ACCELERATE,
     ),
     Removal(
-        "GradientState._reset_state",
-        *_removed("GradientState._reset_state()"),
-        f"{ENGINES}test_accelerate.py",
-        ACCELERATE,
-    ),
-    Removal(
         "_gradient_checkpointing_func",
         "    layer._gradient_checkpointing_func = run  # type: ignore[assignment]\n",
         "    pass\n",
