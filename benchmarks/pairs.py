@@ -99,7 +99,7 @@ def _children() -> set[int]:
 
 
 def _reap_orphans(before: set[int]) -> None:
-    """Waits up to five seconds for such processes, because the CPU time of a child only counts once it has ended."""
+    """Waits up to five seconds for new children, because the CPU time of a child only counts once it has ended."""
     until = time.monotonic() + 5
     while time.monotonic() < until and (orphans := _children() - before):
         for orphan in orphans:

@@ -123,7 +123,7 @@ main()
         ["verify", "--help"],
         ["plan", "recipes/llama3_70b.py"],
         ["plan", "recipes/qwen3_30b_a3b.py", "--json"],
-        pytest.param(["plan", "recipes/llama3_70b.py", "--search"], marks=pytest.mark.slow),
+        pytest.param(["plan", "recipes/gpt2_124m.py", "--search"], marks=pytest.mark.slow),
         ["lint", "ds_configs/llama3_8b.json"],
         ["checkpoint", "--help"],
         ["doctor", "--help"],

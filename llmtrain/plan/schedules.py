@@ -265,8 +265,9 @@ class _ZeroBubble:
         return self._delayed[rank][0] if self._delayed[rank] else None
 
     def _has_gradient(self, stage: int, micro_batch: int) -> bool:
-        is_last = stage == self.schedule.stages - 1
-        return self._has_ended(*(("forward", stage) if is_last else ("backward", stage + 1)), micro_batch)
+        if stage == self.schedule.stages - 1:
+            return self._has_ended("forward", stage, micro_batch)
+        return self._has_ended("backward", stage + 1, micro_batch)
 
     def _has_input(self, stage: int, micro_batch: int) -> bool:
         return stage == 0 or self._has_ended("forward", stage - 1, micro_batch)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -49,9 +52,21 @@ def test_a_side_that_fails_is_named(program, told, tmp_path):
         pairs.measured(pairs.Side("a", ["python", "-c", program]), tmp_path)
 
 
-def test_the_machine_is_described():
+def test_only_children_of_the_side_are_reaped(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        before = pairs._children()
+        leaves_a_child = "import subprocess; subprocess.Popen(['sleep', '0.2'], stdout=-3); print('{}')"
+        pairs.measured(pairs.Side("a", ["python", "-c", leaves_a_child]), tmp_path)
+        assert pairs._children() == before
+        assert child.wait() == 3
+
+
+def test_the_machine_is_described(monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", "/somewhere")
     found = facts()
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_gib"] > 0
     assert found["versions"]["torch"]
+    assert "LLMTRAIN_CACHE" not in found["variables"]
     assert len(found["load_average"]) == 3
