@@ -39,10 +39,21 @@ def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = 
             elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
             with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
                 if isinstance(module, Conv1D):
-                    torch.manual_seed(key(seed, name))
+                    _start_draws(key(seed, name))
                     _draw_by_constructor(module)
-                torch.manual_seed(key(seed, name))
+                _start_draws(key(seed, name))
                 draw_weights(owner, module)
+
+
+def _start_draws(seed: int) -> None:
+    """Seeds the generators of the CPU and of this rank's GPU.
+
+    `torch.manual_seed` also notes the seed, with the call stack, for each kind of device that is not in use. That takes
+    milliseconds, and a large model has thousands of modules.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 def _draw_by_constructor(module: Conv1D) -> None:
