@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
 from deepspeed.ops import __compatible_ops__
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -44,6 +45,19 @@ def forget_groups() -> None:
     groups._MODEL_PARALLEL_GROUP = None
     groups._DATA_PARALLEL_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def leave_muon_eager() -> None:
+    """Imports DeepSpeed's Muon without compiling its functions, because torch would import inductor to do so.
+
+    ZeRO asks of every optimizer whether it is that Muon. llmtrain has its own, so the functions are not called.
+    """
+    compiled = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compiled
 
 
 def make_tensor_groups(degree: int) -> None:

@@ -67,6 +67,7 @@ from llmtrain.overrides.deepspeed import (
     clip_by,
     gradients_in_order,
     last_norm,
+    leave_muon_eager,
     loss_scalers,
     no_host_checks,
     reduce_among_several,
@@ -176,6 +177,7 @@ class DeepSpeedEngine:
         self.axes = axes
         self.pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
         recipe = plan.recipe
+        leave_muon_eager()
         check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
