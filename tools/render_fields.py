@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from type_names import type_name
 
 from llmtrain.recipe import OptimConfig, Part, Recipe, execution, training
+from llmtrain.recipe.parts import field_texts
 
 HEAD = """# Fields of a recipe
 
@@ -38,14 +39,15 @@ def render() -> str:
 
 
 def _section(part: type[Part]) -> str:
-    rows = "".join(_row(name, field) for name, field in part.model_fields.items())
+    texts = field_texts(part)
+    rows = "".join(_row(name, field, texts.get(name, "")) for name, field in part.model_fields.items())
     summary = (part.__doc__ or "").strip().splitlines()[0]
     picture = PICTURES.get(part, "")
     return f"\n## {part.__name__}\n\n{summary}\n\n{picture}| Field | Type | Default | |\n|---|---|---|---|\n{rows}"
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    description = _escaped(field.description or "").replace("\n", " ")
+def _row(name: str, field: FieldInfo, text: str) -> str:
+    description = _escaped(text).replace("\n", " ")
     return f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
 
 

@@ -30,6 +30,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.recipe.parts import field_texts
 from llmtrain.rules import assemble
 
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
@@ -443,8 +444,8 @@ def _bubble() -> str:
 
 def _assumptions() -> str:
     rows = []
-    for name, described in Assumptions.model_fields.items():
-        text = " ".join((described.description or "").split())
+    for name, described in field_texts(Assumptions).items():
+        text = " ".join(described.split())
         rows.append(f"| `{name}` | {getattr(EAGER, name):g} | {getattr(FUSED, name):g} | {text} |\n")
     return "".join(rows)
 

@@ -35,7 +35,7 @@ FileName = Annotated[str, AfterValidator(_within)]
 class File(BaseModel):
     """One file of a checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     bytes: Count
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -54,7 +54,7 @@ class File(BaseModel):
 class Manifest(BaseModel):
     """One part of a checkpoint: the files on one file system. With a shared file system there is only one part."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: Literal[1] = 1
     save: Word

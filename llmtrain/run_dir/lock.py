@@ -53,7 +53,7 @@ _PRINTABLE = r"^[\x20-\x7e]{1,255}$"
 class Owner(BaseModel):
     """The owner of a lock."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     host: Annotated[str, Field(pattern=_PRINTABLE)]
     machine: Annotated[str, Field(pattern=_PRINTABLE)]

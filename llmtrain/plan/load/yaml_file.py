@@ -15,6 +15,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
+from llmtrain.recipe.parts import described_schema
 from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
 from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
 
@@ -182,8 +183,8 @@ def recipe_schema() -> dict[str, Any]:
 
     The schema requires no field, because the extended recipe may have it. Loading a recipe reports missing fields.
     """
-    described = Recipe.model_json_schema()
-    machine = Cluster.model_json_schema()
+    described = described_schema(Recipe)
+    machine = described_schema(Cluster)
     parts = described.pop("$defs") | machine.pop("$defs")
     for part in (described, machine, *parts.values()):
         part.pop("required", None)
