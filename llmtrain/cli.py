@@ -19,16 +19,17 @@ import typer
 
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
-from llmtrain.commands.doctor import DoctorRequest, visit_doctor
-from llmtrain.commands.evaluate import EvalRequest, evaluate_tasks
-from llmtrain.commands.export import ExportRequest, export_model
-from llmtrain.commands.generate import GenerateRequest, generate_text
-from llmtrain.commands.init import InitRequest, write_recipe
-from llmtrain.commands.lint import LintRequest, lint_files
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
+from llmtrain.commands.doctor import visit_doctor
+from llmtrain.commands.evaluate import evaluate_tasks
+from llmtrain.commands.export import export_model
+from llmtrain.commands.generate import generate_text
+from llmtrain.commands.init import write_recipe
+from llmtrain.commands.lint import lint_files
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
-from llmtrain.commands.report import ReportRequest, compare_runs, inspect_run, report_runs
+from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
 from llmtrain.commands.train import TrainRequest
+from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
@@ -65,8 +66,11 @@ def _options(
     """Declares the options that do not belong to a command."""
 
 
-def command(run: Callable[[Any], None]) -> Callable[..., None]:
-    """Registers a function of a request as a command. The request's fields become the arguments and options."""
+def command(run: Callable[[Any], None], name: str | None = None) -> Callable[..., None]:
+    """Registers a function of a request as a command. The request's fields become the arguments and options.
+
+    name: by default that of the function, whose docstring is the help of the command.
+    """
     request = get_type_hints(run)["request"]
     hints = get_type_hints(request, include_extras=True)
 
@@ -77,7 +81,7 @@ def command(run: Callable[[Any], None]) -> Callable[..., None]:
     parameters = (Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default(one)) for one in fields(request))
     called.__signature__ = Signature([one.replace(annotation=hints[one.name]) for one in parameters])  # type: ignore
     called.__annotations__ = hints
-    return app.command()(called)
+    return app.command(name)(called)
 
 
 def _default(field: Field[Any]) -> Any:
@@ -158,7 +162,7 @@ def _script_arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> lis
 def lint_alone() -> None:
     """Runs `lint` as a program of its own, for the distribution `llmtrain-lint`, which has no other command."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    alone.command()(lint)
+    alone.command("lint")(lint)
     main(program=alone)
 
 
@@ -188,10 +192,7 @@ def refuse(error: UserError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-@command
-def init(request: InitRequest) -> None:
-    """Write a recipe for your data, as a Python file or as YAML, from a few options or answers."""
-    write_recipe(request)
+command(write_recipe, "init")
 
 
 @command
@@ -215,19 +216,8 @@ def train(request: TrainRequest) -> None:
         train_here(request, rank)
 
 
-@command
-def plan(request: PlanRequest) -> None:
-    """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
-    show_plan(request)
-
-
-@command
-def lint(request: LintRequest) -> None:
-    """Find settings of DeepSpeed configurations that are refused, ignored, changed or misread.
-
-    Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
-    """
-    lint_files(request)
+command(show_plan, "plan")
+lint = command(lint_files, "lint")
 
 
 @app.command()
@@ -304,74 +294,14 @@ def verify(
     sys.exit(1 if certificate.deviating else Exit.DONE)
 
 
-@app.command()
-def profile(
-    run: Annotated[Path, typer.Argument(help="Run directory of a job that is running.")],
-    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1)] = 3,
-    ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
-    memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
-) -> None:
-    """Record steps of a running job with torch's profiler, starting after its next logged step."""
-    from llmtrain.commands.report import request_profile
-
-    request_profile(run, steps, ranks, memory)
-
-
-@command
-def report(request: ReportRequest) -> None:
-    """Write an HTML page with the curves and tables of a run, or a comparison of several runs.
-
-    A run writes its own page when it ends. The page of several runs is report.html in the working directory.
-    """
-    report_runs(request)
-
-
+app.command("profile")(request_profile)
+command(report_runs, "report")
 app.command("inspect")(inspect_run)
 app.command("compare")(compare_runs)
-
-
-@app.command()
-def tune(
-    recipe: RecipeArgument,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of workers that share this machine; default: one per GPU, or one on a CPU.",
-            min=1,
-            max=MOST_WORKERS,
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure which kernels are fastest for a recipe on this machine, and store the result for its runs.
-
-    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss, CPU threads.
-    """
-    from llmtrain.commands.tune import tune_kernels
-
-    tune_kernels(recipe, assignments, nproc, as_json)
-
-
-@command
-def export(request: ExportRequest) -> None:
-    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card.
-
-    --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
-    """
-    export_model(request)
-
-
-@command
-def generate(request: GenerateRequest) -> None:
-    """Continue a text with an exported model or the export of a run, or chat with it (--chat)."""
-    generate_text(request)
-
-
-@command
-def eval(request: EvalRequest) -> None:
-    """Score a checkpoint of a run on downstream tasks of lm-evaluation-harness, and write eval/step_N.json."""
-    evaluate_tasks(request)
+app.command("tune")(tune_kernels)
+command(export_model, "export")
+command(generate_text, "generate")
+command(evaluate_tasks, "eval")
 
 
 @app.command("completion")
@@ -385,10 +315,4 @@ def print_completion(
     print(completion.SCRIPTS[shell], end="")
 
 
-@command
-def doctor(request: DoctorRequest) -> None:
-    """Check this machine, or each host of a hostfile: report what would break a run, and how to fix it.
-
-    Exits with 0 if no fault is found, 5 if there is one, and 2 if the command line is wrong.
-    """
-    visit_doctor(request)
+command(visit_doctor, "doctor")

@@ -54,7 +54,10 @@ class DoctorRequest:
 
 
 def visit_doctor(request: DoctorRequest) -> None:
-    """Runs the checks, prints the report, and exits with 0 if there is no fault, else 5. Raises RecipeError."""
+    """Check this machine, or each host of a hostfile: report what would break a run, and how to fix it.
+
+    Exits with 0 if no fault is found, 5 if there is one, and 2 if the command line is wrong.
+    """
     if request.self_test:
         sys.exit(_self_test(request))
     from rich.console import Console

@@ -40,10 +40,7 @@ class EvalRequest:
 
 
 def evaluate_tasks(request: EvalRequest) -> None:
-    """Scores a checkpoint and writes `eval/step_N.json`.
-
-    Raises RecipeError for unknown tasks, and CheckpointError if there is no such checkpoint.
-    """
+    """Score a checkpoint of a run on downstream tasks of lm-evaluation-harness, and write eval/step_N.json."""
     from llmtrain.checkpoint.folder import step_of
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table

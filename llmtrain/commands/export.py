@@ -56,7 +56,10 @@ class ExportRequest:
 
 
 def export_model(request: ExportRequest) -> None:
-    """Writes the folder if one is named, and uploads it on request. Raises UserError."""
+    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card.
+
+    --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
+    """
     from llmtrain.checkpoint.folder import check_new
 
     if problems := list(_conflicts(request)):

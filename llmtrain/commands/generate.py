@@ -38,7 +38,7 @@ class GenerateRequest:
 
 
 def generate_text(request: GenerateRequest) -> None:
-    """Continues a text, or answers questions. Raises RecipeError for options that exclude each other."""
+    """Continue a text with an exported model or the export of a run, or chat with it (--chat)."""
     if request.chat:
         _chat(request)
         return

@@ -45,7 +45,7 @@ class InitRequest:
 
 
 def write_recipe(request: InitRequest) -> None:
-    """Writes the file and prints what to do next. Asks for missing options on a terminal."""
+    """Write a recipe for your data, as a Python file or as YAML, from a few options or answers."""
     if request.file.name and not request.file.suffix:
         request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:
@@ -69,6 +69,7 @@ def write_recipe(request: InitRequest) -> None:
 
 
 def _asked(request: InitRequest) -> InitRequest:
+    """Asks for missing options on a terminal."""
     if not sys.stdin.isatty():
         raise RecipeError(Problem("init.data", "--data", "is required", "--data FILE, FOLDER or NAME of a hub dataset"))
     data = typer.prompt("What to train on (a file, a folder, a pattern, or a dataset of the hub)")

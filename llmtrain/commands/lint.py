@@ -67,7 +67,10 @@ class LintRequest:
 
 
 def lint_files(request: LintRequest) -> None:
-    """Checks the files, prints the findings, and exits: 0 for clean files, 1 for findings, 2 for unreadable ones."""
+    """Find settings of DeepSpeed configurations that are refused, ignored, changed or misread.
+
+    Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
+    """
     from llmtrain.lint import RULES, Use, examine, parse_allowed
     from llmtrain.lint.files import settings, sources
     from llmtrain.lint.report import explained, written

@@ -104,10 +104,7 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Prints the plan or, with --search, the fastest legal plans.
-
-    Raises RecipeError for a refused recipe. With --json, it prints the refusal as JSON and exits instead.
-    """
+    """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
     from llmtrain.plan.load import load_recipe
 
     try:

@@ -33,22 +33,27 @@ class ReportRequest:
 
 
 def report_runs(request: ReportRequest) -> None:
-    """Writes or serves the HTML page of one or more runs."""
+    """Write an HTML page with the curves and tables of a run, or a comparison of several runs.
+
+    A run writes its own page when it ends. The page of several runs is report.html in the working directory.
+    """
     from llmtrain.report.page import write_report
     from llmtrain.run_dir import RunDir
 
+    if request.serve and request.out:
+        raise RecipeError(Problem("report.out", "--out", "is not supported with --serve", "leave one of them out"))
+    if request.port and not request.serve:
+        raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
+    runs = request.runs
+    if twice := {str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1}:
+        raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
     if request.serve:
-        if request.out:
-            raise RecipeError(Problem("report.out", "--out", "is not supported with --serve", "leave one of them out"))
         _serve(request)
         return
-    if request.port:
-        raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
     # Several runs share no folder in which the page could be written.
-    out = request.out or (RunDir(request.runs[0]).report if len(request.runs) == 1 else Path("report.html"))
-    _distinct(request.runs)
+    out = request.out or (RunDir(runs[0]).report if len(runs) == 1 else Path("report.html"))
     try:
-        write_report(request.runs, out)
+        write_report(runs, out)
     except OSError as error:
         message = f"cannot write {out}: {error.strerror}"
         raise RecipeError(Problem("report.write", "--out", message, "choose another file with --out")) from None
@@ -58,7 +63,6 @@ def report_runs(request: ReportRequest) -> None:
 def _serve(request: ReportRequest) -> None:
     from llmtrain.report.serve import LivePage, PageServer
 
-    _distinct(request.runs)
     live = LivePage(request.runs)
     try:
         server = PageServer(live, request.port)
@@ -70,12 +74,6 @@ def _serve(request: ReportRequest) -> None:
         server.serve_forever()
     except KeyboardInterrupt:
         print()
-
-
-def _distinct(runs: list[Path]) -> None:
-    twice = {str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1}
-    if twice:
-        raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
 
 
 def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
@@ -146,8 +144,13 @@ def _document(run: RunData) -> dict[str, Any]:
     }
 
 
-def request_profile(run: Path, steps: int, ranks: str, memory: bool) -> None:
-    """Writes a request to record steps. Raises RecipeError if the folder holds no run, or if the run lacks a rank."""
+def request_profile(
+    run: Annotated[Path, typer.Argument(help="Run directory of a job that is running.")],
+    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1)] = 3,
+    ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
+    memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
+) -> None:
+    """Record steps of a running job with torch's profiler, starting after its next logged step."""
     from llmtrain.recipe import ProfileConfig
     from llmtrain.run_dir import RunDir, write_json
 

@@ -1,12 +1,14 @@
-"""The command line of `llmtrain tune`."""
+"""`llmtrain tune`: measures the kernels of a recipe."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from llmtrain.cluster import local_cluster
+import typer
+
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.host import busy, cores_of_others, most_cores_of_others, own_cores
 
@@ -17,10 +19,22 @@ LOOK_S = 1.5
 """Seconds during which the load of other processes is measured before anything is started."""
 
 
-def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json: bool) -> None:
-    """Measures the kernels and prints the choice.
+def tune_kernels(
+    recipe: RecipeArgument,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of workers that share this machine; default: one per GPU, or one on a CPU.",
+            min=1,
+            max=MOST_WORKERS,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure which kernels are fastest for a recipe on this machine, and store the result for its runs.
 
-    Raises RecipeError for a refused recipe. With --json, it prints the refusal as JSON and exits instead.
+    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss, CPU threads.
     """
     from rich.console import Console
 
@@ -44,6 +58,7 @@ def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json
 def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
     from rich.console import Console
 
+    from llmtrain.cluster import local_cluster
     from llmtrain.plan.load import load_recipe
     from llmtrain.rules import resolve
     from llmtrain.tune.choice import KERNELS, open_kernels
