@@ -25,7 +25,7 @@ from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
 from llmtrain.commands.init import write_recipe
 from llmtrain.commands.lint import lint_files
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, show_plan
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, print_as_is, show_plan
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
 from llmtrain.commands.train import TrainRequest
@@ -289,8 +289,7 @@ def verify(
     else:
         console = Console()
         console.print(certificate_table(certificate))
-        for line in (*certificate_lines(certificate), f"certificate {folder / 'certificate.json'}"):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, (*certificate_lines(certificate), f"certificate {folder / 'certificate.json'}"))
     sys.exit(1 if certificate.deviating else Exit.DONE)
 
 

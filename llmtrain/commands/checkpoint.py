@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmtrain.commands.plan import JsonOption
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, why
@@ -27,7 +28,6 @@ app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 @app.command("list")

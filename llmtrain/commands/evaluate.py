@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain.commands.plan import JsonOption, print_as_is
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
@@ -36,7 +37,7 @@ class EvalRequest:
     ] = None
     limit: Annotated[int | None, typer.Option(help="Most documents per task; default: the recipe's.", min=1)] = None
     batch_size: Annotated[int, typer.Option(help="Number of texts in a forward pass.", min=1)] = 8
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
+    as_json: JsonOption = False
 
 
 def evaluate_tasks(request: EvalRequest) -> None:
@@ -72,7 +73,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
 
     console = Console()
     console.print(score_table(results, step))
-    console.print(f"written to {run.eval_file(step)}", highlight=False, markup=False, soft_wrap=True)
+    print_as_is(console, [f"written to {run.eval_file(step)}"])
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:

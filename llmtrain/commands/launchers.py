@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.commands.plan import print_plan
+from llmtrain.commands.plan import print_as_is, print_plan
 from llmtrain.commands.train import LauncherName, TrainRequest, runnable_plan, startable
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.tools import TOOLS
@@ -22,17 +22,15 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and the command line of each node to standard output."""
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster
     from llmtrain.launch.tools import check_tool, lines_of
-    from llmtrain.predict import memory_of
     from llmtrain.run_dir import RunDir
 
     declared, written_for = request.load()
-    machine = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+    machine = request.cluster(written_for)
     folder = request.folder(declared).path.absolute()
     plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
     check_tool(tool, plan)
-    print_plan(plan, Console(stderr=True), memory_of(plan))
+    print_plan(plan, Console(stderr=True))
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
     named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
     planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
@@ -44,7 +42,6 @@ def run_small(request: TrainRequest) -> None:
     """Runs the scaled-down plan and prints the report, which is also written next to the real run's directory."""
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster
     from llmtrain.commands.precheck import check_stages
     from llmtrain.dry_run.run import REPORT, dry_run
     from llmtrain.run_dir import RunDir
@@ -54,8 +51,7 @@ def run_small(request: TrainRequest) -> None:
         beside = request.folder(declared).path
         beside = beside if beside.name else beside.resolve()
         folder = RunDir(beside.parent / f"{beside.name}-dry-run")
-        cluster = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
-        plan = runnable_plan(declared, cluster)
+        plan = runnable_plan(declared, request.cluster(written_for))
         check_stages(plan)
         report = dry_run(plan, folder)
     except UserError as error:
@@ -68,10 +64,9 @@ def run_small(request: TrainRequest) -> None:
         print(f"report {folder.path / REPORT}", file=sys.stderr)
         return
     console = Console()
-    for line in report.lines():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_as_is(console, report.lines())
     console.print(report.table())
-    console.print(f"report {folder.path / REPORT}", highlight=False, markup=False, soft_wrap=True)
+    print_as_is(console, [f"report {folder.path / REPORT}"])
 
 
 def enqueue(request: TrainRequest) -> None:
@@ -82,7 +77,6 @@ def enqueue(request: TrainRequest) -> None:
     from llmtrain.cluster import Cluster
     from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_slurm_options, render_job, submit
     from llmtrain.plan.load import load_recipe
-    from llmtrain.predict import memory_of
     from llmtrain.run_dir import RunDir
 
     options, resume = parse_slurm_options(request.slurm), request.resume
@@ -100,7 +94,7 @@ def enqueue(request: TrainRequest) -> None:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)
         check_resume(plan, folder, resume, is_local=False)
-        print_plan(plan, Console(stderr=True), memory_of(plan))
+        print_plan(plan, Console(stderr=True))
     job = SlurmJob(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
     script = render_job(job)
     if request.dry_run:
@@ -114,7 +108,6 @@ def print_manifest(request: TrainRequest) -> None:
     from rich.console import Console
 
     from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
-    from llmtrain.predict import memory_of
 
     options = parse_kubernetes_options(request.kubernetes)
     declared, written_for = request.load()
@@ -126,7 +119,7 @@ def print_manifest(request: TrainRequest) -> None:
     # The recipe's path is kept as given: it is a path inside the image.
     script = (*request.script(request.path), "--run-dir", str(run_dir))
     manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
-    print_plan(plan, Console(stderr=True), memory_of(plan))
+    print_plan(plan, Console(stderr=True))
     print(manifest, end="")
 
 
@@ -138,7 +131,6 @@ def train_on_hosts(request: TrainRequest) -> None:
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.launch.hosts import HostsJob, run_on_hosts
     from llmtrain.launch.local import clear_failures
-    from llmtrain.predict import memory_of
     from llmtrain.system.stops import caught_signals, leave
 
     if request.hostfile is None:
@@ -157,7 +149,7 @@ def train_on_hosts(request: TrainRequest) -> None:
     folder = request.folder(declared)
     plan = startable(declared, cluster, folder, request.resume, sum(sizes))
     console = Console()
-    print_plan(plan, console, memory_of(plan))
+    print_plan(plan, console)
     listed = ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)
     console.print(f"hosts    {listed}", highlight=False, soft_wrap=True)
     clear_failures(folder)

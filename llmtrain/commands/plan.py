@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +16,10 @@ from llmtrain.commands import completion
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from llmtrain.cluster import Cluster
     from llmtrain.plan import Plan
-    from llmtrain.predict import PlanMemory
     from llmtrain.recipe import Recipe
 
 
@@ -74,10 +76,17 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
         ) from None
 
 
-def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
-    """Prints model, layout, memory, predicted time and notes."""
-    for line in library.Planned(plan, memory).lines():
+def print_as_is(console: Console, lines: Iterable[str]) -> None:
+    """Prints lines that are not wrapped, and neither highlighted nor read as markup."""
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints model, layout, memory, predicted time and notes."""
+    from llmtrain.predict import memory_of
+
+    print_as_is(console, library.Planned(plan, memory_of(plan)).lines())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +144,7 @@ def _show(planned: library.Planned, request: PlanRequest) -> None:
     if request.as_json:
         print(json.dumps(planned.document(), indent=2))
     else:
-        print_plan(planned.plan, Console(), planned.memory)
+        print_as_is(Console(), planned.lines())
     if written:
         print(f"wrote {', '.join(written)} to {request.write}", file=sys.stderr if request.as_json else None)
 

@@ -153,16 +153,15 @@ class TrainRequest:
         return load_recipe(self.recipe, self.assignments)
 
     def cluster(self, written_for: Cluster | None) -> Cluster:
-        """Returns the cluster that the options describe.
+        """Returns the cluster that the options describe: with --nproc, that many workers of this machine.
 
         Missing options are taken from `written_for` if it is given, otherwise from this machine.
         """
-        return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
+        from llmtrain.cluster import local_cluster
 
-    @property
-    def tool(self) -> Tool | None:
-        """The program that starts this machine's workers, or None if this process does."""
-        return self.launcher if self.launcher in ("torchrun", "accelerate") else None
+        if self.nproc:
+            return local_cluster(self.nproc)
+        return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
 
     def folder(self, declared: Recipe) -> RunDir:
         """Returns the run directory: the one given, or the default for the recipe."""
@@ -185,7 +184,7 @@ def train_here(request: TrainRequest, rank: Rank | None) -> None:
             resume=request.resume,
             max_steps=request.max_steps,
             max_restarts=request.max_restarts,
-            tool=request.tool,
+            tool=request.launcher if request.launcher in ("torchrun", "accelerate") else None,
             ended=leave,
         )
         sys.exit(start.train())
@@ -278,7 +277,6 @@ class LocalStart:
         from llmtrain.ds_config import render
         from llmtrain.launch.local import common_environment
         from llmtrain.launch.tools import check_tool
-        from llmtrain.predict import memory_of
         from llmtrain.run_dir.lock import RunLock
         from llmtrain.system.stops import caught_signals
         from llmtrain.system.streams import plain_console
@@ -286,7 +284,7 @@ class LocalStart:
         console = plain_console()
         if self.tool:
             check_tool(self.tool, plan)
-        print_plan(plan, console, memory_of(plan))
+        print_plan(plan, console)
         if self.resume == "auto" and (reason := nothing_left(plan, folder, self.max_steps)):
             console.print(reason, highlight=False, soft_wrap=True)
             return Exit.DONE

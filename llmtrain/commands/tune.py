@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, print_as_is
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.host import busy, cores_of_others, most_cores_of_others, own_cores
 
@@ -50,9 +50,7 @@ def tune_kernels(
     if as_json:
         print(json.dumps(choice.model_dump(mode="json"), indent=2))
         return
-    console = Console()
-    for line in (model_line(plan), *kernel_choice_lines(choice)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_as_is(Console(), (model_line(plan), *kernel_choice_lines(choice)))
 
 
 def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
