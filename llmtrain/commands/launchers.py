@@ -75,11 +75,11 @@ def enqueue(request: TrainRequest) -> None:
 
     from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
-    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_slurm_options, render_job, submit
+    from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, following, parse_site, render_job, submit
     from llmtrain.plan.load import load_recipe
     from llmtrain.run_dir import RunDir
 
-    options, resume = parse_slurm_options(request.slurm), request.resume
+    options, resume = parse_site(SlurmOptions, "slurm", request.slurm), request.resume
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     machines = cluster.nodes
@@ -107,9 +107,10 @@ def print_manifest(request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and its manifest to standard output."""
     from rich.console import Console
 
-    from llmtrain.launch.jobs.kubernetes import JobSet, parse_kubernetes_options, render_manifest
+    from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
+    from llmtrain.launch.jobs.slurm import parse_site
 
-    options = parse_kubernetes_options(request.kubernetes)
+    options = parse_site(KubernetesOptions, "kubernetes", request.kubernetes)
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     # The run directory is in the pods' file system. A folder with the same path on this machine is unrelated.
@@ -118,7 +119,7 @@ def print_manifest(request: TrainRequest) -> None:
     run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
     # The recipe's path is kept as given: it is a path inside the image.
     script = (*request.script(request.path), "--run-dir", str(run_dir))
-    manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
+    manifest = render_manifest(declared.name, cluster, script, run_dir, options)
     print_plan(plan, Console(stderr=True))
     print(manifest, end="")
 

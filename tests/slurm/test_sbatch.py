@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import SlurmJob, committed, parse_slurm_options, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, parse_site, render_job
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash
@@ -70,7 +70,8 @@ def called(tmp_path):
 
 def a_job(*options, command=("recipes/tiny.py",), device="h100"):
     cluster = Cluster(nodes=2, devices_per_node=8, device=device)
-    return SlurmJob("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parse_slurm_options(options))
+    parsed = parse_site(SlurmOptions, "slurm", options)
+    return SlurmJob("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parsed)
 
 
 def directives(script):
@@ -267,7 +268,7 @@ def test_containers(options, line):
 )
 def test_invalid_options_are_named(options, fields):
     with pytest.raises(RecipeError) as error:
-        parse_slurm_options(options)
+        parse_site(SlurmOptions, "slurm", options)
     assert [problem.field for problem in error.value.problems] == fields
     assert {problem.rule for problem in error.value.problems} == {"slurm.option"}
 

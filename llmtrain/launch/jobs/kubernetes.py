@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated
 
@@ -13,12 +12,10 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs import render_template
-from llmtrain.launch.jobs.slurm import parse_site
 from llmtrain.launch.tools import PORT
 from llmtrain.recipe import Part
 from llmtrain.run_dir import SECRET
 
-RULE = "kubernetes.option"
 USER = 10001
 """The user of the image (`Dockerfile`)."""
 LONGEST_NAME = 40
@@ -95,38 +92,19 @@ class KubernetesOptions(Part):
         return labels
 
 
-@dataclass(frozen=True)
-class JobSet:
-    """A run of llmtrain as a JobSet."""
+def render_manifest(
+    recipe: str, cluster: Cluster, script: Sequence[str], run_dir: PurePosixPath, options: KubernetesOptions
+) -> str:
+    """Renders a run as a JobSet in YAML.
 
-    name: str
-    """Name of the recipe."""
-    cluster: Cluster
-    script: tuple[str, ...]
-    """The recipe's path in the image, and its arguments."""
-    run_dir: PurePosixPath
-    """The run directory, as the pods see it."""
-    options: KubernetesOptions
-
-
-def parse_kubernetes_options(assignments: Sequence[str]) -> KubernetesOptions:
-    """Parses the options of `--kubernetes KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
-    return parse_site(KubernetesOptions, "--kubernetes", RULE, assignments)
-
-
-def render_manifest(manifest: JobSet) -> str:
-    """Renders the JobSet of a run as YAML.
-
+    recipe: its name. script: its path in the image, and its arguments. run_dir: the run directory, as the pods see it.
     Raises RecipeError if the recipe's name cannot be turned into a Kubernetes name, or the run directory is not on the
     volume.
     """
-    options, cluster = manifest.options, manifest.cluster
-    name, mount = options.name or _name_of(manifest.name), PurePosixPath(options.mount)
-    if not manifest.run_dir.is_relative_to(mount) or ".." in manifest.run_dir.parts:
-        message = f"{manifest.run_dir} is not on the volume, which is mounted at {mount}"
+    name, mount = options.name or _name_of(recipe), PurePosixPath(options.mount)
+    if not run_dir.is_relative_to(mount) or ".." in run_dir.parts:
+        message = f"{run_dir} is not on the volume, which is mounted at {mount}"
         raise RecipeError(Problem("kubernetes.run_dir", "--run-dir", message, f"--run-dir {mount / 'runs' / name}"))
-    pairs = (one.partition("=") for one in options.env)
-    labels = (one.partition("=") for one in options.node_selector)
     torchrun = [
         *("python", "-m", "llmtrain.launch.torchrun", "--nnodes", cluster.nodes),
         *("--nproc-per-node", cluster.devices_per_node, "--node-rank", "$(JOB_COMPLETION_INDEX)"),
@@ -138,13 +116,13 @@ def render_manifest(manifest: JobSet) -> str:
         options=options,
         nodes=cluster.nodes,
         user=USER,
-        summary=f"{manifest.name}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
+        summary=f"{recipe}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
         port=PORT,
         resources=_resources(options, cluster),
         # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
-        command=[*map(str, torchrun), *(word.replace("$", "$$") for word in manifest.script)],
-        env={key: value.replace("$", "$$") for key, _, value in pairs},
-        node_selector={key: value for key, _, value in labels},
+        command=[*map(str, torchrun), *(word.replace("$", "$$") for word in script)],
+        env=dict(one.replace("$", "$$").split("=", 1) for one in options.env),
+        node_selector=dict(one.split("=", 1) for one in options.node_selector),
         cache=str(mount / "cache"),
     )
 
@@ -153,7 +131,7 @@ def _name_of(recipe: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-")
     if re.fullmatch(LABEL, name) is None or len(name) > LONGEST_NAME:
         message = f"cannot be derived from the recipe's name '{recipe}'"
-        raise RecipeError(Problem(RULE, "--kubernetes name", message, "--kubernetes name=NAME"))
+        raise RecipeError(Problem("kubernetes.option", "--kubernetes name", message, "--kubernetes name=NAME"))
     return name
 
 

@@ -24,11 +24,12 @@ from llmtrain.recipe import Part, PositiveInt
 P = TypeVar("P", bound=Part)
 
 
-def parse_site(kind: type[P], option: str, rule: str, assignments: Sequence[str]) -> P:
-    """Parses assignments KEY=VALUE into the fields of `kind`; a key with several values is given once for each.
+def parse_site(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
+    """Parses the assignments KEY=VALUE of a launcher's option; a key with several values is given once for each.
 
-    Raises RecipeError with everything that is wrong with them.
+    kind: has a field for each key. Raises RecipeError with everything that is wrong with them.
     """
+    option, rule = f"--{launcher}", f"{launcher}.option"
     fields = kind.model_fields
     problems: list[Problem] = []
     values: dict[str, Any] = {}
@@ -58,7 +59,6 @@ def parse_site(kind: type[P], option: str, rule: str, assignments: Sequence[str]
     return options
 
 
-RULE = "slurm.option"
 LONGEST_WARNING_S = 65535
 """The longest time that `sbatch --signal` accepts, in seconds."""
 
@@ -125,11 +125,6 @@ class SlurmOptions(Part):
         return directives
 
 
-def parse_slurm_options(assignments: Sequence[str]) -> SlurmOptions:
-    """Parses the options of `--slurm KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
-    return parse_site(SlurmOptions, "--slurm", RULE, assignments)
-
-
 @dataclass(frozen=True)
 class SlurmJob:
     """A run of llmtrain as a Slurm job."""
@@ -149,14 +144,9 @@ class SlurmJob:
     @property
     def summary(self) -> str:
         """A description in one line."""
-        runs = f"{len(self.options.sweep)} runs of " if self.is_array else ""
+        runs = f"{len(self.options.sweep)} runs of " if self.options.sweep else ""
         devices = f"{self.cluster.world_size} {self.cluster.device} on {self.nodes} nodes"
         return f"{runs}{self.name}, {devices}"
-
-    @property
-    def is_array(self) -> bool:
-        """Whether it is a job array."""
-        return bool(self.options.sweep)
 
 
 def render_job(job: SlurmJob) -> str:
@@ -169,7 +159,7 @@ def render_job(job: SlurmJob) -> str:
         program=_program(options),
         srun_options=_container(options, job.folder),
         command=shlex.join(job.command),
-        array=job.is_array,
+        array=bool(options.sweep),
         choices=shlex.join(options.sweep),
         run_dir=shlex.quote(str(job.run_dir)),
         setup=options.setup,
@@ -179,7 +169,7 @@ def render_job(job: SlurmJob) -> str:
 
 def _directives(job: SlurmJob) -> list[str]:
     options = job.options
-    pattern = "%x-%A_%a.log" if job.is_array else "%x-%j.log"
+    pattern = "%x-%A_%a.log" if options.sweep else "%x-%j.log"
     given = {
         "job-name": job.name,
         "chdir": str(job.folder),
@@ -192,7 +182,7 @@ def _directives(job: SlurmJob) -> list[str]:
         **_tasks(options, job.cluster),
         "cpus-per-task": options.cpus_per_task,
         "mem": options.mem,
-        "array": f"0-{len(options.sweep) - 1}" if job.is_array else None,
+        "array": f"0-{len(options.sweep) - 1}" if options.sweep else None,
         "signal": f"B:USR1@{options.warn_s}",
     }
     lines = [_directive(name, str(value)) for name, value in given.items() if value is not None]
