@@ -5,7 +5,6 @@ It ends when its input ends, whatever it is doing, and ends the processes that i
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -23,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 from llmtrain.doctor.finding import Scene
 from llmtrain.launch import on_host
 from llmtrain.launch.disks import has_disk_operator
-from llmtrain.launch.local import die_with
+from llmtrain.launch.local import dying_with_us
 from llmtrain.launch.place import interfaces
 from llmtrain.system.host import cache_root
 
@@ -102,9 +100,8 @@ class Agent:
 
     def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Starts a process in a session of its own that ends with this one."""
-        dies = partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
         child: subprocess.Popen[bytes] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies, **options
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dying_with_us(), **options
         )
         self._children.append(child)
         return child

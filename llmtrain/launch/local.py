@@ -81,7 +81,7 @@ def run_workers(
         common = common_environment(world_size, env)
         if template:
             if (stopped_by := _settle(template, common, events, standstill)) is not None:
-                return _ended_early(stopped_by)
+                return ended_early(stopped_by)
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
                 log.write(template.said())  # as the imports of each worker would have done
         env = {**common, **Secret.new().environment, **(board.environment if board else {})}
@@ -263,8 +263,7 @@ class _Pool:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=self.inherited,
-                # Safe beside threads, since it takes no lock; `prctl` is looked up before the fork.
-                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+                preexec_fn=dying_with_us(),
             )
         finally:
             if output is not None:
@@ -339,6 +338,12 @@ def _null() -> Iterator[int]:
         os.close(descriptor)
 
 
+def dying_with_us() -> Callable[[], None]:
+    """Returns the `preexec_fn` of a process that the kernel kills when this one dies, in whatever way."""
+    # Safe beside threads, since it takes no lock; `prctl` is looked up before the fork.
+    return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
+
+
 def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
     """Makes the kernel kill this process when the launcher dies, in whatever way. Runs in the forked child."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -346,7 +351,7 @@ def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ended_early(number: int) -> int:
+def ended_early(number: int) -> int:
     """Returns the exit code of a run that a signal ended before its first step."""
     if number == QUIT:
         return Exit.INTERRUPTED
@@ -359,7 +364,7 @@ def _outcome(pool: _Pool) -> int:
     if pool.was_interrupted:
         return Exit.INTERRUPTED
     if pool.stopped_by is not None and not pool.had_begun:
-        return _ended_early(pool.stopped_by)
+        return ended_early(pool.stopped_by)
     failed = [worker for worker in pool.workers if worker.failed]
     if not failed:
         return Exit.RESUME if any(worker.returncode == Exit.RESUME for worker in pool.workers) else Exit.DONE
@@ -371,9 +376,10 @@ def _outcome(pool: _Pool) -> int:
     user_error = failure.user_error() if failure else None
     if user_error is not None:
         raise user_error
-    if pool.stopped_by is not None and -(first.returncode or 0) in STOPS:
-        return _ended_early(pool.stopped_by)  # it did not handle signals yet
-    message, fix = (failure.summary, f"see {first.log}") if failure else (_death(first), _last_lines(first))
+    code = first.returncode or 0
+    if pool.stopped_by is not None and -code in STOPS:
+        return ended_early(pool.stopped_by)  # it did not handle signals yet
+    message, fix = (failure.summary, f"see {first.log}") if failure else (death(code), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 
 
@@ -402,20 +408,14 @@ def _last_word(worker: _LocalWorker) -> float:
     return worker.ended_at
 
 
-def _death(worker: _LocalWorker) -> str:
-    """Describes how a worker without an error file ended."""
-    code = worker.returncode or 0
+def death(code: int) -> str:
+    """Describes how a worker without an error file ended. code: as in `subprocess`, negative after a signal."""
     if code >= 0:
         return f"exited with code {code} without an error message"
     hint = "; the kernel's out-of-memory killer does this" if -code == signal.SIGKILL else ""
-    return f"killed by signal {-code} ({_signal_name(-code)}){hint}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # the real-time signals have no names
-        return "real-time"
+    # The real-time signals have no names.
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
+    return f"killed by signal {-code} ({name}){hint}"
 
 
 def _last_lines(worker: _LocalWorker) -> str:

@@ -22,11 +22,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
-from functools import partial
 from pathlib import Path
 from typing import Self
 
-from llmtrain.launch.local import die_with
+from llmtrain.launch.local import die_with, dying_with_us
 from llmtrain.launch.standstill import LOOK_S, Standstill
 from llmtrain.system.stops import STOPS
 
@@ -97,7 +96,7 @@ class Template:
                 stderr=self._output,
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
-                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+                preexec_fn=dying_with_us(),
             )
 
     def settled(self, seconds: float) -> bool:

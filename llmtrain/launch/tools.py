@@ -6,18 +6,15 @@ they start workers through `llmtrain.launch.tool_worker`, which records what hap
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal
@@ -25,12 +22,12 @@ from typing import IO, Any, Literal
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
-from llmtrain.launch.local import SUDDEN, clear_failures, die_with
+from llmtrain.launch.local import SUDDEN, clear_failures, death, dying_with_us, ended_early
 from llmtrain.launch.seal import Secret
 from llmtrain.launch.standstill import Standstill
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
+from llmtrain.system.stops import QUIT, STOPS, caught_signals
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -102,7 +99,7 @@ def started(
         stdin=subprocess.DEVNULL,
         stderr=errors,
         start_new_session=True,
-        preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+        preexec_fn=dying_with_us(),
     )
     try:
         yield process
@@ -174,12 +171,6 @@ class Ended:
         """Orders failures: a worker that was struck down cannot have been brought down by another."""
         return (0 if -self.code in SUDDEN and not self.signalled else 1), self.time
 
-    def __str__(self) -> str:
-        if self.code >= 0:
-            return f"exited with code {self.code} without an error message"
-        hint = "; the kernel's out-of-memory killer does this" if -self.code == signal.SIGKILL else ""
-        return f"killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
-
 
 def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, still: list[Problem]) -> int:
     """Returns the exit code of the job, or raises the error of the worker that failed first.
@@ -199,13 +190,11 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stil
     if written is not None and (error := written.user_error()) is not None and not struck:
         raise error
     if stopped_by is not None and (first is None or -first.code in STOPS):
-        say(before_the_first_step(stopped_by))  # it did not handle signals yet
-        return Exit.RESUME
+        return ended_early(stopped_by)  # it did not handle signals yet
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
         raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))
-    rank = written.rank if written and not struck else first.rank
-    message = written.summary if written and not struck else str(first)
+    rank, message = (written.rank, written.summary) if written and not struck else (first.rank, death(first.code))
     raise WorkerError(Problem("worker.died", f"rank {rank}", message, f"see {job.run_dir.log_file(rank)}"))
 
 

@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from llmtrain.errors import Exit
+from llmtrain.launch.local import ended_early
 from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
-from llmtrain.system.stops import STOPS, before_the_first_step, caught_signals, say
+from llmtrain.system.stops import STOPS, caught_signals
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
@@ -56,8 +57,7 @@ def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
     if mistake is not None:
         return mistake
     if stopped_by is not None and (not failed or -failed[0].code in STOPS):
-        say(before_the_first_step(stopped_by))  # it did not handle signals yet
-        return Exit.RESUME
+        return ended_early(stopped_by)  # it did not handle signals yet
     return Exit.WORKER
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 from pydantic import BaseModel
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from llmtrain.checkpoint.folder import step_folder
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK, die_with
+from llmtrain.launch.local import OF_A_RANK, dying_with_us
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
@@ -138,7 +136,7 @@ def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+            preexec_fn=dying_with_us(),
         )
     finally:
         os.close(log)

@@ -7,7 +7,6 @@ what it has compiled and allocated is freed with it. It prints lines of JSON: {"
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -15,12 +14,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, TextIO
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK, die_with
+from llmtrain.launch.local import OF_A_RANK, dying_with_us
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.tune.choice import write_cached
 
@@ -64,7 +62,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+            preexec_fn=dying_with_us(),
         ) as process:
             assert process.stdout is not None
             try:
