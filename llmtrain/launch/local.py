@@ -75,7 +75,7 @@ def run_workers(
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
-    with caught_signals() as events, reserved_port() as port, _null() as null:
+    with caught_signals() as events, reserved_port() as port:
         standstill = Standstill(allowed_s)
         pool = _Pool(run_dir, events, standstill, board, template)
         common = common_environment(world_size, env)
@@ -87,7 +87,7 @@ def run_workers(
         env = {**common, **Secret.new().environment, **(board.environment if board else {})}
         try:
             for rank in range(world_size):
-                pool.start(rank, command, {**env, **_own_environment(rank, world_size, port)}, null)
+                pool.start(rank, command, {**env, **_own_environment(rank, world_size, port)})
             pool.wait()
         finally:
             pool.kill()
@@ -219,36 +219,32 @@ def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options)
 
 
+@dataclass
 class _Pool:
     """The workers, and the queue of all events that concern them."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        events: SimpleQueue[_LocalWorker | int],
-        standstill: Standstill,
-        board: Board | None = None,
-        template: Template | None = None,
-    ) -> None:
-        """board: where the workers write their heartbeats, if they do."""
-        self.run_dir = run_dir
-        self.standstill = standstill
-        self.board = board
-        self.inherited = (board.descriptor,) if board else ()
-        self.stopped_by: int | None = None
-        """The signal that stopped the launcher, if one did."""
-        self.had_begun = True
-        """Whether a worker had begun a step before that, as far as is known."""
-        self.was_interrupted = False
-        self.template = template
-        self.events = events
-        self.workers: list[_LocalWorker] = []
+    run_dir: RunDir
+    events: SimpleQueue[_LocalWorker | int]
+    standstill: Standstill
+    board: Board | None
+    """Where the workers write their heartbeats, if they do."""
+    template: Template | None
+    stopped_by: int | None = None
+    """The signal that stopped the launcher, if one did."""
+    had_begun: bool = True
+    """Whether a worker had begun a step before that, as far as is known."""
+    was_interrupted: bool = False
+    workers: list[_LocalWorker] = field(default_factory=list)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        return (self.board.descriptor,) if self.board else ()
 
     @property
     def running(self) -> list[_LocalWorker]:
         return [worker for worker in self.workers if worker.returncode is None]
 
-    def start(self, rank: int, command: list[str], env: dict[str, str], null: int) -> None:
+    def start(self, rank: int, command: list[str], env: dict[str, str]) -> None:
         """Starts one worker in a session of its own, so that a Ctrl-C only reaches it through us."""
         log = self.run_dir.log_file(rank)
         log_start = log.stat().st_size if log.exists() else 0
@@ -258,7 +254,7 @@ class _Pool:
             process = self._forked(command, env, output) or subprocess.Popen(
                 command,
                 env=env,
-                stdin=null,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -327,15 +323,6 @@ class _Pool:
             return self.events.get(timeout=left)
         except Empty:
             return None
-
-
-@contextmanager
-def _null() -> Iterator[int]:
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def dying_with_us() -> Callable[[], None]:
