@@ -80,120 +80,68 @@ def default_run_dir(recipe: Recipe, variant: str | None = None) -> RunDir:
     return RunDir(Path("runs") / (f"{recipe.name}-{variant}" if variant else recipe.name))
 
 
+class _Inside:
+    """A path in a run directory."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __get__(self, run: RunDir, _: object = None) -> Path:
+        return run.path.joinpath(*self._names)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of a run directory, and the files that declare the run: recipe, plan, ds_config, environment, launch."""
 
     path: Path
 
-    @property
-    def recipe_file(self) -> Path:
-        """The recipe."""
-        return self.path / "recipe.json"
-
-    @property
-    def plan_file(self) -> Path:
-        """The recipe resolved for its cluster, which a worker reads."""
-        return self.path / "plan.json"
-
-    @property
-    def ds_config_file(self) -> Path:
-        """The plan as DeepSpeed JSON; does not exist if another engine runs the steps."""
-        return self.path / "ds_config.json"
-
-    @property
-    def launch_file(self) -> Path:
-        """How the workers were last started."""
-        return self.path / "launch.json"
-
-    @property
-    def environment_file(self) -> Path:
-        """Versions, machine and commit of the last start."""
-        return self.path / "environment.json"
-
-    @property
-    def id_file(self) -> Path:
-        """The id of the run, which is created once and identifies its checkpoints."""
-        return self.path / "run_id"
-
-    @property
-    def history_file(self) -> Path:
-        """The values with which the run was trained, by step."""
-        return self.path / "history.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One JSON object per logged step or evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        """One JSON object for each start, stop, death, skipped update and roll-back."""
-        return self.path / "events.jsonl"
-
-    @property
-    def samples_file(self) -> Path:
-        """One JSON object for each text that the model wrote during training."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def trackers_file(self) -> Path:
-        """The run's ids in trackers that assign ids; a resumed run continues under the same ids."""
-        return self.path / "trackers.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files of TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Copy of the tokenizer, with which a run can be exported without its data."""
-        return self.path / "tokenizer"
-
-    @property
-    def first_batch(self) -> Path:
-        """The first batch of a run on conversations, as an HTML page."""
-        return self.path / "first_batch.html"
-
-    @property
-    def export(self) -> Path:
-        """The Hugging Face folder of the finished model."""
-        return self.path / "export"
-
-    @property
-    def report(self) -> Path:
-        """The HTML page of the run, written at its end."""
-        return self.path / "report.html"
-
-    @property
-    def profile(self) -> Path:
-        """Profiles of recorded windows of steps."""
-        return self.path / "profile"
-
-    @property
-    def profile_request(self) -> Path:
-        """The `ProfileConfig` by which `llmtrain profile` asks the ranks of a running job to record steps."""
-        return self.profile / "request.json"
+    recipe_file = _Inside("recipe.json")
+    """The recipe."""
+    plan_file = _Inside("plan.json")
+    """The recipe resolved for its cluster, which a worker reads."""
+    ds_config_file = _Inside("ds_config.json")
+    """The plan as DeepSpeed JSON; does not exist if another engine runs the steps."""
+    launch_file = _Inside("launch.json")
+    """How the workers were last started."""
+    environment_file = _Inside("environment.json")
+    """Versions, machine and commit of the last start."""
+    id_file = _Inside("run_id")
+    """The id of the run, which is created once and identifies its checkpoints."""
+    history_file = _Inside("history.json")
+    """The values with which the run was trained, by step."""
+    metrics_file = _Inside("metrics.jsonl")
+    """One JSON object per logged step or evaluation."""
+    events_file = _Inside("events.jsonl")
+    """One JSON object for each start, stop, death, skipped update and roll-back."""
+    samples_file = _Inside("samples.jsonl")
+    """One JSON object for each text that the model wrote during training."""
+    trackers_file = _Inside("trackers.json")
+    """The run's ids in trackers that assign ids; a resumed run continues under the same ids."""
+    tensorboard = _Inside("tensorboard")
+    """Event files of TensorBoard."""
+    checkpoints = _Inside("checkpoints")
+    """One folder per checkpoint."""
+    tokenizer = _Inside("tokenizer")
+    """Copy of the tokenizer, with which a run can be exported without its data."""
+    first_batch = _Inside("first_batch.html")
+    """The first batch of a run on conversations, as an HTML page."""
+    export = _Inside("export")
+    """The Hugging Face folder of the finished model."""
+    report = _Inside("report.html")
+    """The HTML page of the run, written at its end."""
+    profile = _Inside("profile")
+    """Profiles of recorded windows of steps."""
+    profile_request = _Inside("profile", "request.json")
+    """The `ProfileConfig` by which `llmtrain profile` asks the ranks of a running job to record steps."""
+    logs = _Inside("logs")
+    """Output and errors of the workers."""
+    eval_log = _Inside("logs", "eval.log")
+    """Output of the processes that computed scores on downstream tasks during the run."""
 
     def eval_file(self, step: int) -> Path:
         """Scores of a step's checkpoint on downstream tasks."""
         return self.path / "eval" / f"step_{step:08d}.json"
-
-    @property
-    def eval_log(self) -> Path:
-        """Output of the processes that computed such scores during the run."""
-        return self.logs / "eval.log"
-
-    @property
-    def logs(self) -> Path:
-        """Output and errors of the workers."""
-        return self.path / "logs"
 
     def log_file(self, rank: int) -> Path:
         """Output of a worker and its libraries."""
@@ -210,8 +158,7 @@ class RunDir:
 
     def check(self, recipe: Recipe) -> None:
         """Raises the error that `create` would raise for a recipe. Writes nothing."""
-        problems = self._problems(recipe)
-        if problems:
+        if problems := self._problems(recipe):
             raise RecipeError(problems)
 
     def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:

@@ -95,8 +95,11 @@ class RunLock:
 
     folder: Path
     file: Path
-    _released: Event
-    _thread: Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._released = Event()
+        self._thread = Thread(target=self._keep, name="run lock", daemon=True)
+        self._thread.start()
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None]) -> Self:
@@ -119,16 +122,12 @@ class RunLock:
             raise RecipeError(problem) from None
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-        held = cls(folder, lock / identity, Event())
-        held._thread = Thread(target=held._keep, name="run lock", daemon=True)
-        held._thread.start()
-        return held
+        return cls(folder, lock / identity)
 
     def release(self) -> None:
         """Releases the lock, and removes the run directory if nothing was written to it."""
         self._released.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         with suppress(OSError):
             self.file.unlink()
             self.file.parent.rmdir()
