@@ -162,8 +162,7 @@ def _prepare(job: HostsJob) -> dict[str, Any]:
     env = forwarded(os.environ, Path.home()) | Secret.new().environment
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
     own = version_facts(job.recipe)
-    with ThreadPoolExecutor(len(job.hosts)) as pool:
-        answers = list(pool.map(lambda host: _ask(job, host, "prepare", json.dumps(content), PREPARE_S), job.hosts))
+    answers = _everywhere(job, "prepare", text=json.dumps(content), seconds=PREPARE_S)
     problems = [
         problem for host, answer in zip(job.hosts, answers, strict=True) for problem in _judge(host, answer, own)
     ]
@@ -199,22 +198,22 @@ def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dic
         )
 
 
-def _ask(job: HostsJob, host: Host, verb: str, text: str = "", timeout: float = 30.0, *more: int) -> Any:
-    """Runs a verb of `on_host` on a host; returns None if it does not end in time."""
-    node = str(job.hosts.index(host))
-    arguments = (verb, job.token, *(() if verb in ("prepare", "forget") else (node,)), *map(str, more))
+def _everywhere(job: HostsJob, verb: str, *more: int, text: str = "", seconds: float = 30.0) -> list[Any]:
+    """Runs a verb of `on_host` on every host. Returns the ended processes; None for one that does not end in time."""
     path = os.environ.get("PYTHONPATH", "")
-    there = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.on_host", *arguments]
-    command = ["ssh", *SSH_OPTIONS, host.name, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(there)}"]
-    try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return None
+    program = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.on_host", verb, job.token]
 
+    def ask(node: int) -> Any:
+        numbers = () if verb in ("prepare", "forget") else (node, *more)
+        there = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
+        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, there]
+        try:
+            return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return None
 
-def _everywhere(job: HostsJob, verb: str, *more: int) -> None:
     with ThreadPoolExecutor(len(job.hosts)) as pool:
-        list(pool.map(lambda host: _ask(job, host, verb, "", 30.0, *more), job.hosts))
+        return list(pool.map(ask, range(len(job.hosts))))
 
 
 @contextmanager

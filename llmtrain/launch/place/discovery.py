@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import RecipeError
 from llmtrain.launch.place import slurm_step, tf_config
 from llmtrain.launch.place.mpi import MPIS
 from llmtrain.launch.place.mpi import read as read_mpi
-from llmtrain.launch.place.rank import FIX, Launcher, Rank, RankReader
+from llmtrain.launch.place.rank import Launcher, Rank, RankReader
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
@@ -64,9 +64,10 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
         rank = _read(launcher, reader)
     else:
         return None
-    problems = reader.problems or _contradictions(rank, launcher, env, argv)
-    if problems:
-        raise RecipeError(problems)
+    if not reader.problems:
+        _check_numbers(launcher, rank, reader, argv)
+    if reader.problems:
+        raise RecipeError(reader.problems)
     return rank
 
 
@@ -118,22 +119,20 @@ def _check_agreement(launcher: Launcher, rank: Rank, reader: RankReader) -> None
             reader.refuse(name, f"{reader.env[name]} disagrees with {origin}={value}")
 
 
-def _contradictions(rank: Rank, launcher: Launcher, env: Mapping[str, str], argv: Sequence[str]) -> list[Problem]:
-    """Returns the inconsistencies between a worker's numbers."""
+def _check_numbers(launcher: Launcher, rank: Rank, reader: RankReader, argv: Sequence[str]) -> None:
+    """Checks that a worker's numbers are consistent."""
     world, local = f"{launcher.world_size}={rank.world_size}", f"{launcher.local_world_size}={rank.local_world_size}"
-    found = []
     if rank.rank >= rank.world_size:
-        found.append((launcher.rank, f"{rank.rank} is not below {world}"))
+        reader.refuse(launcher.rank, f"{rank.rank} is not below {world}")
     if rank.local_world_size > rank.world_size:
-        found.append((launcher.local_world_size, f"{rank.local_world_size} is more than {world}"))
+        reader.refuse(launcher.local_world_size, f"{rank.local_world_size} is more than {world}")
     if rank.local_rank >= rank.local_world_size:
-        found.append((launcher.local_rank, f"{rank.local_rank} is not below {local}"))
+        reader.refuse(launcher.local_rank, f"{rank.local_rank} is not below {local}")
     if rank.local_rank > rank.rank:
-        found.append((launcher.local_rank, f"{rank.local_rank} is above {launcher.rank}={rank.rank}"))
+        reader.refuse(launcher.local_rank, f"{rank.local_rank} is above {launcher.rank}={rank.rank}")
     given = [one.partition("=")[2] for one in argv if one.startswith("--local_rank=")]
     if given and given[-1] != str(rank.local_rank):
-        found.append((launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={given[-1]}"))
-    return [Problem("launch.environment", name, message, FIX) for name, message in found]
+        reader.refuse(launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={given[-1]}")
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:

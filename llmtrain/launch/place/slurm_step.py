@@ -10,15 +10,15 @@ from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, RankRe
 
 MARKER = "SLURM_STEP_NUM_TASKS"
 """Set by `srun` only, not in a batch script. A single task starts workers itself, as any process does."""
-NAMES = {
-    "RANK": "SLURM_PROCID",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "WORLD_SIZE": MARKER,
-    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
-    "MASTER_ADDR": "SLURM_STEP_NODELIST",
-}
-"""torch's name of a variable → Slurm's."""
-LAUNCHER = Launcher("slurm", (MARKER,), **{name.lower(): variable for name, variable in NAMES.items()})
+LAUNCHER = Launcher(
+    "slurm",
+    markers=(MARKER,),
+    rank="SLURM_PROCID",
+    local_rank="SLURM_LOCALID",
+    world_size=MARKER,
+    local_world_size="SLURM_STEP_TASKS_PER_NODE",
+    master_addr="SLURM_STEP_NODELIST",
+)
 """The tasks of one step of `srun`, one for each device."""
 
 
@@ -31,14 +31,14 @@ def read(reader: RankReader) -> Rank:
     """Reads this process's place; problems are collected in `reader`."""
     env = reader.env
     node = reader.number("SLURM_NODEID")
-    counts = reader.parsed(NAMES["LOCAL_WORLD_SIZE"], tasks_per_node) or [1]
-    nodes = reader.parsed(NAMES["MASTER_ADDR"], hosts) or [""]
+    counts = reader.parsed(LAUNCHER.local_world_size, tasks_per_node) or [1]
+    nodes = reader.parsed(LAUNCHER.master_addr, hosts) or [""]
     if node >= len(counts) and not reader.problems:
-        reader.refuse("SLURM_NODEID", f"{node} is not among the {len(counts)} nodes of {NAMES['LOCAL_WORLD_SIZE']}")
+        reader.refuse("SLURM_NODEID", f"{node} is not among the {len(counts)} nodes of {LAUNCHER.local_world_size}")
     return Rank(
-        rank=reader.number(NAMES["RANK"]),
-        local_rank=reader.number(NAMES["LOCAL_RANK"]),
-        world_size=reader.number(NAMES["WORLD_SIZE"], least=1),
+        rank=reader.number(LAUNCHER.rank),
+        local_rank=reader.number(LAUNCHER.local_rank),
+        world_size=reader.number(LAUNCHER.world_size, least=1),
         local_world_size=counts[min(node, len(counts) - 1)],
         # slurm/train.sbatch sets both: the address by which Slurm knows the node, and a free port.
         master_addr=env.get("MASTER_ADDR") or nodes[0],
