@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 from llmtrain.doctor import devices, limits, network, versions
 from llmtrain.doctor.finding import CheckResult, Scene, caution
 
-
-@dataclass(frozen=True)
-class Check:
-    """Examines one thing and judges it."""
-
-    name: str
-    """Group and name; reported if the check itself fails."""
-    look: Callable[[Scene], Iterable[CheckResult]]
-
-
-CHECKS = (
-    Check("versions.python", versions.python),
-    Check("versions.packages", versions.packages),
-    Check("versions.torch", versions.torch_build),
-    Check("versions.optional", versions.optional),
-    Check("devices.host", devices.host),
-    Check("devices.gpus", devices.gpus),
-    Check("devices.slots", devices.slots),
-    Check("interconnect.gpus", devices.gpu_links),
-    Check("interconnect.adapters", devices.adapters),
-    Check("network.interfaces", network.interfaces),
-    Check("network.host_name", network.host_name),
-    Check("network.choices", network.choices),
-    Check("storage.shm", limits.shared_memory),
-    Check("storage.folders", limits.folders),
-    Check("limits.limits", limits.limits),
-    Check("tools.compilers", versions.compilers),
-    Check("tools.operators", versions.operators),
-    Check("tools.launchers", versions.launchers),
-)
+Check = Callable[[Scene], Iterable[CheckResult]]
+"""Examines one thing and judges it."""
+CHECKS: dict[str, Check] = {
+    "versions.python": versions.python,
+    "versions.packages": versions.packages,
+    "versions.torch": versions.torch_build,
+    "versions.optional": versions.optional,
+    "devices.host": devices.host,
+    "devices.gpus": devices.gpus,
+    "devices.slots": devices.slots,
+    "interconnect.gpus": devices.gpu_links,
+    "interconnect.adapters": devices.adapters,
+    "network.interfaces": network.interfaces,
+    "network.host_name": network.host_name,
+    "network.choices": network.choices,
+    "storage.shm": limits.shared_memory,
+    "storage.folders": limits.folders,
+    "limits.limits": limits.limits,
+    "tools.compilers": versions.compilers,
+    "tools.operators": versions.operators,
+    "tools.launchers": versions.launchers,
+}
+"""Group and name, reported if the check itself fails → check."""
 
 
-def look(scene: Scene, checks: Iterable[Check] = CHECKS) -> list[CheckResult]:
+def look(scene: Scene, checks: Mapping[str, Check] = CHECKS) -> list[CheckResult]:
     """Runs the checks and returns all findings.
 
     A check that raises an exception is reported as a warning and does not hide the others.
     """
     found: list[CheckResult] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
-            found += check.look(scene)
+            found += check(scene)
         except Exception as error:  # machines vary more than expected: the other checks still report
             text = f"the check failed: {type(error).__name__}: {error}"
-            found.append(caution(check.name, text, "please report this"))
+            found.append(caution(name, text, "please report this"))
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.doctor.finding import CheckResult, Scene, caution, fault, ok, size
+from llmtrain.launch.disks import existing
 
 LEAST_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
@@ -90,13 +91,13 @@ def shared_memory(scene: Scene) -> Iterator[CheckResult]:
 def folders(scene: Scene) -> Iterator[CheckResult]:
     """Checks the folders that a run writes to, by writing to each."""
     named = (
-        ("runs", scene.run_root, "--run-dir"),
-        ("cache", scene.cache, "export LLMTRAIN_CACHE="),
-        ("temporary files", Path(scene.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR="),
-        ("Hugging Face", _hugging_face(scene), "export HF_HOME="),
+        ("runs", scene.run_root, "--run-dir FOLDER"),
+        ("cache", scene.cache, "export LLMTRAIN_CACHE=FOLDER"),
+        ("temporary files", Path(scene.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR=FOLDER"),
+        ("Hugging Face", _hugging_face(scene), "export HF_HOME=FOLDER"),
     )
-    for what, folder, setting in named:
-        yield _judge(what, folder, f"{setting}FOLDER" if setting.endswith("=") else f"{setting} FOLDER")
+    for what, folder, fix in named:
+        yield _judge(what, folder, fix)
 
 
 def write_refusal(folder: Path) -> str:
@@ -111,16 +112,8 @@ def write_refusal(folder: Path) -> str:
     return ""
 
 
-def existing(folder: Path) -> Path:
-    """Returns the folder, or its nearest existing parent."""
-    there = folder.expanduser().absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return there
-
-
 def _judge(what: str, folder: Path, fix: str) -> CheckResult:
-    check, there = f"storage.{what.replace(' ', '_')}", existing(folder)
+    check, there = f"storage.{what.replace(' ', '_')}", existing(folder.expanduser())
     if not there.is_dir():
         return fault(check, f"{what}: {folder} is below a file, {there}", fix)
     refusal = write_refusal(there)

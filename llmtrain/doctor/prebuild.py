@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +41,15 @@ def build_operators(
     is_needed: whether a recipe needs them; otherwise a host without libaio is not at fault. Raises UnreachableError.
     """
     channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
-    findings: list[CheckResult] = []
-    built = []
-    for _ in operators:
-        reply = channel.reply(BUILD_S)
-        built.append(reply)
-        findings += _judge(reply, is_needed)
-    return findings, built
+    built = [channel.reply(BUILD_S) for _ in operators]
+    return [_judge(one, is_needed) for one in built], built
 
 
-def nothing_to_build() -> CheckResult:
-    """Returns the finding for a recipe that needs no operator."""
-    return ok(
-        "prebuild.none",
-        "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk",
-    )
-
-
-def _judge(built: Mapping[str, Any], is_needed: bool) -> Iterator[CheckResult]:
+def _judge(built: Mapping[str, Any], is_needed: bool) -> CheckResult:
     check, name = f"prebuild.{built['operator']}", built["operator"]
     if "libaio" in built["error"] and not built["seconds"]:
         text = f"{name} was not built; only offload to disk needs it: {built['error']}"
-        yield fault(check, text, LIBAIO) if is_needed else ok(check, text)
-    elif built["error"]:
-        yield fault(check, f"{name} was not built:\n{built['error']}", "see `tools` above: compiler, ninja, libaio")
-    else:
-        yield ok(check, f"{name} in {Path(built['file']).parent}, {built['seconds']:.1f} s")
+        return fault(check, text, LIBAIO) if is_needed else ok(check, text)
+    if built["error"]:
+        return fault(check, f"{name} was not built:\n{built['error']}", "see `tools` above: compiler, ninja, libaio")
+    return ok(check, f"{name} in {Path(built['file']).parent}, {built['seconds']:.1f} s")

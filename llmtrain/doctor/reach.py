@@ -118,11 +118,6 @@ class Channel:
             raise UnreachableError(self._ended())
         return reply
 
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the agent, or of ssh; None while it runs, negative if it was killed."""
-        return self._process.poll()
-
     def close(self) -> None:
         """Ends the agent and the processes that it has started."""
         assert self._process.stdin is not None

@@ -112,16 +112,13 @@ class _Row:
 def _rows(report: DoctorReport) -> list[_Row]:
     """Returns each finding once, group by group."""
     hosts: dict[CheckResult, list[str]] = {}
-    groups: dict[str, None] = {}
     for host in report.hosts:
         for one in host.findings:
             hosts.setdefault(one, []).append(host.name)
-    together = {one: list[str]() for one in report.together}
-    for one in [*hosts, *together]:
-        groups.setdefault(one.group)
-    order = list(groups)
-    everything = [_Row(one, tuple(names)) for one, names in (hosts | together).items()]
-    return sorted(everything, key=lambda one: order.index(one.finding.group))
+    hosts |= {one: [] for one in report.together}
+    order = list(dict.fromkeys(one.group for one in hosts))
+    rows = [_Row(one, tuple(names)) for one, names in hosts.items()]
+    return sorted(rows, key=lambda one: order.index(one.finding.group))
 
 
 def _groups(rows: list[_Row], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:

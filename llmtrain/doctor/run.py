@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain.doctor import prebuild, reach, together
 from llmtrain.doctor.all_reduce import CHECK, Place, reduce_over
-from llmtrain.doctor.finding import CheckResult, caution, fault, listed
+from llmtrain.doctor.finding import CheckResult, caution, fault, listed, ok
 from llmtrain.doctor.reach import Channel, UnreachableError
 from llmtrain.doctor.report import DoctorReport, HostReport
 from llmtrain.launch.hostfile import Host
@@ -32,7 +32,6 @@ class Visit:
 
     hosts: tuple[Host, ...] = ()
     """The hosts of a hostfile; without them, this machine."""
-    run_root: Path = Path("runs")
     nproc: int | None = None
     """Number of ranks of this machine's all-reduce."""
     seconds: float = 120.0
@@ -63,7 +62,7 @@ def examine_hosts(visit: Visit, say: Say) -> DoctorReport:
         say("checking " + (listed([one.report.name for one in patients]) or "nothing"))
         master = _master(patients) if visit.hosts else None
         with ThreadPoolExecutor(max(1, len(patients))) as pool:
-            list(pool.map(lambda patient: _look(patient, visit, master), patients))
+            list(pool.map(lambda patient: _look(patient, master), patients))
         reached = [patient for patient in patients if patient.report.was_reached]
         order = {host.name: number for number, host in enumerate(visit.hosts)}
         report = DoctorReport(
@@ -97,12 +96,11 @@ def _agents(visit: Visit, say: Say) -> Iterator[tuple[list[_Patient], list[HostR
             answers = list(pool.map(lambda host: _reach(host, env), visit.hosts))
         patients, lost = [], []
         for host, answer in zip(visit.hosts, answers, strict=True):
-            report = HostReport(host.name, [answer] if isinstance(answer, CheckResult) else [])
             if isinstance(answer, CheckResult):
-                lost.append(report)
+                lost.append(HostReport(host.name, [answer]))
             else:
                 undo.callback(answer.close)
-                patients.append(_Patient(report, answer, host))
+                patients.append(_Patient(HostReport(host.name, []), answer, host))
         yield patients, lost
 
 
@@ -113,9 +111,9 @@ def _reach(host: Host, env: dict[str, str]) -> Channel | CheckResult:
         return error.finding
 
 
-def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
+def _look(patient: _Patient, master: str | None) -> None:
     devices = list(patient.host.devices) if patient.host else []
-    root = str(visit.run_root.absolute())
+    root = str(Path("runs").absolute())
     try:
         answer = patient.channel.ask("look", LOOK_S, run_root=root, master=master, devices=devices)
     except UnreachableError as error:
@@ -127,13 +125,13 @@ def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
 
 def _master(patients: list[_Patient]) -> str | None:
     """Returns the address that DeepSpeed's launcher uses for rank 0: the first of `hostname -I` on the first host."""
-    for patient in patients[:1]:
-        try:
-            addresses: list[str] = patient.channel.ask("addresses", 10)["addresses"]
-        except UnreachableError:
-            return None
-        return addresses[0] if addresses else None
-    return None
+    if not patients:
+        return None
+    try:
+        addresses: list[str] = patients[0].channel.ask("addresses", 10)["addresses"]
+    except UnreachableError:
+        return None
+    return addresses[0] if addresses else None
 
 
 def _compare(reached: list[_Patient]) -> list[CheckResult]:
@@ -152,7 +150,8 @@ def _compare(reached: list[_Patient]) -> list[CheckResult]:
 def _build(patient: _Patient, visit: Visit) -> None:
     operators = prebuild.operators_of(visit.parallel, os.environ)
     if not operators:
-        patient.report.findings.append(prebuild.nothing_to_build())
+        text = "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk"
+        patient.report.findings.append(ok("prebuild.none", text))
         return
     try:
         findings, patient.report.built = prebuild.build_operators(

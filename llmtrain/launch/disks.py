@@ -28,7 +28,7 @@ def check_disks(plan: Plan) -> None:
     instead = " ".join(f"--set parallel.{name}=cpu" for name in fields) + " --set parallel.nvme_path=null"
     problems = [
         Problem("nvme.machine", f"parallel.{fields[0]}", f"'nvme' was given, but {lack}", f"{fix}; or {instead}")
-        for lack, fix in ([] if _is_built() else [*_lacking(), *_without_library()])
+        for lack, fix in ([] if _is_built() else _lacking())
     ]
     problems += _folder_problems(Path(parallel.nvme_path or ""))
     if problems:
@@ -43,17 +43,14 @@ def _is_built() -> bool:
 
 
 def _lacking() -> Iterator[tuple[str, str]]:
-    """Yields the missing programs that torch compiles with, and how to install them."""
+    """Yields the missing programs and libraries that the operator is compiled with, and how to install them."""
     if not shutil.which("ninja"):
         yield "ninja, which torch compiles with, is not on the PATH", "pip install ninja"
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if not shutil.which(compiler):
         yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
-
-
-def has_libaio() -> bool:
-    """Whether DeepSpeed's disk operator would link on this machine."""
-    return not [*_without_library()]
+    if not has_libaio():
+        yield "libaio, which DeepSpeed reads and writes disks with, is not found", LIBAIO
 
 
 def has_disk_operator() -> bool:
@@ -61,8 +58,8 @@ def has_disk_operator() -> bool:
     return _is_built() or has_libaio()
 
 
-def _without_library() -> Iterator[tuple[str, str]]:
-    """Links a program with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
+def has_libaio() -> bool:
+    """Whether a program can be linked with libaio, tried as DeepSpeed does (`op_builder/builder.py:has_function`)."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "aio.c"
@@ -70,18 +67,20 @@ def _without_library() -> Iterator[tuple[str, str]]:
         flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
         command = [*shlex.split(compiler), *flags[0], str(source), "-o", f"{folder}/aio", *flags[1], "-laio"]
         try:
-            linked = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+            return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
-            linked = False
-    if not linked:
-        yield "libaio, which DeepSpeed reads and writes disks with, is not found", LIBAIO
+            return False
+
+
+def existing(folder: Path) -> Path:
+    """Returns the absolute path of a folder, or of its nearest existing parent."""
+    there = folder.absolute()
+    return next(one for one in (there, *there.parents) if one.exists())
 
 
 def _folder_problems(folder: Path) -> list[Problem]:
     """Checks that states can be written below a folder, which is created if it does not exist."""
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = existing(folder)
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return []
     reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"
