@@ -54,7 +54,9 @@ class AllReduceProgress:
         rank, at = reply["rank"], reply["at"]
         if at == "ended":
             if self.at[rank] not in ("done", "failed"):
-                self.at[rank], self.failed[rank] = "failed", _death(reply["code"])
+                code = reply["code"]
+                said = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                self.at[rank], self.failed[rank] = "failed", said
             return
         self.at[rank] = at
         if at == "met":
@@ -191,7 +193,3 @@ def _time(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.0f} µs"
-
-
-def _death(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -83,11 +83,10 @@ def run_on_hosts(job: HostsJob) -> int:
 
 
 def _check_here(runner: RunnerName) -> None:
-    found = {name: mpirun() if name == "mpirun" else shutil.which(name) for name in RUNNERS[runner].packages}
     problems = [
         Problem("launch.program", program, "is not installed here", f"apt-get install {package}")
         for program, package in RUNNERS[runner].packages.items()
-        if found[program] is None
+        if (mpirun() if program == "mpirun" else shutil.which(program)) is None
     ]
     if not (RUNNERS[runner].takes_any_path or SAFE.fullmatch(sys.executable)):
         message = f"{sys.executable} would be passed unquoted to the hosts' shells by DeepSpeed's launcher"

@@ -84,10 +84,12 @@ def run_workers(
                 return ended_early(stopped_by)
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
                 log.write(template.said())  # as the imports of each worker would have done
-        env = {**common, **Secret.new().environment, **(board.environment if board else {})}
+        size = str(world_size)
+        meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {**common, **Secret.new().environment, **(board.environment if board else {}), **meeting}
         try:
             for rank in range(world_size):
-                pool.start(rank, command, {**env, **_own_environment(rank, world_size, port)})
+                pool.start(rank, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             pool.wait()
         finally:
             pool.kill()
@@ -125,17 +127,6 @@ def common_environment(world_size: int, env: Mapping[str, str] | None = None) ->
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
     limit_spinning(common)  # a program that imports llmtrain has not done so
     return common
-
-
-def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def _settle(

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
@@ -230,32 +230,33 @@ def _container(options: SlurmOptions, folder: Path) -> str:
 
 def committed() -> dict[str, str]:
     """Returns the scripts of `slurm/` by file name. They train any recipe, given as arguments."""
-    own = ["job-name=llmtrain", "output=%x-%j.log"]
-    several = ["nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "time=24:00:00"]
-    again = [f"signal=B:USR1@{SlurmOptions().warn_s}", "open-mode=append", "requeue"]
+    own = ["--job-name=llmtrain", "--output=%x-%j.log"]
+    several = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00"]
+    alone = ["--nodes=1", "--ntasks=1", "--cpus-per-task=16"]
+    again = [f"--signal=B:USR1@{SlurmOptions().warn_s}", "--open-mode=append", "--requeue"]
     train: dict[str, Any] = {"command": "", "choices": "", "run_dir": "", "srun_options": "", "setup": ()}
     train |= {"program": "python -m llmtrain", "max_requeues": SlurmOptions().max_requeues}
     one: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
     scripts = {
         "train.sbatch": render_template(
-            "train.sbatch.j2", comment=TRAIN, directives=_options([*own, *several, *again]), array=False, **train
+            "train.sbatch.j2", comment=TRAIN, directives=[*own, *several, *again], array=False, **train
         ),
         "train_array.sbatch": render_template(
             "train.sbatch.j2",
             comment=TRAIN_ARRAY,
-            directives=_options([own[0], "output=%x-%A_%a.log", "array=0-2", *several, *again]),
+            directives=[own[0], "--output=%x-%A_%a.log", "--array=0-2", *several, *again],
             array=True,
             **train,
         ),
     }
     for name, comment, shape in (
-        ("prepare_data", PREPARE_DATA, ["nodes=1", "ntasks=1", "cpus-per-task=16", "time=12:00:00"]),
-        ("verify", VERIFY, ["nodes=1", "ntasks=1", "cpus-per-task=16", "gpus-per-node=8", "time=04:00:00"]),
+        ("prepare_data", PREPARE_DATA, ["--time=12:00:00"]),
+        ("verify", VERIFY, ["--gpus-per-node=8", "--time=04:00:00"]),
     ):
         scripts[f"{name}.sbatch"] = render_template(
             "one_node.sbatch.j2",
             comment=comment,
-            directives=_options([f"job-name=llmtrain_{name}", own[1], *shape]),
+            directives=[f"--job-name=llmtrain_{name}", own[1], *alone, *shape],
             subcommand=name.removeprefix("prepare_"),
             **one,
         )
@@ -287,10 +288,6 @@ VERIFY = (
     "",
     "    sbatch slurm/verify.sbatch recipes/NAME.py",
 )
-
-
-def _options(words: Iterable[str]) -> list[str]:
-    return [f"--{word}" for word in words]
 
 
 def submit(script: str) -> str:
