@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 def print_lines(tool: Tool, request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and the command line of each node to standard output."""
-    from rich.console import Console
-
     from llmtrain.launch.tools import check_tool, lines_of
     from llmtrain.run_dir import RunDir
 
@@ -30,7 +28,7 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     folder = request.folder(declared).path.absolute()
     plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
     check_tool(tool, plan)
-    print_plan(plan, Console(stderr=True))
+    print_plan(plan)
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
     named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
     planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
@@ -71,8 +69,6 @@ def run_small(request: TrainRequest) -> None:
 
 def enqueue(request: TrainRequest) -> None:
     """Runs all checks that are possible before the job starts, then prints its script or submits it."""
-    from rich.console import Console
-
     from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
     from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, following, parse_site, render_job, submit
@@ -94,7 +90,7 @@ def enqueue(request: TrainRequest) -> None:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)
         check_resume(plan, folder, resume, is_local=False)
-        print_plan(plan, Console(stderr=True))
+        print_plan(plan)
     job = SlurmJob(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
     script = render_job(job)
     if request.dry_run:
@@ -105,8 +101,6 @@ def enqueue(request: TrainRequest) -> None:
 
 def print_manifest(request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and its manifest to standard output."""
-    from rich.console import Console
-
     from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
     from llmtrain.launch.jobs.slurm import parse_site
 
@@ -120,7 +114,7 @@ def print_manifest(request: TrainRequest) -> None:
     # The recipe's path is kept as given: it is a path inside the image.
     script = (*request.script(request.path), "--run-dir", str(run_dir))
     manifest = render_manifest(declared.name, cluster, script, run_dir, options)
-    print_plan(plan, Console(stderr=True))
+    print_plan(plan)
     print(manifest, end="")
 
 

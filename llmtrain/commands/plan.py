@@ -82,11 +82,13 @@ def print_as_is(console: Console, lines: Iterable[str]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints model, layout, memory, predicted time and notes."""
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints model, layout, memory, predicted time and notes, by default to standard error."""
+    from rich.console import Console
+
     from llmtrain.predict import memory_of
 
-    print_as_is(console, library.Planned(plan, memory_of(plan)).lines())
+    print_as_is(console or Console(stderr=True), library.Planned(plan, memory_of(plan)).lines())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,23 +206,19 @@ def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, plan
     """
     nodes, each = plan.cluster.nodes, plan.cluster.devices_per_node
     head, node = '"${HEAD:?the first node}"', '"${NODE:?0 on the first node, 1 on the next}"'
+    said = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
+    where = [said] if nodes > 1 else []
     if tool == "torchrun":
         alone = f"torchrun --standalone --nproc-per-node {each}"
         place = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
         several = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {place}"
-        return [*_where(nodes), f"{several if nodes > 1 else alone} {shlex.join(script)}"]
+        return [*where, f"{several if nodes > 1 else alone} {shlex.join(script)}"]
     write = shlex.join(["llmtrain", *planned, "--write", str(folder)])
     place = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
     configuration = shlex.quote(str(folder / "accelerate.yaml"))
     return [
         "# once",
         write,
-        *_where(nodes),
+        *where,
         f"accelerate launch --config_file {configuration}{place} {shlex.join(script)}",
     ]
-
-
-def _where(nodes: int) -> list[str]:
-    """Returns a comment that says where to run the command."""
-    where = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
-    return [where] if nodes > 1 else []
