@@ -45,7 +45,7 @@ def report_runs(request: ReportRequest) -> None:
     if request.port and not request.serve:
         raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
     runs = request.runs
-    if twice := {str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1}:
+    if twice := dict.fromkeys(str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1):
         raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
     if request.serve:
         _serve(request)

@@ -52,8 +52,8 @@ class Agent:
         self._reply(time=time.time())
 
     def do_addresses(self) -> None:
-        """Replies with addresses of this host that others may reach, as `hostname -I` lists them."""
-        self._reply(addresses=addresses())
+        """Replies with addresses of this host that others may reach, IPv4 first."""
+        self._reply(addresses=interfaces.addresses())
 
     def do_look(self, run_root: str, master: str | None, devices: list[int]) -> None:
         """Runs all checks."""
@@ -114,13 +114,6 @@ class Agent:
             print(json.dumps(fields), file=self._replies, flush=True)
 
 
-def addresses() -> list[str]:
-    """Returns the addresses of interfaces that are up, without link-local ones; IPv4 first."""
-    usable = [one for one in interfaces.interfaces() if one.is_usable]
-    found = [address for one in usable for address in one.addresses if not interfaces.is_link_local(address)]
-    return sorted(found, key=lambda address: ":" in address)
-
-
 def host_facts(scene: Scene) -> dict[str, Any]:
     """Returns what is compared between hosts."""
     from llmtrain.doctor.devices import seen_by_torch
@@ -130,7 +123,7 @@ def host_facts(scene: Scene) -> dict[str, Any]:
         "host": own["host"],
         "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},
         "devices": seen_by_torch()[0],
-        "addresses": addresses(),
+        "addresses": interfaces.addresses(),
         "run_root": str(scene.run_root),
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmtrain.doctor.finding import CheckResult, Scene, caution, fault, ok, size
 from llmtrain.launch.disks import existing
+from llmtrain.system.untrusted import expanded
 
 LEAST_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
@@ -113,7 +114,7 @@ def write_refusal(folder: Path) -> str:
 
 
 def _judge(what: str, folder: Path, fix: str) -> CheckResult:
-    check, there = f"storage.{what.replace(' ', '_')}", existing(folder.expanduser())
+    check, there = f"storage.{what.replace(' ', '_')}", existing(expanded(str(folder)))
     if not there.is_dir():
         return fault(check, f"{what}: {folder} is below a file, {there}", fix)
     refusal = write_refusal(there)

@@ -124,7 +124,7 @@ def _look(patient: _Patient, master: str | None) -> None:
 
 
 def _master(patients: list[_Patient]) -> str | None:
-    """Returns the address that DeepSpeed's launcher uses for rank 0: the first of `hostname -I` on the first host."""
+    """Returns the address of rank 0 under DeepSpeed's launcher: the first of the first host."""
     if not patients:
         return None
     try:

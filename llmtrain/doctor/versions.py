@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok
-from llmtrain.launch.disks import has_libaio
+from llmtrain.launch.disks import compiler_of, has_libaio
 from llmtrain.system.host import installed_version
+from llmtrain.system.untrusted import expanded
 
 LEADING = ("torch", "deepspeed", "transformers", "accelerate", "datasets")
 """The packages that are always listed; the others only if something is wrong."""
@@ -148,7 +149,7 @@ LAUNCHERS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "
 
 def compilers(scene: Scene) -> Iterator[CheckResult]:
     """Checks the programs that compile DeepSpeed's operators and torch.compile's code."""
-    compiler = shlex.split(scene.env.get("CXX", "c++"))[0]
+    compiler = compiler_of(scene.env)
     lines = []
     for name, program, arguments, fix in (
         ("C++ compiler", compiler, ("--version",), "apt install g++, or dnf install gcc-c++"),
@@ -212,5 +213,5 @@ def launchers(scene: Scene) -> Iterator[CheckResult]:
 def extensions_root(scene: Scene) -> Path:
     """Returns the folder in which torch stores what it has compiled (`torch.utils.cpp_extension`)."""
     named = scene.env.get("TORCH_EXTENSIONS_DIR")
-    caches = Path(scene.env.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    caches = expanded(scene.env.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(named) if named else caches / "torch_extensions"

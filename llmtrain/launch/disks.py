@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,11 +47,19 @@ def _lacking() -> Iterator[tuple[str, str]]:
     """Yields the missing programs and libraries that the operator is compiled with, and how to install them."""
     if not shutil.which("ninja"):
         yield "ninja, which torch compiles with, is not on the PATH", "pip install ninja"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    compiler = compiler_of(os.environ)
     if not shutil.which(compiler):
         yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
     if not has_libaio():
         yield "libaio, which DeepSpeed reads and writes disks with, is not found", LIBAIO
+
+
+def compiler_of(environ: Mapping[str, str]) -> str:
+    """Returns the program of `CXX`, without its arguments, or c++. It may be any text, also an empty one."""
+    command = environ.get("CXX", "c++")
+    with suppress(ValueError, IndexError):  # an unbalanced quote, or nothing
+        return shlex.split(command)[0]
+    return command
 
 
 def has_disk_operator() -> bool:
@@ -64,11 +73,11 @@ def has_libaio() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "aio.c"
         source.write_text(PROGRAM)
-        flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
-        command = [*shlex.split(compiler), *flags[0], str(source), "-o", f"{folder}/aio", *flags[1], "-laio"]
         try:
+            flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+            command = [*shlex.split(compiler), *flags[0], str(source), "-o", f"{folder}/aio", *flags[1], "-laio"]
             return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
-        except (OSError, subprocess.TimeoutExpired):
+        except (OSError, ValueError, subprocess.TimeoutExpired):  # such as an unbalanced quote
             return False
 
 

@@ -14,15 +14,16 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmtrain.launch.place.interfaces import addresses
 from llmtrain.launch.place.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
+from llmtrain.system.host import process_fields
 from llmtrain.system.stops import STOPS
 
 END_S = 5.0
@@ -94,9 +95,8 @@ def version_facts(recipe: Path) -> dict[str, Any]:
 
 
 def _meeting() -> dict[str, Any]:
-    """Returns a rendezvous on this host: its addresses, as `hostname -I` lists them, and a free port."""
-    said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
-    return {"addresses": said.split(), "port": _free_port()}
+    """Returns a rendezvous on this host: its addresses and a free port."""
+    return {"addresses": addresses(), "port": _free_port()}
 
 
 def _free_port() -> int:
@@ -136,7 +136,7 @@ def _workers(folder: Path, node: int) -> list[int]:
     for file in folder.glob(f"{node}.*.pid"):
         with suppress(OSError, ValueError, IndexError):
             pid, started = file.read_text().split()
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            stat = process_fields(int(pid))
             if stat[19] == started and stat[0] not in "ZX":
                 found.append(int(pid))
     return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from llmtrain.errors import Problem, WorkerError
 from llmtrain.recipe import WatchdogConfig
+from llmtrain.system.host import process_fields
 
 RULE = "worker.hang"
 HALTED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger"}
@@ -23,7 +23,7 @@ ALLOWED_S = WatchdogConfig().min_seconds
 def process_state(pid: int) -> str:
     """Returns the state of a process as a letter of `/proc/PID/stat`, or an empty string if it has ended."""
     with suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = process_fields(pid)[0]
         return "" if state in "ZX" else state
     return ""
 

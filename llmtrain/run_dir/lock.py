@@ -34,6 +34,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmtrain.errors import Exit, Problem, RecipeError
+from llmtrain.system.host import process_fields
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json
 
 BEAT_S = 10.0
@@ -287,7 +288,7 @@ def _exists(pid: int) -> bool:
 def _start_of(pid: int) -> int | None:
     """Returns the start time of a process, `ENDED` if it has ended but was not reaped, or None if it is unknown."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = process_fields(pid)
     except OSError:
         return None
     return ENDED if fields[0] in "ZX" else int(fields[19])

@@ -159,6 +159,14 @@ def most_cores_of_others(cores: int) -> float:
     return max(BUSY_CORES, BUSY_SHARE * cores)
 
 
+def process_fields(pid: int) -> list[str]:
+    """Returns the fields of `/proc/PID/stat` from the state on. Before it is the name, which may be any bytes.
+
+    Raises OSError if there is no such process.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def busy(others: float, cores: int) -> str:
     """Describes the load by others for people."""
     return f"others use {others:.2f} of {cores} cores"

@@ -35,6 +35,16 @@ def without_libaio(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "false")
 
 
+@pytest.mark.parametrize(
+    ("value", "program"), [("g++ -m64", "g++"), ("'my compiler' -g", "my compiler"), ("g++ '", "g++ '"), ("", "")]
+)
+def test_a_compiler_may_be_named_by_any_text(value, program, monkeypatch):
+    assert disks.compiler_of({"CXX": value}) == program
+    assert disks.compiler_of({}) == "c++"
+    monkeypatch.setenv("CFLAGS", value)
+    disks.has_libaio()
+
+
 def test_missing_libaio_is_reported_with_what_to_install(without_libaio, tmp_path):
     with pytest.raises(MachineError) as error:
         check_disks(_plan(tmp_path / "states"))

@@ -175,6 +175,13 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
     return None
 
 
+def addresses() -> list[str]:
+    """Returns the addresses at which other hosts may reach this one, without link-local ones; IPv4 first."""
+    usable = [one for one in interfaces() if one.is_usable]
+    found = [address for one in usable for address in one.addresses if not is_link_local(address)]
+    return sorted(found, key=lambda address: ":" in address)
+
+
 def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:
     """Returns NCCL's default choice of interfaces: `ib*`, else all but docker's and the loopback, else docker's."""
     usable = [one for one in known if one.is_usable]
