@@ -82,6 +82,10 @@ class Shard:
         return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
 
 
+WIDTH, TOKENS = Shard(-1), Shard(1)
+"""Slices of an activation: of its width, and of its sequence."""
+
+
 def shard_of(tensor: Tensor) -> Shard | None:
     """Returns how a parameter is sliced; None for whole parameters and for buffers."""
     shard: Shard | None = getattr(tensor, "tensor_shard", None)
@@ -106,76 +110,63 @@ def _same(value: Tensor) -> Tensor:
     return value.view_as(value)
 
 
+def _exchanged(value: Tensor, forth: Forward, back: Forward) -> Tensor:
+    result: Tensor = _Exchange.apply(value, forth, back)  # type: ignore[no-untyped-call]
+    return result
+
+
 def copy(value: Tensor, ranks: Ranks) -> Tensor:
     """Passes a whole activation into split modules; the backward pass sums the ranks' partial gradients."""
-    result: Tensor = _Exchange.apply(value, _same, ranks.sum)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, _same, ranks.sum)
 
 
 def reduce(value: Tensor, ranks: Ranks) -> Tensor:
     """Sums the partial results of all ranks into a whole activation."""
-    result: Tensor = _Exchange.apply(value, ranks.sum, _same)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, ranks.sum, _same)
 
 
 def gather_slices(value: Tensor, ranks: Ranks) -> Tensor:
     """Joins slices of the last dimension into a whole activation."""
-    result: Tensor = _Exchange.apply(value, *_joining(ranks))  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, *_joining(WIDTH, ranks))
 
 
 def scatter(value: Tensor, ranks: Ranks) -> Tensor:
     """Returns this rank's slice, along the last dimension, of a whole activation."""
-    result: Tensor = _Exchange.apply(value, *reversed(_joining(ranks)))  # type: ignore[no-untyped-call]
-    return result
-
-
-def _joining(ranks: Ranks) -> tuple[Forward, Forward]:
-    last = Shard(-1)
-    return lambda value: last.whole(ranks.gather(value)), lambda value: last.part(value, ranks.rank, ranks.size)
-
-
-def gather_tokens(value: Tensor, ranks: Ranks) -> Tensor:
-    """Joins slices of a sequence for split modules; the backward pass sums the ranks' partial gradients of a slice."""
-    result: Tensor = _Exchange.apply(value, *_of_tokens(ranks)[:2])  # type: ignore[no-untyped-call]
-    return result
-
-
-def reduce_tokens(value: Tensor, ranks: Ranks) -> Tensor:
-    """Sums the partial results of all ranks, each for its slice of the sequence."""
-    join, sum_own, _ = _of_tokens(ranks)
-    result: Tensor = _Exchange.apply(value, sum_own, join)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, *reversed(_joining(WIDTH, ranks)))
 
 
 def join_tokens(value: Tensor, ranks: Ranks) -> Tensor:
     """Joins slices of a sequence into an activation whose gradient is whole on each rank."""
-    join, _, part = _of_tokens(ranks)
-    result: Tensor = _Exchange.apply(value, join, part)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, *_joining(TOKENS, ranks))
 
 
 def part_of_tokens(value: Tensor, ranks: Ranks) -> Tensor:
     """Returns this rank's slice, along the sequence, of a whole activation."""
-    join, _, part = _of_tokens(ranks)
-    result: Tensor = _Exchange.apply(value, part, join)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, *reversed(_joining(TOKENS, ranks)))
 
 
-def _of_tokens(ranks: Ranks) -> tuple[Forward, Forward, Forward]:
-    """Returns how slices of [batch, T, width] are joined, summed over the ranks, and taken."""
-    tokens = Shard(1)
-    return (
-        lambda value: tokens.whole(ranks.gather(value)),
-        lambda value: ranks.sum_own(value.chunk(ranks.size, tokens.dim)),
-        lambda value: tokens.part(value, ranks.rank, ranks.size),
-    )
+def gather_tokens(value: Tensor, ranks: Ranks) -> Tensor:
+    """Joins slices of a sequence for split modules; the backward pass sums the ranks' partial gradients of a slice."""
+    return _exchanged(value, _joining(TOKENS, ranks)[0], _sum_of_tokens(ranks))
+
+
+def reduce_tokens(value: Tensor, ranks: Ranks) -> Tensor:
+    """Sums the partial results of all ranks, each for its slice of the sequence."""
+    return _exchanged(value, _sum_of_tokens(ranks), _joining(TOKENS, ranks)[0])
+
+
+def _joining(shard: Shard, ranks: Ranks) -> tuple[Forward, Forward]:
+    """Returns how slices are joined, and how a rank's slice is taken."""
+    return lambda value: shard.whole(ranks.gather(value)), lambda value: shard.part(value, ranks.rank, ranks.size)
+
+
+def _sum_of_tokens(ranks: Ranks) -> Forward:
+    return lambda value: ranks.sum_own(value.chunk(ranks.size, TOKENS.dim))
 
 
 def share_gradient(value: Tensor, ranks: Ranks) -> Tensor:
     """Returns a whole value. Of its gradient, which is equal on all ranks, each passes on an equal share."""
-    result: Tensor = _Exchange.apply(value, _same, lambda gradient: gradient / ranks.size)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(value, _same, lambda gradient: gradient / ranks.size)
 
 
 def sum_gradient(parameter: Tensor, ranks: Ranks) -> None:

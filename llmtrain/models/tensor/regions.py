@@ -14,7 +14,7 @@ gradients, and the partial results of the experts wait until the block ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,7 +100,9 @@ class Regions:
         tables = model.get_input_embeddings(), model.get_output_embeddings()
         for name, module in model.named_modules():
             if self.has_partial_gradients(name) and not any(module is table for table in tables):
-                self._use(module.parameters(recurse=False))
+                for parameter in module.parameters(recurse=False):
+                    if shard_of(parameter) is None:
+                        sum_gradient(parameter, self._ranks)
             if name in self._gathering:
                 module.register_forward_pre_hook(self._gathered, with_kwargs=True)
             if name in self._of_experts:
@@ -131,11 +133,6 @@ class Regions:
         if getattr(output, "aux_loss", None) is not None:
             output.aux_loss = share_gradient(output.aux_loss, self._ranks)
         return output
-
-    def _use(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if shard_of(parameter) is None:
-                sum_gradient(parameter, self._ranks)
 
 
 def _part_of(name: str) -> str:

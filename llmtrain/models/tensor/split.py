@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,28 +235,16 @@ def _latent_keys(module: nn.Module, section: SplitSection, config: PreTrainedCon
     module.forward = run
 
 
-def _nothing(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-    """Does nothing, because the module computes the same on every rank."""
-
-
 def _whole(dimensions: int) -> None:
     return None
 
 
-def _by_output(dimensions: int) -> Shard:
-    return Shard(max(dimensions - 2, 0))  # [output, input], [experts, output, input] or a bias
+def _by_output(dimensions: int, blocks: int = 1) -> Shard:
+    return Shard(max(dimensions - 2, 0), blocks)  # [output, input], [experts, output, input] or a bias
 
 
-def _by_input(dimensions: int) -> Shard | None:
-    return Shard(dimensions - 1) if dimensions > 1 else None
-
-
-def _pairs_by_output(dimensions: int) -> Shard:
-    return Shard(max(dimensions - 2, 0), blocks=2)
-
-
-def _pairs_by_input(dimensions: int) -> Shard | None:
-    return Shard(dimensions - 1, blocks=2) if dimensions > 1 else None
+def _by_input(dimensions: int, blocks: int = 1) -> Shard | None:
+    return Shard(dimensions - 1, blocks) if dimensions > 1 else None
 
 
 _GATHERED = Style(_by_output, _column_gathered, alone=True)
@@ -267,14 +256,14 @@ STYLES: Mapping[str, Style] = {
     "rowwise": Style(_by_input, _wrapping(_row)),
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
-    "packed_colwise": Style(_pairs_by_output, _column),
-    "packed_rowwise": Style(_pairs_by_input, _wrapping(_row)),
+    "packed_colwise": Style(partial(_by_output, blocks=2), _column),
+    "packed_rowwise": Style(partial(_by_input, blocks=2), _wrapping(_row)),
     "embedding_rowwise": Style(lambda _: Shard(0), _wrapping(_table_of_rows), alone=True),
     "embedding_colwise": Style(lambda _: Shard(1), _wrapping(_table_of_columns), alone=True),
     EXPERTS: Style(_whole, _wrapping(_experts)),
     "replicated_with_grad_allreduce": Style(_whole, _sum_gradients),
     "mla_kv_a_proj": Style(_whole, _latent_keys),
-    "replicate": Style(_whole, _nothing),
+    "replicate": Style(_whole, lambda *_: None),  # computes the same on every rank
 }
 """The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here."""
 
