@@ -21,9 +21,9 @@ from llmtrain.models import adapter, nf4
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
-from llmtrain.models.proof.cut import build_stage, check_cut
+from llmtrain.models.proof.cut import check_cut
 from llmtrain.models.proof.slices_check import check_slices
-from llmtrain.models.stages import Cut, Stage, allocate
+from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.exchanges import Ranks
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
@@ -213,14 +213,13 @@ def stage_builder(
     """
     config, cut, split = find_stages(recipe, stages, tensor, regions)
     trained = adapter.trained_part(recipe, config)
-    attention, bounds = recipe.model.attention_kernel, cut.bounds
 
     def build(index: int, ranks: Ranks | None = None) -> Stage:
         slices = TensorParallel(split, ranks) if ranks else None
         whole = slices.whole if slices else None
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
-        stage = build_stage(config, index, bounds, attention, dtype, home, cut, slices)
+        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, slices)
         if recipe.model.pretrained is None:
             draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
@@ -247,8 +246,7 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
     config, cut, _ = find_stages(recipe, stages)
     meta = torch.device("meta")
     built = (
-        build_stage(config, index, cut.bounds, recipe.model.attention_kernel, torch.float32, meta, cut)
-        for index in range(stages)
+        build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)
     )
     return [sorted(stage.hf_names().values()) for stage in built]
 

@@ -308,7 +308,7 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
     return child if isinstance(child, PreTrainedModel) else model
 
 
-def build_with_cut(
+def build_stage(
     config: PreTrainedConfig,
     index: int,
     cut: Cut,
@@ -317,9 +317,10 @@ def build_with_cut(
     device: torch.device,
     tensor: TensorParallel | None = None,
 ) -> Stage:
-    """Builds a stage of a known cut, with its parameters allocated but not initialized.
+    """Builds a stage of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
-    With `tensor`, only this rank's slices are allocated.
+    `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. tensor: if
+    given, only this rank's slices are allocated, and `draw_all_weights` needs `tensor.whole`.
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)

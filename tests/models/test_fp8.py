@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import precision
-from llmtrain.models.proof.cut import build_stage, check_cut
+from llmtrain.models.proof.cut import check_cut
 from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import build_stage
 from llmtrain.plan.stages import StageBounds
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def test_a_model_stays_near_bf16(emulated, kind):
 def test_only_the_layers_of_a_stage_are_converted(emulated):
     config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
-    stage = build_stage(config, 1, bounds, "eager", torch.bfloat16, CPU, cut)
+    stage = build_stage(config, 1, cut, "eager", torch.bfloat16, CPU)
     names = stage.hf_names()
     precision.use_fp8(stage.model, "tensorwise")
     assert len(_converted(stage)) == 7

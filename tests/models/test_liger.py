@@ -14,8 +14,9 @@ from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
 from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import build_stage, check_cut, reference
+from llmtrain.models.proof.cut import check_cut, reference
 from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import build_stage
 from llmtrain.plan.stages import StageBounds
 from tests.helpers import triton_on_cpu
 from tests.helpers.harness import run_ranks
@@ -177,7 +178,7 @@ def test_only_the_layers_of_a_stage_are_replaced():
     inputs = torch.arange(12)[None] % 90, torch.arange(12)[None]
 
     def chain(changed: bool) -> torch.Tensor:
-        stages = [build_stage(config, index, bounds, "eager", torch.float32, CPU, cut) for index in (0, 1)]
+        stages = [build_stage(config, index, cut, "eager", torch.float32, CPU) for index in (0, 1)]
         states: tuple[torch.Tensor, ...] = inputs
         for stage in stages:
             draw_all_weights(stage.model, 0)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import IGNORE, ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.proof.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
+from llmtrain.models.proof.cut import build_chain, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
-from llmtrain.models.stages import StageEntry
+from llmtrain.models.stages import StageEntry, build_stage
 from llmtrain.plan.stages import StageBounds, balance
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights
     weights = dict(whole.named_parameters())
     held = []
     for index in range(2):
-        stage = build_stage(config, index, HALVES, "eager", torch.float32, CPU, cut)
+        stage = build_stage(config, index, cut, "eager", torch.float32, CPU)
         draw_all_weights(stage.model, 7)
         stage.model.tie_weights()
         names = stage.hf_names()
@@ -191,7 +191,8 @@ def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights
 
 
 def test_a_stage_takes_no_memory_for_other_stages():
-    stage = build_stage(families.tiny_config("llama"), 0, HALVES, "eager", torch.bfloat16, CPU)
+    config = families.tiny_config("llama")
+    stage = build_stage(config, 0, check_cut(config, HALVES), "eager", torch.bfloat16, CPU)
     layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 96 + 2 * 64
     assert sum(p.numel() for p in stage.parameters()) == 99 * 64 + 2 * layer
     assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
@@ -200,7 +201,7 @@ def test_a_stage_takes_no_memory_for_other_stages():
 
 def test_rotary_frequencies_are_those_of_the_whole_model():
     config = families.tiny_config("llama")
-    stage = build_stage(config, 1, HALVES, "eager", torch.bfloat16, CPU)
+    stage = build_stage(config, 1, check_cut(config, HALVES), "eager", torch.bfloat16, CPU)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert torch.equal(stage.model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
 

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.stages import Cut, Stage, build_with_cut, cannot_cut, decoder_layers
-from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.stages import Cut, Stage, build_stage, cannot_cut, decoder_layers
 from llmtrain.plan.stages import StageBounds
 
 TOLERANCE = 1e-5
@@ -30,26 +29,8 @@ kernels that choose a different algorithm for a different memory layout.
 CPU = torch.device("cpu")
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """Exceptions that a family's own code raises if something is not as it expects."""
-
-
-def build_stage(
-    config: PreTrainedConfig,
-    index: int,
-    bounds: Sequence[StageBounds],
-    attention: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    cut: Cut | None = None,
-    tensor: TensorParallel | None = None,
-) -> Stage:
-    """Builds stage `index` of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
-
-    `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the
-    result of an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks;
-    `draw_all_weights` then needs `tensor.whole`. Raises FamilyError.
-    """
-    cut = cut or check_cut(config, bounds, attention)
-    return build_with_cut(config, index, cut, attention, dtype, device, tensor)
+COPY_ERRORS = (*MODEL_ERRORS, StrictDataclassError)
+"""The same, and what a configuration class raises for fields that are inconsistent."""
 
 
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
@@ -129,7 +110,7 @@ def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]
     weights = dict(whole.named_parameters())
     stages = []
     for index in range(len(cut.bounds)):
-        stage = build_with_cut(whole.config, index, cut, attention, torch.float32, CPU).train(whole.training)
+        stage = build_stage(whole.config, index, cut, attention, torch.float32, CPU).train(whole.training)
         with torch.no_grad():
             for own, name in stage.hf_names().items():
                 stage.get_parameter(own).copy_(weights[name])
