@@ -27,7 +27,7 @@ from llmtrain.checkpoint.folder import check_new, new_folder
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
 from llmtrain.models.build import configuration_of
-from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.hub_names import Outgoing, aliases, empty_model, few_of
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 """Tensors that the file of an adapter has for each linear layer; the last one only with DoRA."""
 Into = Literal["trained", "full"]
-MOST = 5
-"""Largest number of names that an error message lists."""
 
 
 def merge_checkpoint(
@@ -218,7 +216,6 @@ class Merged:
             (tied, "changes one of two weights that its base ties to each other, and would change both"),
         ):
             if names:
-                shown = ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
-                problems.append(Problem("merge.weights", str(self._folder), f"{message}: {shown}"))
+                problems.append(Problem("merge.weights", str(self._folder), f"{message}: {few_of(names)}"))
         if problems:
             raise CheckpointError(problems)

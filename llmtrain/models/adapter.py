@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import nf4
-from llmtrain.models.hub_names import aliases, empty_model
+from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_choosers, target_loss_sum
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
@@ -49,8 +49,6 @@ FILE_PREFIX = "base_model.model."
 """Prefix of the names of all weights in the file of an adapter."""
 DORA = "lora_magnitude_vector"
 """The vector of DoRA, which is a parameter in PEFT's files, and a module with one in its models."""
-MOST = 5
-"""Largest number of names that an error message lists."""
 CHANGES_MORE = (
     *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
     *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
@@ -150,11 +148,10 @@ def apply_adapter(
         parameter.requires_grad_(is_trained and parameter.requires_grad)
     if trained.config is None:
         return
-    own = [name for name in trained.modules if _has(model, name)]
-    if own:
+    if own := _present(model, trained):
         _inject(model, trained.config, own)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
-    _fill(model, trained, recipe.train.seed, gather, values, names or {})
+    _fill(model, recipe.train.seed, gather, values, names or {})
 
 
 def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
@@ -254,13 +251,13 @@ def _adapted_modules(
     if unmatched := [one for one, modules in asked.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
-        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {_some(layers)}"))
+        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {few_of(layers)}"))
     if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
-        message = f"{_some(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
+        message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
         fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
         problems.append(Problem("adapter.linear", field, message, fix))
     if heads := [name for name in found if name in ends]:
-        message = f"{_some(heads)} is the head, whose weight the chunked loss reads directly"
+        message = f"{few_of(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
     return tuple(found), problems
@@ -277,7 +274,7 @@ def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple
     groups = aliases(whole)
     tied = [name for name in found if any(len(groups[own]) > 1 for own in _weights(whole, name))]
     if tied:
-        message = f"{_some(tied)} is tied to another module, which PEFT would leave behind when it loads the adapter"
+        message = f"{few_of(tied)} is tied to another module, which PEFT would leave behind when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
@@ -298,9 +295,8 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         tiny_config = shrink_configuration(config)
         with torch.random.fork_rng(devices=[]):
             tiny = reference(tiny_config, "eager").train()
-            own = [name for name in trained.modules if _has(tiny, name)]
             assert trained.config is not None
-            _inject(tiny, trained.config, own)
+            _inject(tiny, trained.config, _present(tiny, trained))
             tokens, positions = packed_input(tiny_config)
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
             outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
@@ -311,7 +307,7 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         raise RecipeError(Problem("adapter.family", "model.adapter.targets", message, fix)) from error
     idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
-        message = f"the loss of {config.model_type} does not depend on an adapter of {_some(idle)}"
+        message = f"the loss of {config.model_type} does not depend on an adapter of {few_of(idle)}"
         fix = "name the other linear layers in model.adapter.targets"
         raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
 
@@ -334,7 +330,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         peft.inject_adapter_in_model(own, model, ADAPTER)
     # In some mixtures of experts PEFT takes the names of other layers for those of experts.
     if others := {name for name, _ in adapters(model)} ^ set(names):
-        raise ValueError(f"PEFT adapts other modules than requested; they differ in {_some(sorted(others))}")
+        raise ValueError(f"PEFT adapts other modules than requested; they differ in {few_of(sorted(others))}")
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):
@@ -349,7 +345,6 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
 @torch.no_grad()
 def _fill(
     model: PreTrainedModel,
-    trained: Trained,
     seed: int,
     gather: Gather | None,
     values: Mapping[str, Tensor] | None,
@@ -371,7 +366,7 @@ def _fill(
     if values is not None and names == {}:
         known = {weight_name(name) for name, one in model.named_parameters() if one.requires_grad}
         if extra := sorted(values.keys() - known):
-            message = f"contains weights that the model does not have: {_some(extra)}"
+            message = f"contains weights that the model does not have: {few_of(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
 
 
@@ -431,19 +426,11 @@ def _unreadable(adapter: LoraConfig, error: Exception) -> RecipeError:
     return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, "name a folder of PEFT's"))
 
 
-def _has(model: nn.Module, name: str) -> bool:
-    """Returns whether a part of a model holds a linear layer."""
-    parent: Any = model
-    for part in name.split("."):
-        parent = parent._modules.get(part)
-        if parent is None:
-            return False
-    return isinstance(parent, nn.Linear | Conv1D)
+def _present(model: nn.Module, trained: Trained) -> list[str]:
+    """Returns the names of the linear layers with an adapter that a part of the whole model holds."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [name for name in trained.modules if isinstance(modules.get(name), nn.Linear | Conv1D)]
 
 
 def _type(model: PreTrainedModel) -> str:
     return str(model.config.model_type)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")

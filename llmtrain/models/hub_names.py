@@ -29,6 +29,8 @@ from llmtrain.overrides.torch import persistent_buffers
 
 Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
+MOST = 5
+"""Largest number of names that an error message lists."""
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -49,6 +51,11 @@ def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() for name in group} | {
         name: (name,) for name in persistent_buffers(model)
     }
+
+
+def few_of(names: list[str]) -> str:
+    """Returns the first few of some names, for an error message."""
+    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
 
 
 class Outgoing:

@@ -13,16 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, reason
-from llmtrain.models.hub_names import Incoming, aliases, empty_model
+from llmtrain.models.hub_names import Incoming, aliases, empty_model, few_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MOST = 5
-"""Largest number of weights that an error message lists."""
-
 
 ROWS_AT_ONCE = 4096
 """Rows of a table that are held in fp64 to compute their mean."""
@@ -31,9 +28,7 @@ ROWS_AT_ONCE = 4096
 class Pretrained:
     """The weights of a folder. Only one, or the few that belong together, are in memory at a time."""
 
-    def __init__(
-        self, incoming: Incoming, files: dict[str, Path], tables: frozenset[str] = frozenset(), kept_rows: int = 0
-    ) -> None:
+    def __init__(self, incoming: Incoming, files: dict[str, Path], tables: frozenset[str], kept_rows: int) -> None:
         """tables: names of the weights with a row for each token, if new ones are needed; kept_rows: as in `grow`."""
         self._incoming = incoming
         self._files = files
@@ -90,7 +85,7 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     own = {name: group for name, group in aliases(model).items() if name == group[0]}
     problems = []
     if missing := [name for name in own if not incoming.has(name)]:
-        message = f"{source.pretrained} lacks {len(missing)} of {len(own)} weights of the model: {_some(missing)}"
+        message = f"{source.pretrained} lacks {len(missing)} of {len(own)} weights of the model: {few_of(missing)}"
         fix = "use a folder that contains them; model.config must not add weights"
         problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -162,7 +157,7 @@ def _files(source: ModelConfig) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}
         if gone := sorted({file.name for file in files.values() if not file.is_file()}):
-            message = f"{folder} lacks {len(gone)} of the files that its index names: {_some(gone)}"
+            message = f"{folder} lacks {len(gone)} of the files that its index names: {few_of(gone)}"
             raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "complete the folder"))
         return files
     found = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
@@ -197,7 +192,3 @@ def _heads(file: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         message = f"{file} cannot be read: {error}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
