@@ -21,7 +21,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -31,7 +30,7 @@ from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_choosers, target_loss_sum
-from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
+from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
@@ -301,7 +300,7 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
             outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
             gradients = torch.autograd.grad(loss, list(outer.values()), allow_unused=True)
-    except (*MODEL_ERRORS, StrictDataclassError) as error:
+    except COPY_ERRORS as error:
         message = f"no adapter can be added to a tiny copy of {config.model_type} ({type(error).__name__}: {error})"
         fix = "name other targets, such as those of attention"
         raise RecipeError(Problem("adapter.family", "model.adapter.targets", message, fix)) from error

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -32,8 +31,8 @@ from transformers.utils import ModelOutput
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import MODEL_ERRORS, reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.proof.cut import COPY_ERRORS, reference
+from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
 from llmtrain.models.stages import backbone
 
 
@@ -41,8 +40,6 @@ class NoChunksError(Exception):
     """The family's forward cannot be separated into backbone and head."""
 
 
-LAYERS = 4
-"""Layers of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 ALL = 2**31
 """A chunk size that puts all tokens into one chunk."""
 TOLERANCE = 1e-5
@@ -235,7 +232,7 @@ def check_chunks(config: PreTrainedConfig) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink_configuration(config, LAYERS))
-    except (*MODEL_ERRORS, NoChunksError, StrictDataclassError) as error:
+    except (*COPY_ERRORS, NoChunksError) as error:
         raise _refused(config, f" ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise _refused(config, f": losses or gradients deviate by {deviation:.0e}")
@@ -248,7 +245,7 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 def _deviation(config: PreTrainedConfig) -> float:
     model = reference(config, "eager")
-    comparison = Comparison(model, config)
+    comparison = Comparison(model)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False)
     worst = 0.0
     for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ALL)):

@@ -11,16 +11,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.chunked import LAYERS, ChunkedLoss, NoChunksError
+from llmtrain.models.chunked import ChunkedLoss, NoChunksError
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import MODEL_ERRORS, reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.proof.compare import deviation_of
+from llmtrain.models.proof.cut import COPY_ERRORS
 from llmtrain.overrides.transformers import call_instead
 
 PACKAGES = ("liger_kernel", "triton")
@@ -151,24 +149,12 @@ def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:
 
     Raises RecipeError if they deviate, if Liger does not support the family, or if its kernels cannot run on `device`.
     """
-
-    def deviation(model: PreTrainedModel) -> float:
-        comparison = Comparison(model, model.config)
-        use_blocks(model)
-        return comparison.deviation()
-
-    _check(config, device, "kernels.blocks", "eager", deviation)
+    _check(config, device, "kernels.blocks", "eager", use_blocks)
 
 
 def check_loss(config: PreTrainedConfig, device: torch.device) -> None:
     """Does the same as `check_blocks` for the fused loss, which must do all that the family does after its head."""
-
-    def deviation(model: PreTrainedModel) -> float:
-        comparison = Comparison(model, model.config)
-        LigerLoss(model)
-        return comparison.deviation(takes_targets=True)
-
-    _check(config, device, "kernels.loss", "chunked", deviation)
+    _check(config, device, "kernels.loss", "chunked", LigerLoss, takes_targets=True)
 
 
 def _check(
@@ -176,7 +162,8 @@ def _check(
     device: torch.device,
     field: str,
     instead: str,
-    deviation_of: Callable[[PreTrainedModel], float],
+    change: Callable[[PreTrainedModel], object],
+    takes_targets: bool = False,
 ) -> None:
     def refused(why: str) -> RecipeError:
         return RecipeError(Problem("kernels.liger", field, f"liger was given, but {why}", f"--set {field}={instead}"))
@@ -185,9 +172,8 @@ def _check(
         raise refused(f"its kernels cannot run: {why}")
     family = config.model_type
     try:
-        with torch.random.fork_rng(devices=[]):  # initialized on the CPU
-            deviation = deviation_of(reference(shrink_configuration(config, LAYERS), "eager").to(device))
-    except (*MODEL_ERRORS, NoKernelsError, NoChunksError, StrictDataclassError) as error:
+        deviation = deviation_of(change, config, device, takes_targets)
+    except (*COPY_ERRORS, NoKernelsError, NoChunksError) as error:
         raise refused(f"{family} does not run with them ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise refused(f"the loss or gradients of {family} would deviate by {deviation:.0e}")

@@ -165,7 +165,7 @@ def test_results_that_liger_rotates_in_place_are_not_kept():
     triton_on_cpu.complete()
     model = reference(model_configuration(tiny_recipe()), "eager").train()
     use_blocks(model)
-    comparison = Comparison(model, model.config)
+    comparison = Comparison(model)
     assert comparison.deviation() == 0
     use_recomputation(model, tiny_recipe(**AGAIN["selective"]).parallel)
     assert comparison.deviation() > 0.01

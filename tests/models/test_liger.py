@@ -264,7 +264,7 @@ def test_a_kernel_with_deviating_results_is_refused(monkeypatch):
 def test_a_nan_gradient_deviates():
     config = shrink_configuration(AutoConfig.for_model("llama"), 2)
     model = reference(config, "eager")
-    comparison = Comparison(model, config)
+    comparison = Comparison(model)
     assert comparison.deviation() == 0
     model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     assert comparison.deviation() == float("inf")

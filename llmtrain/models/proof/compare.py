@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.cut import packed_input
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A loss and the gradients of all trainable parameters, in their order."""
-
-    loss: Tensor
-    """Sum of the cross-entropies plus the auxiliary loss of a router."""
-    gradients: list[Tensor | None]
-    """None for a parameter that the loss does not depend on."""
+from llmtrain.models.proof.cut import CPU, packed_input, reference
+from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
 
 
 class Comparison:
@@ -29,10 +20,10 @@ class Comparison:
     The constructor computes the reference results, to which later ones are compared.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         device = next(model.parameters()).device
-        self._tokens, self._positions = (one.to(device) for one in packed_input(config))
+        self._tokens, self._positions = (one.to(device) for one in packed_input(model.config))
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._expected = self._compute(takes_targets=False)
 
@@ -42,17 +33,18 @@ class Comparison:
         Deviations of gradients are relative to the largest gradient. The result is infinite if a gradient is missing
         or a value is not finite. takes_targets: whether the model computes the loss itself (`ChunkedLoss`).
         """
-        found, expected = self._compute(takes_targets), self._expected
-        worst = _larger(0.0, abs(float(found.loss.detach()) / float(expected.loss.detach()) - 1))
-        largest = max(float(one.abs().max()) for one in expected.gradients if one is not None)
-        for one, other in zip(found.gradients, expected.gradients, strict=True):
+        (loss, gradients), (expected_loss, expected) = self._compute(takes_targets), self._expected
+        worst = _larger(0.0, abs(float(loss.detach()) / float(expected_loss.detach()) - 1))
+        largest = max(float(one.abs().max()) for one in expected if one is not None)
+        for one, other in zip(gradients, expected, strict=True):
             if one is not None and other is not None:
                 worst = _larger(worst, float((one - other).abs().max()) / largest)
             elif one is not None or other is not None:
                 return math.inf
         return worst
 
-    def _compute(self, takes_targets: bool) -> Computed:
+    def _compute(self, takes_targets: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the sum of the cross-entropies and of a router's loss, and its gradients: None where it has none."""
         inputs = {"input_ids": self._tokens, "position_ids": self._positions, "use_cache": False}
         if takes_targets:
             output = self._model(**inputs, targets=self._tokens)
@@ -63,7 +55,21 @@ class Comparison:
         auxiliary = getattr(output, "aux_loss", None)
         if auxiliary is not None:
             loss = loss + auxiliary
-        return Computed(loss, list(torch.autograd.grad(loss, self._trained, allow_unused=True)))
+        return loss, list(torch.autograd.grad(loss, self._trained, allow_unused=True))
+
+
+def deviation_of(
+    change: Callable[[PreTrainedModel], object],
+    config: PreTrainedConfig,
+    device: torch.device = CPU,
+    takes_targets: bool = False,
+) -> float:
+    """Returns the deviation of a tiny copy of a model after a change of it, as `Comparison` computes it."""
+    with torch.random.fork_rng(devices=[]):  # initialized on the CPU
+        model = reference(shrink_configuration(config, LAYERS), "eager").to(device)
+        comparison = Comparison(model)
+        change(model)
+        return comparison.deviation(takes_targets)
 
 
 def _larger(one: float, other: float) -> float:

@@ -43,7 +43,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
         raise cannot_cut(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
         tiny = shrink_configuration(config)
-    except (*MODEL_ERRORS, StrictDataclassError) as error:
+    except COPY_ERRORS as error:
         raise cannot_cut(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")

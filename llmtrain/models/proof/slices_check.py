@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
+from llmtrain.models.proof.cut import COPY_ERRORS, MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
 
@@ -75,7 +74,7 @@ def check_slices(
         model.tie_weights()
         split = plan_split(model, degree)
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
-    except (*MODEL_ERRORS, StrictDataclassError) as error:
+    except COPY_ERRORS as error:
         raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
     attention = attention if attention in ("eager", "sdpa") else "eager"
     with torch.random.fork_rng(devices=[]):
@@ -161,9 +160,7 @@ def _outcome(model: PreTrainedModel, inputs: tuple[Tensor, ...], weights: Tensor
     if auxiliary is not None:
         total = total + auxiliary
     parameters = [parameter for _, parameter in _trained(model)]
-    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-    return output.logits.detach(), filled
+    return output.logits.detach(), list(torch.autograd.grad(total, parameters, materialize_grads=True))
 
 
 def _trained(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:

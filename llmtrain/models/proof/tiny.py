@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+LAYERS = 4
+"""Layers of tiny copies: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 VOCABULARY = 99
 
 _SIZES: dict[int, str] = {

@@ -9,20 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
 from llmtrain.models.varlen import VARLEN, takes_bounds
 from llmtrain.overrides.transformers import attention_of
 
-LAYERS = 4
-"""Layers of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 GRADIENT_TOLERANCE = 1e-4
 """Largest allowed deviation of a gradient in fp32, relative to the largest of all. As in the comparison of sequence
 slices, the same terms are summed in a different order."""
@@ -51,18 +48,17 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention)
-    except (*MODEL_ERRORS, StrictDataclassError) as error:
+    except COPY_ERRORS as error:
         raise wrong_attention(config, attention, _describe(error)) from error
     if reason:
         raise wrong_attention(config, attention, reason)
 
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
-    layers: int | None = LAYERS
-    calls = bounds_reach(shrink_configuration(config, layers))
-    if not calls:  # the layers with attention come later
-        layers = None
-        calls = bounds_reach(shrink_configuration(config, layers))
+    for layers in (LAYERS, None):  # the layers with attention may come after the first ones
+        tiny = shrink_configuration(config, layers)
+        if calls := bounds_reach(tiny):
+            break
     if not calls:
         return "its attention is not called through the table of transformers, so documents would not be separated"
     if not all(calls):
@@ -73,7 +69,7 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     model = _model(shrink_configuration(config, layers, **noise), VARLEN)
     with torch.no_grad():
         model.train()(**packed(model.config))  # in training mode, so that attention dropout is detected
-    return varlen_deviation(shrink_configuration(config, layers))
+    return varlen_deviation(tiny)
 
 
 def bounds_reach(config: PreTrainedConfig) -> list[bool]:
@@ -158,12 +154,8 @@ def _forward_and_backward(
     logits = logits_of(model, packed(model.config))
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    found = torch.autograd.grad((logits * weights).sum(), list(trained.values()), allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(one) if gradient is None else gradient
-        for (name, one), gradient in zip(trained.items(), found, strict=True)
-    }
-    return logits.detach(), gradients
+    gradients = torch.autograd.grad((logits * weights).sum(), list(trained.values()), materialize_grads=True)
+    return logits.detach(), dict(zip(trained, gradients, strict=True))
 
 
 def _difference(own: Result, expected: Result) -> str:

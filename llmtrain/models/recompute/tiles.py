@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import MODEL_ERRORS, reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.proof.compare import deviation_of
+from llmtrain.models.proof.cut import COPY_ERRORS
 from llmtrain.models.stages import Placeholder, decoder_layers
 
 NAMES = ("mlp", "feed_forward", "ffn")
@@ -25,7 +23,6 @@ NAMES = ("mlp", "feed_forward", "ffn")
 TOLERANCE = 1e-5
 """Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. Gradients of
 weights are summed over tiles: the order of summation of a few hundred terms differs, by some units of 2⁻²⁴."""
-LAYERS = 4
 
 
 def no_tiles(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -96,12 +93,8 @@ def check_tiles(config: PreTrainedConfig) -> None:
     Raises FamilyError if they deviate, or if the family has no feed-forward part that computes each token alone.
     """
     try:
-        with torch.random.fork_rng(devices=[]):
-            model = reference(shrink_configuration(config, LAYERS), "eager")
-            comparison = Comparison(model, model.config)
-            use_tiles(model, 5)
-            deviation = comparison.deviation()
-    except (*MODEL_ERRORS, StrictDataclassError) as error:
+        deviation = deviation_of(lambda model: use_tiles(model, 5), config)
+    except COPY_ERRORS as error:
         raise no_tiles(config, f"its tiny copy fails ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise no_tiles(config, f"its loss or gradients would deviate by {deviation:.0e}")
