@@ -52,8 +52,9 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
         return pretrained_configuration(model, values)
     except (ValueError, OSError, TypeError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RecipeError(
-            Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {_first_line(error)}")
+            Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {first_line}")
         ) from error
 
 
@@ -276,7 +277,3 @@ def _load_named(
         with gather([weight]) if is_parameter else nullcontext():  # type: ignore[list-item]
             if is_reader or not is_parameter:
                 pretrained.copy_to(name, weight.data)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -158,19 +158,16 @@ class ChunkedLoss:
 
     def _part(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""
-        with self._returning(hidden):
+        base = self._parent.get_submodule(self._name)
+        with self._replaced_by(_Given(base, self._kind(last_hidden_state=hidden))):
             logits = self._whole(input_ids=torch.zeros_like(targets), use_cache=False).logits
         return self.loss_of(logits, targets)
 
     @contextmanager
-    def _returning(self, hidden: Tensor) -> Iterator[None]:
-        """Replaces the backbone inside the context by a module that returns `hidden`.
-
-        The backbone itself is not called, so its hooks do not run.
-        """
+    def _replaced_by(self, module: nn.Module) -> Iterator[None]:
+        """Replaces the backbone inside the context, in which it is not called, so its hooks do not run."""
         modules = self._parent._modules
-        base = self._parent.get_submodule(self._name)
-        modules[self._name] = _Given(base, self._kind(last_hidden_state=hidden))
+        base, modules[self._name] = modules[self._name], module
         try:
             yield
         finally:
@@ -178,12 +175,8 @@ class ChunkedLoss:
 
     def _head(self) -> list[nn.Parameter]:
         """Returns the trainable parameters outside the backbone, including an embedding that is tied to the head."""
-        modules = self._parent._modules
-        base, modules[self._name] = modules[self._name], nn.Module()
-        try:
+        with self._replaced_by(nn.Module()):
             return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        finally:
-            modules[self._name] = base
 
 
 class _Fused(torch.autograd.Function):

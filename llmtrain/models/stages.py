@@ -106,8 +106,7 @@ class AbsentModule(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.is_table = isinstance(module, nn.Embedding)
-        width = getattr(module, "embedding_dim", None) if self.is_table else getattr(module, "out_features", None)
-        self.width: int | None = width
+        self.width: int | None = getattr(module, "embedding_dim" if self.is_table else "out_features", None)
         # Some forwards read the dtype and the device of a module's weight.
         dtype = next(module.parameters()).dtype
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)

@@ -162,11 +162,8 @@ def _by_kernel(
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
     query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))
-    output: Tensor
-    if isinstance(longest, Tensor):
-        output, _ = in_graph(query, key, value, bounds, longest, scale, window)
-    else:
-        output, _ = _kernel(query, key, value, bounds, longest, scale, window)
+    run: Callable[..., tuple[Tensor, Tensor]] = in_graph if isinstance(longest, Tensor) else _kernel
+    output, _ = run(query, key, value, bounds, longest, scale, window)
     return output[..., :kept]
 
 

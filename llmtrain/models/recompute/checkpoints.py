@@ -8,8 +8,8 @@ of a layer stay outside: what they do differs between the two passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,10 @@ from llmtrain.plan.stages import is_recomputed
 from llmtrain.recipe import ParallelConfig, Recipe
 
 PRODUCTS = frozenset(
-    f"{namespace}::{name}"
-    for namespace, names in {
-        "aten": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
-        "transformers": ("grouped_mm_fallback",),
-        "torch_attn": ("_varlen_attn",),
-    }.items()
-    for name in names
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+        *("transformers::grouped_mm_fallback", "torch_attn::_varlen_attn"),
+    }
 )
 """Operations whose results `selective` keeps, beside those of attention."""
 ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
@@ -124,22 +121,16 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _overwriting() -> Iterator[None]:
-    global _overwritten
-    _overwritten = True
-    try:
-        yield
-    finally:
-        _overwritten = False
-
-
 def overwrites(module: nn.Module) -> None:
     """Marks a module that overwrites the results of its products, so that they are computed again and not kept."""
     inner: Callable[..., Any] = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _overwriting():
+        global _overwritten
+        _overwritten = True
+        try:
             return inner(*args, **kwargs)
+        finally:
+            _overwritten = False
 
     module.forward = forward
