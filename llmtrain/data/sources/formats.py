@@ -7,6 +7,7 @@ second copy is written besides the token store, and errors name the file and the
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import zlib
@@ -60,8 +61,7 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
             if row is None:
                 continue
             place = f"{path}, line {number}"
-            if column is not None and column not in row:
-                raise DataError(column_problem(place, column, row))
+            require_column(place, column, row)
             fraction = min(1.0, (offset if file is raw else raw.tell()) / size)
             if column is None:
                 yield from _document(row, place, column, fraction, row)
@@ -75,8 +75,7 @@ def read_parquet(path: Path, column: str | None) -> Iterator[Document]:
     import pyarrow.parquet
 
     with _arrow_errors(path), path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-        if column is not None and column not in file.schema_arrow.names:
-            raise DataError(column_problem(str(path), column, file.schema_arrow.names))
+        require_column(str(path), column, file.schema_arrow.names)
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=None if column is None else [column])
         yield from read_batches(with_fraction(batches, file.metadata.num_rows), column, str(path))
 
@@ -89,11 +88,13 @@ def read_arrow(path: Path, column: str | None) -> Iterator[Document]:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        if column is not None and column not in reader.schema.names:
-            raise DataError(column_problem(str(path), column, reader.schema.names))
-        yield from read_batches(
-            _file_batches(reader) if is_file else _stream_batches(reader, source), column, str(path)
-        )
+        require_column(str(path), column, reader.schema.names)
+        if is_file:
+            count = reader.num_record_batches
+            batches = ((reader.get_batch(number), (number + 1) / count) for number in range(count))
+        else:
+            batches = ((batch, source.tell() / source.size()) for batch in reader)
+        yield from read_batches(batches, column, str(path))
 
 
 def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
@@ -157,21 +158,15 @@ def open_decompressed(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 with gzip.open(raw) as file:
                     yield cast(IO[bytes], file), raw
             elif suffix == ".zst":
-                with _zstandard(raw) as file:
+                import pyarrow  # provides the zstd codec
+
+                stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+                with io.BufferedReader(stream) as file:
                     yield file, raw
             else:
                 yield raw, raw
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(Problem("data.read", str(path), f"cannot be read: {error}")) from error
-
-
-def _zstandard(raw: IO[bytes]) -> IO[bytes]:
-    import io
-
-    import pyarrow  # provides the zstd codec
-
-    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(stream)
 
 
 def decode(data: bytes, path: Path, offset: int = 0) -> str:
@@ -182,11 +177,14 @@ def decode(data: bytes, path: Path, offset: int = 0) -> str:
         raise DataError(_not_utf8(str(path), error, offset)) from None
 
 
-def column_problem(place: str, column: str, known: Any) -> Problem:
-    """Returns the problem of a missing text column; it lists the existing columns."""
+def require_column(place: str, column: str | None, known: Any) -> None:
+    """Raises DataError if a text column is missing; the message lists the existing columns."""
+    if column is None or column in known:
+        return
     names = [str(name) for name in known]
     message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
-    return Problem("data.column", place, message, "set text_column of the source to the column that contains the text")
+    fix = "set text_column of the source to the column that contains the text"
+    raise DataError(Problem("data.column", place, message, fix))
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError, offset: int) -> Problem:
@@ -233,18 +231,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
-    count = reader.num_record_batches
-    return ((reader.get_batch(number), (number + 1) / count) for number in range(count))
-
-
-def _stream_batches(
-    reader: pyarrow.ipc.RecordBatchStreamReader, source: pyarrow.MemoryMappedFile
-) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
-    size = source.size()
-    return ((batch, source.tell() / size) for batch in reader)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.sources.formats import BATCH_ROWS, Document, column_problem, read_batches, with_fraction
+from llmtrain.data.sources.formats import BATCH_ROWS, Document, read_batches, require_column, with_fraction
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.hub import hub_has
 from llmtrain.recipe import Source
@@ -59,9 +59,8 @@ class HubCorpus:
             dataset = builder.as_dataset(split=source.split)
         except (datasets.exceptions.DatasetsError, ConnectionError, ValueError) as error:
             raise DataError(_problem(source, self.field, error)) from error
+        require_column(f"{self.field}.text_column", self.column, dataset.column_names)
         if self.column is not None:
-            if self.column not in dataset.column_names:
-                raise DataError(column_problem(f"{self.field}.text_column", self.column, dataset.column_names))
             dataset = dataset.select_columns([self.column])
         tables = dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)
         batches = with_fraction((batch for table in tables for batch in table.to_batches()), len(dataset))
