@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from llmtrain.data.progress import Progress
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
-from llmtrain.system.durable import DISK_FULL, flush, flush_tree
+from llmtrain.system.durable import DISK_FULL, flush_tree, remove_tree, rename
 from llmtrain.system.host import cache_root
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
 
@@ -89,28 +89,27 @@ class Cache:
     def _make(self, final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         partial = final.with_name(final.name + ".partial")
         # Under the lock no other process writes here: existing files are left from a process that died.
-        _remove(partial)
+        remove_tree(partial)
         partial.mkdir()
         try:
             meta = build(partial)
             (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
             flush_tree(partial)
-            partial.rename(final)
-            flush(final.parent)
+            rename(partial, final)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
             raise self._disk_full(partial) from None
         finally:
-            _remove(partial)
+            remove_tree(partial)
         return meta
 
     def _disk_full(self, partial: Path) -> DataError:
         written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         fraction = self.progress.fraction
-        needed = f"about {_size(int(written / fraction))}" if fraction and fraction < 1 else f"over {_size(written)}"
+        needed = f"about {int(written / fraction):,}" if fraction and fraction < 1 else f"over {written:,}"
         free = shutil.disk_usage(self.folder).free + written  # what is written so far will be removed
-        message = f"the disk is full: one store needs {needed}, {_size(free)} are free; existing data are kept"
+        message = f"the disk is full: one store needs {needed} bytes, {free:,} bytes are free; existing data are kept"
         return DataError(Problem("data.disk", str(self.folder), message, "free some space, or set data.cache_dir"))
 
     @contextmanager
@@ -149,7 +148,7 @@ class Cache:
                 continue
             try:
                 with FileLock(_lock_path(final), timeout=0):
-                    _remove(partial)
+                    remove_tree(partial)
             except Timeout:
                 continue
 
@@ -167,12 +166,3 @@ def _meta_of(file: Path) -> dict[str, Any]:
 
 def _lock_path(final: Path) -> Path:
     return final.with_name(final.name + ".lock")
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _size(count: int) -> str:
-    return f"{count:,} bytes"

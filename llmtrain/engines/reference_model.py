@@ -21,7 +21,7 @@ from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import META, Cache, cache_folder, key_of
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import PackedSamples, Samples
-from llmtrain.data.sources.files import Fingerprints
+from llmtrain.data.sources.files import fingerprints
 from llmtrain.data.store import SPLITS, Split
 from llmtrain.engines.engine import Engine
 from llmtrain.models.adapter import ADAPTER_FILE
@@ -127,4 +127,4 @@ def _identity(recipe: Recipe, cache: Cache) -> dict[str, Any]:
         file = stored_file(lora.pretrained, ADAPTER_FILE, lora.revision)
         assert file is not None, "the engine has read it"
         files.append(file)
-    return identity | {"files": [one.hash for one in Fingerprints(cache, recipe.model.pretrained).of(files)]}
+    return identity | {"files": [one.hash for one in fingerprints(cache, recipe.model.pretrained, files)]}

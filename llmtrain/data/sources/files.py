@@ -6,24 +6,23 @@ import glob
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.sources.formats import READERS, Document, kind_of, read_document
 from llmtrain.errors import DataError, Problem, nearest
 from llmtrain.recipe import Source
-from llmtrain.system.untrusted import UNREADABLE, expanded, open_regular, read_json
+from llmtrain.system.durable import fingerprint, write_atomically
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_json
 
 STDLIB = "stdlib"
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Folders in the standard library that contain tests, or do not belong to it."""
-READ_BYTES = 1 << 22
 
 
 class Fingerprint(NamedTuple):
@@ -103,7 +102,7 @@ def file_corpus(source: Source, files: Sequence[Path], cache: Cache, column: str
     """Returns the corpus of files that `find_files` found. Raises DataError for an unreadable file."""
     kind = kind_of(files[0])
     assert kind is not None  # find_files returns no other files
-    prints = Fingerprints(cache, source.name).of(files)
+    prints = fingerprints(cache, source.name, files)
     return FileCorpus(source.name, kind, column, tuple(files), prints)
 
 
@@ -120,49 +119,35 @@ def stdlib_corpus(cache: Cache) -> FileCorpus:
         folders[:] = [name for name in folders if name not in NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
-    prints = Fingerprints(cache, STDLIB).of(files)
+    prints = fingerprints(cache, STDLIB, files)
     return FileCorpus(STDLIB, ".py", "", tuple(files), prints, lenient=True)
 
 
-class Fingerprints:
-    """Content hashes of files, cached by size and modification time so that each file is read once."""
+def fingerprints(cache: Cache, source: str, files: Sequence[Path]) -> tuple[Fingerprint, ...]:
+    """Returns the fingerprint of each file. Raises DataError for an unreadable file.
 
-    def __init__(self, cache: Cache, name: str) -> None:
-        self._cache = cache
-        self._path = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(name))}.json"  # noqa: PTH100 - globs
-
-    def of(self, files: Sequence[Path]) -> tuple[Fingerprint, ...]:
-        """Returns the fingerprint of each file. Raises DataError for an unreadable file."""
-        known = self._known()
-        stamps = {str(path.absolute()): _stamp(path) for path in files}
-        found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
-        unknown = [name for name in stamps if name not in found]
-        if unknown:
-            self._cache.require_making(unknown[0])
-            with self._cache.progress.task("Hashing the files") as task:
-                for number, name in enumerate(unknown):
-                    found[name] = Fingerprint(*stamps[name], _hash(Path(name)))
-                    task.update(number / len(unknown), name)
-            self._remember(found)
-        return tuple(found[name] for name in stamps)
-
-    def _known(self) -> dict[str, Fingerprint]:
-        try:
-            return read_json(self._path, dict[str, Fingerprint])
-        except UNREADABLE:
-            return {}
-
-    def _remember(self, found: dict[str, Fingerprint]) -> None:
+    They are cached, under the name of the source, by size and modification time, so that each file is read once.
+    """
+    store = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(source))}.json"  # noqa: PTH100 - globs
+    try:
+        known = read_json(store, dict[str, Fingerprint])
+    except UNREADABLE:
+        known = {}
+    stamps = {str(path.absolute()): _stamp(path) for path in files}
+    found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
+    unknown = [name for name in stamps if name not in found]
+    if unknown:
+        cache.require_making(unknown[0])
+        with cache.progress.task("Hashing the files") as task:
+            for number, name in enumerate(unknown):
+                found[name] = Fingerprint(*stamps[name], _hash(Path(name)))
+                task.update(number / len(unknown), name)
         # A failure loses nothing: the files are hashed again next time, and an unwritable folder is reported when a
         # store is written.
-        partial = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(json.dumps(found), encoding="utf-8")
-                partial.replace(self._path)
-            finally:
-                partial.unlink(missing_ok=True)
+            store.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(store, json.dumps(found))
+    return tuple(found[name] for name in stamps)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -175,14 +160,10 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     try:
-        with open_regular(path) as file:
-            while data := file.read(READ_BYTES):
-                digest.update(data)
+        return fingerprint(path).xxh3_128
     except OSError as error:
         raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
-    return digest.hexdigest()
 
 
 def _below(folder: Path) -> list[Path]:
@@ -196,27 +177,20 @@ def _split_folder(folder: Path, split: str, field: str) -> Path:
     index = folder / "dataset_dict.json"
     if not index.exists():
         return folder
-    splits = _splits(index)
+    try:
+        splits = read_json(index, dict[str, list[str]])["splits"]
+    except (*UNREADABLE, KeyError):
+        message = 'does not contain {"splits": [NAME, ...]}'
+        fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
+        raise DataError(Problem("data.format", str(index), message, fix)) from None
     if split in splits:
         return folder / split
     message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
     raise DataError(Problem("data.split", f"{field}.split", message))
 
 
-def _splits(index: Path) -> list[str]:
-    """Returns the names of the splits in a `dataset_dict.json`. Raises DataError if it does not list them."""
-    try:
-        return read_json(index, dict[str, list[str]])["splits"]
-    except (*UNREADABLE, KeyError):
-        reason = 'does not contain {"splits": [NAME, ...]}'
-    fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
-    raise DataError(Problem("data.format", str(index), reason, fix))
-
-
 def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
-    kinds: dict[str | None, int] = {}
-    for path in files:
-        kinds[kind_of(path)] = kinds.get(kind_of(path), 0) + 1
+    kinds = Counter(map(kind_of, files))
     readable = f"{', '.join(READERS)}; the first three also as .gz or .zst"
     if not files:
         message = f"'{name}' has no data files ({readable})"
