@@ -31,31 +31,25 @@ MOST_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
+_ANSWERED: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "query"),
+    "completion": ("completion", "response", "answer"),
+}
+_ASIDE: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
-    "prompt_completion": {
-        "prompt": ("prompt", "question", "query"),
-        "completion": ("completion", "response", "answer"),
-    },
+    "prompt_completion": _ANSWERED,
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
     "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
-    "unpaired_preference": {
-        "prompt": ("prompt", "question", "query"),
-        "completion": ("completion", "response", "answer"),
-        "label": ("label", "desirable"),
-    },
+    "unpaired_preference": {**_ANSWERED, "label": ("label", "desirable")},
 }
 """The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
-    "messages": {"system": ("system", "system_prompt"), "tools": ("tools", "functions")},
-    "prompt_completion": {"system": ("system", "system_prompt"), "tools": ("tools",)},
-    "instruction": {"input": ("input", "context"), "system": ("system", "system_prompt")},
-    "preference": {
-        "prompt": ("prompt", "question", "query"),
-        "system": ("system", "system_prompt"),
-        "tools": ("tools",),
-    },
-    "unpaired_preference": {"system": ("system", "system_prompt"), "tools": ("tools",)},
+    "messages": {**_ASIDE, "tools": ("tools", "functions")},
+    "prompt_completion": _ASIDE,
+    "instruction": {"input": ("input", "context"), "system": _ASIDE["system"]},
+    "preference": {"prompt": _ANSWERED["prompt"], **_ASIDE},
+    "unpaired_preference": _ASIDE,
 }
 FOUND: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),

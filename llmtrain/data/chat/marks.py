@@ -148,20 +148,17 @@ def reject_reserved(values: Any) -> None:
             raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
 
 
-def marked(messages: Sequence[Message], controls: Controls | None, offset: int = 0) -> list[Message]:
-    """Returns messages with marks.
-
-    controls: the tokens whose texts are broken up; with None, the text of a special token becomes the token.
-    """
-    return [_marked(message, number, controls) for number, message in enumerate(messages, start=offset)]
+def marked(messages: Sequence[Message], controls: Controls) -> list[Message]:
+    """Returns messages with marks, in which the texts of control tokens are broken up."""
+    return [_marked(message, number, controls) for number, message in enumerate(messages)]
 
 
-def _marked(message: Message, number: int, controls: Controls | None) -> Message:
+def _marked(message: Message, number: int, controls: Controls) -> Message:
     role = message["role"]
     made: Message = _map(
         message,
         lambda key, text: _mark(key, text, number, role, controls),
-        lambda name: name if controls is None else controls.break_up(name, role),
+        lambda name: controls.break_up(name, role),
     )
     return made
 
@@ -175,17 +172,15 @@ def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str]
     return None if controls.spelled(together) or _TAG.search(together) else texts
 
 
-def broken_up(values: Any, controls: Controls | None) -> Any:
+def broken_up(values: Any, controls: Controls) -> Any:
     """Returns JSON data, such as tool schemas, with the texts of control tokens broken up."""
-    if controls is None:
-        return values
     return _map(values, lambda _, text: controls.break_up(text, None), lambda name: controls.break_up(name, None))
 
 
-def _mark(key: str, text: str, number: int, role: str, controls: Controls | None) -> str:
+def _mark(key: str, text: str, number: int, role: str, controls: Controls) -> str:
     if key in _NOT_MARKED or (key == "name" and role == "tool"):
-        return text if controls is None else controls.break_up(text, None)
-    text = text if controls is None else controls.break_up(text, role)
+        return controls.break_up(text, None)
+    text = controls.break_up(text, role)
     parts = _TAG.split(text)
     if not any(part.strip() for part in parts[::2]):  # nothing but tags
         return _around(text, number)
@@ -229,3 +224,7 @@ def _strings(value: Any) -> Iterable[str]:
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+NO_CONTROLS = Controls((), ())
+"""Breaks up nothing, so that the texts of special tokens in messages become the tokens."""

@@ -15,6 +15,7 @@ from itertools import pairwise, takewhile
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import (
     CONTROL,
+    NO_CONTROLS,
     SPECIAL,
     Controls,
     Rendered,
@@ -54,9 +55,9 @@ class Renderer:
     """The character for a token that begins texts and is not also the end token; None if there is none."""
 
     @property
-    def breaks(self) -> Controls | None:
-        """The control tokens whose texts are broken up in messages; None to leave them."""
-        return None if self.parses else self.controls
+    def breaks(self) -> Controls:
+        """The control tokens whose texts are broken up in messages."""
+        return NO_CONTROLS if self.parses else self.controls
 
     def rendered(self, conversation: Conversation, plain: str) -> Rendered:
         """Returns the rendering of the whole conversation, obtained with marks.
@@ -142,7 +143,7 @@ class Renderer:
         head = prompted[1]
         opening = head[len(_common(bare[1], head)) :] if bare and bare[0] == owner else ""
         if bare == prompted:
-            head = self._head_of_text(conversation, number, owner, head)
+            head = self._head_of_text(conversation, number, head)
             alone = self._tail(conversation, number + 1)
             if alone and SPECIAL.search(_common(alone[1][::-1], before[::-1])):
                 raise RowError(f"the template begins another turn of the assistant after {what}")
@@ -161,7 +162,7 @@ class Renderer:
         bare, prompted = (self._tail(conversation, count, prompt) for prompt in (False, True))
         return prompted[1].removeprefix(bare[1]) if bare and prompted and bare[0] == prompted[0] else ""
 
-    def _head_of_text(self, conversation: Conversation, number: int, owner: int, head: str) -> str:
+    def _head_of_text(self, conversation: Conversation, number: int, head: str) -> str:
         """Returns the text before a plain-text turn, for a template without a generation prompt."""
         answer = ({"role": "assistant", "content": "answer"},)
         try:
