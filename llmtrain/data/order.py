@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm
 
 import numpy as np
 import xxhash
@@ -97,7 +97,7 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     fractions = [Fraction(repr(weight)) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in fractions))
     scaled = [int(fraction * scale) for fraction in fractions]
-    divisor = int(np.gcd.reduce(np.array(scaled, dtype=object)))
+    divisor = gcd(*scaled)
     scaled = [weight // divisor for weight in scaled]
     total = sum(scaled)
     if total < LARGEST_PERIOD:

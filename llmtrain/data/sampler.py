@@ -264,15 +264,12 @@ class Schedule:
         views = [source.eval for source in evaluated]
         for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
             for start in range(0, len(sequences), step):
-                batch = self._eval_batch(views, number, sequences[start : start + step], first)
+                own = sequences[start : start + step]
+                sources = np.full_like(own, number)
+                _announce(views, sources, own)
+                (batch,) = self._step_batches(views, sources, own, 1, 1, first)
                 first += batch.samples
                 yield replace(batch, evaluated=evaluated[number].name)
-
-    def _eval_batch(self, views: list[Samples], number: int, sequences: Index, first: int) -> StepBatch:
-        sources = np.full_like(sequences, number)
-        _announce(views, sources, sequences)
-        (batch,) = self._step_batches(views, sources, sequences, 1, 1, first)
-        return batch
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

@@ -152,7 +152,7 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
     if not store.made and reading.special_tokens == "refuse":
         found = store.special or _look(corpus, reading, cache)
         if not found.is_handful:
-            reading.check(found, corpus, field, reading.tokenizer.encoder())
+            reading.check(found, corpus, field, Encoder(reading.tokenizer.folder))
     return store
 
 
@@ -160,7 +160,7 @@ def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
     """Counts the special tokens of a corpus whose store was made by a version that did not."""
 
     def build(_: Path) -> dict[str, Any]:
-        finder = Finder(reading.tokenizer.encoder().special_tokens())
+        finder = Finder(Encoder(reading.tokenizer.folder).special_tokens())
         with cache.progress.task(f"Looking for special tokens in {corpus.name}") as task:
             for text, fraction, *_others in corpus.documents():
                 finder.look(text)
@@ -239,7 +239,7 @@ class _SplitWriter:
 def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: Task) -> dict[str, Any]:
     """Writes both splits of a store in one pass over the corpus; returns its metadata."""
     started = time.perf_counter()
-    encoder = reading.tokenizer.encoder(reading.parses)
+    encoder = Encoder(reading.tokenizer.folder, reading.parses)
     finder = Finder(encoder.special_tokens())
     characters = 0
     with ExitStack() as stack:
@@ -274,11 +274,11 @@ def _tokenize_conversations(
     """As `_tokenize`, for conversations."""
     assert reading.chat is not None, "conversations are read with a template"
     tokenizer, chat = reading.tokenizer, reading.chat
-    plain = tokenizer.encoder()
+    plain = Encoder(tokenizer.folder)
     finder = Finder(plain.special_tokens())
     encoder = ChatEncoder(tokenizer.folder, chat.template, train_on=chat.train_on, parse_special=reading.parses)
-    sizes = {"eval_fraction": reading.eval_fraction, "vocab_size": tokenizer.vocab_size}
-    meta = tokenize_conversations(folder, corpus, corpus.chat, field, chat, encoder, finder, **sizes, task=task)  # type: ignore[arg-type]
+    sizes = reading.eval_fraction, tokenizer.vocab_size
+    meta = tokenize_conversations(folder, corpus, field, chat, encoder, finder, *sizes, task)
     reading.check(finder.found(), corpus, field, plain)
     return meta
 

@@ -64,15 +64,12 @@ class PreparedTokenizer:
     known_size: int | None = None
     """`vocab_size` before `model.new_tokens` were added; None if there are none."""
 
-    def encoder(self, parse_special: bool = False) -> Encoder:
-        """Loads it for encoding. parse_special: read a special token's text within a document as the token."""
-        return Encoder(self.folder, parse_special)
-
 
 class Encoder:
     """Encodes many documents at once on all cores (`RAYON_NUM_THREADS`)."""
 
     def __init__(self, folder: Path, parse_special: bool = False) -> None:
+        """parse_special: whether the text of a special token within a document is read as the token."""
         from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -200,7 +197,7 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
                     yield from cut(part)
 
 
-def _import(folder: Path, name: str, new_tokens: NewTokens = (), template: str | None = None) -> dict[str, Any]:
+def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None) -> dict[str, Any]:
     """Writes a copy of a tokenizer from a folder or the hub, with new tokens.
 
     template: the chat template that the recipe names, if it matters.

@@ -158,15 +158,12 @@ def test_simultaneous_processes_prepare_the_store_once(
 
 SLOW = """
     from llmtrain.data import store
-    encode = store.PreparedTokenizer.encoder
-    class Slow:
-        def __init__(self, encoder): self.encoder = encoder
-        def __getattr__(self, name): return getattr(self.encoder, name)
-        def encode(self, texts):
-            print("tokenizing", flush=True)
-            time.sleep(float(sys.argv[2]))
-            return self.encoder.encode(texts)
-    store.PreparedTokenizer.encoder = lambda *arguments: Slow(encode(*arguments))
+    encode = store.Encoder.encode
+    def slow(encoder, texts):
+        print("tokenizing", flush=True)
+        time.sleep(float(sys.argv[2]))
+        return encode(encoder, texts)
+    store.Encoder.encode = slow
     prepare(recipe)
 """
 

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
-from llmtrain.data.chat.conversation import Answered, ChatSource, Conversation, Layout, RowError
+from llmtrain.data.chat.conversation import Answered, Conversation, Layout, RowError
 from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.sources.corpus import Corpus, held_out
+from llmtrain.data.sources.corpus import ConversationCorpus, held_out
 from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
@@ -109,13 +109,11 @@ class _Writer:
 
 def tokenize_conversations(
     folder: Path,
-    corpus: Corpus,
-    source: ChatSource,
+    corpus: ConversationCorpus,
     place: str,
     reading: ChatReading,
     encoder: ChatEncoder,
     finder: Finder,
-    *,
     eval_fraction: float,
     vocab_size: int,
     task: Task,
@@ -126,11 +124,11 @@ def tokenize_conversations(
     dropped and others remain.
     """
     started, counts, characters = time.perf_counter(), _Counts(), 0
-    most, judged = reading.sequence_length + 1, source.format == "unpaired_preference"
+    most, judged = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
     with ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, judged, stack) for split in SPLITS}
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
-        batches = prefetched(_batches(corpus, source, place, encoder, finder, counts))
+        batches = prefetched(_batches(corpus, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
             encoded = iter(encoder.tokenize([chat for row in batch for chat in row.texts]))
@@ -175,7 +173,7 @@ def tokenize_conversations(
         "characters": characters,
         "special_tokens": asdict(finder.found()),
         "conversations": asdict(counts),
-        "pairs": source.format == "preference",
+        "pairs": corpus.chat.format == "preference",
         "judged": judged,
         "seconds": time.perf_counter() - started,
     }
@@ -205,12 +203,12 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 
 
 def _batches(
-    corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
+    corpus: ConversationCorpus, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
 ) -> Iterator[list[_ChatRow]]:
     """Yields batches of documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     names: dict[tuple[str, ...], str] = {}
-    judged = source.format == "unpaired_preference"
+    judged = corpus.chat.format == "unpaired_preference"
 
     def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
         finder.look(document.text)
@@ -218,7 +216,7 @@ def _batches(
         columns = tuple(row)
         try:
             if columns not in layouts:
-                layouts[columns] = source.layout(columns, place)
+                layouts[columns] = corpus.chat.layout(columns, place)
                 names[columns] = str(layouts[columns])
             layout = layouts[columns]
             found = layout.answered(row) if judged else layout.read(row)
