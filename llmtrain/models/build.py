@@ -83,7 +83,7 @@ def build_model(
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # Packed weights are made on the device one at a time; on the host, untouched pages take no memory.
     with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
-        model = _made(config, recipe.model, dtype)
+        model = causal_lm(config, recipe.model, dtype)
     model.tie_weights()
     if not packed:
         draw_all_weights(model, recipe.train.seed, gather)
@@ -98,8 +98,8 @@ def build_model(
     return model
 
 
-def _made(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model of a configuration, as the contexts that are active make its weights."""
+def causal_lm(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model of a configuration, with weights as the active contexts make them."""
     made: PreTrainedModel = AutoModelForCausalLM.from_config(
         config,
         attn_implementation=model.attention_kernel,
@@ -125,7 +125,7 @@ def build_sliced(
     """
     config = model_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
-        model = _made(config, recipe.model, dtype)
+        model = causal_lm(config, recipe.model, dtype)
     freeze_choosers(model).tie_weights()
     for name, parameter in model.named_parameters():
         slices.slice(name, parameter)

@@ -7,11 +7,10 @@ import time
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
-from llmtrain.models.build import model_configuration
+from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.proof.tiny import with_layers
 from llmtrain.models.recompute.checkpoints import use_recomputation
@@ -52,13 +51,7 @@ class Trial:
         config = with_layers(model_configuration(recipe), LAYERS)
         torch.manual_seed(recipe.train.seed)
         with torch.device(device):
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=recipe.model.attention_kernel,
-                dtype=weight_dtype(recipe.parallel.precision),
-                trust_remote_code=recipe.model.trust_remote_code,
-            )
-        self.model.train()
+            self.model = causal_lm(config, recipe.model, weight_dtype(recipe.parallel.precision)).train()
         use_recomputation(self.model, recipe.parallel)
         install_kernels(self.model, plan)
         self.targets = int((batch.labels != -100).sum())

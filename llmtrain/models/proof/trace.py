@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.errors import Problem, RecipeError, UserError
-from llmtrain.models.build import model_configuration
+from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.torch import fake_tensors, storage_of
@@ -72,12 +71,8 @@ def _trace(plan: Plan) -> tuple[int, ...]:
         raise _untraceable("only 'sdpa' and 'eager' attention with masked documents")
     try:
         with fake_tensors():
-            model = AutoModelForCausalLM.from_config(
-                model_configuration(recipe),
-                attn_implementation=recipe.model.attention_kernel,
-                dtype=weight_dtype(recipe.parallel.precision),
-                trust_remote_code=recipe.model.trust_remote_code,
-            ).train()
+            weights = weight_dtype(recipe.parallel.precision)
+            model = causal_lm(model_configuration(recipe), recipe.model, weights).train()
             seen = _Seen(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
             # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
