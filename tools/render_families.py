@@ -118,7 +118,7 @@ def wrong_gradients(whole: PreTrainedModel, cut: Cut, inputs: tuple[Tensor, Tens
     _loss(*_seeded(lambda: run_chain(stages, inputs))[-1]).backward()  # type: ignore[no-untyped-call]
     gradients: dict[str, Tensor] = {}
     for stage in stages:
-        for own, name in stage.hf_names().items():
+        for own, name in stage.hf_names.items():
             gradient = stage.get_parameter(own).grad
             if gradient is not None:
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient

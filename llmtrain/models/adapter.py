@@ -175,14 +175,14 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
 
     slices: those of its weights, which tensor parallel ranks share.
     """
-    names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
+    names = {own.removeprefix("model."): whole for own, whole in stage.hf_names.items()}
     apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
     if slices is not None:
         split_adapters(stage.model, slices)
     if trained is not None:
         stage.complete_groups()
     own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
-    stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
+    stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in own}
 
 
 def split_adapters(model: PreTrainedModel, slices: TensorParallel) -> None:

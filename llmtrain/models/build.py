@@ -225,12 +225,12 @@ def stage_builder(
             draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
             own: dict[str, torch.Tensor] = {
-                whole: stage.get_parameter(name) for name, whole in stage.hf_names().items() if whole not in packed
+                whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed
             }
             own |= persistent_buffers(stage.model)
             _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         if packed:
-            names = {name: whole for name, whole in stage.hf_names().items() if whole in packed}
+            names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
         adapter.apply_to_stage(stage, trained, recipe, slices)
@@ -249,7 +249,7 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
     built = (
         build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)
     )
-    return [sorted(stage.hf_names().values()) for stage in built]
+    return [sorted(stage.hf_names.values()) for stage in built]
 
 
 @torch.no_grad()

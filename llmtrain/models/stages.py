@@ -143,7 +143,8 @@ class Stage(nn.Module):
         self.cut = cut
         self.is_first = index == 0
         self.is_last = index == len(cut.bounds) - 1
-        self._names = names
+        self.hf_names = names
+        """Parameter of the stage → its name in the whole model. A tied one occurs once, as in `named_parameters`."""
         self._received_routers: tuple[Tensor, ...] = ()
         layers, bounds = decoder_layers(model)[1], cut.bounds[index]
         base = backbone(model)
@@ -157,13 +158,6 @@ class Stage(nn.Module):
         if self.is_last and cut.sends_routers:
             base.register_forward_hook(self._prepend_routers)
 
-    def hf_names(self) -> dict[str, str]:
-        """Maps parameter names of the stage to names in the whole model.
-
-        A tied parameter occurs once, as in `named_parameters`.
-        """
-        return self._names
-
     def complete_groups(self) -> None:
         """Adds a matrix or a vector of one number, whose gradient is 0, if this stage trains none.
 
@@ -174,10 +168,6 @@ class Stage(nn.Module):
         like = next(self.model.parameters())
         lacking = sorted({1, 2} - trained)
         self.idle = nn.ParameterList(torch.zeros((1,) * size, dtype=like.dtype, device=like.device) for size in lacking)
-
-    def rename(self, names: dict[str, str]) -> None:
-        """Sets what `hf_names` returns, after modules of the stage's model were replaced."""
-        self._names = names
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Runs the layers of this stage.
@@ -250,25 +240,22 @@ class RankStages(nn.ModuleList):
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__(stages)
-        self._names: dict[str, str] = {}
+        self.hf_names: dict[str, str] = {}
+        """Parameter of this module → its name in the whole model."""
         held: dict[str, nn.Parameter] = {}
         for index, stage in enumerate(stages):
             parameters = dict(stage.named_parameters())
-            for path, name in stage.hf_names().items():
+            for path, name in stage.hf_names.items():
                 if name in held:
                     _replace(stage, parameters[path], held[name])
                     continue
-                self._names[f"{index}.{path}"] = name
+                self.hf_names[f"{index}.{path}"] = name
                 if path in parameters:  # a weight that is held in 4 bit is none
                     held[name] = parameters[path]
 
-    def hf_names(self) -> dict[str, str]:
-        """Maps parameter names of this module to names in the whole model."""
-        return self._names
-
     def hugging_face_name(self, name: str) -> str:
         """Returns the name of a parameter or buffer in the whole model."""
-        return self._names.get(name) or name.partition(".")[2].removeprefix("model.")
+        return self.hf_names.get(name) or name.partition(".")[2].removeprefix("model.")
 
 
 def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:

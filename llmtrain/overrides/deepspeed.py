@@ -351,7 +351,7 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
 
         Also marks every copy but the first, so that the norm of the gradients counts each weight once.
         """
-        own = {whole: path for path, whole in self.stages.hf_names().items()}
+        own = {whole: path for path, whole in self.stages.hf_names.items()}
         by_rank: list[Any] = [None] * dist.get_world_size()
         if self._names is not None:
             names = self._names()

@@ -112,7 +112,7 @@ def test_only_the_layers_of_a_stage_are_converted(emulated):
     config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
     stage = build_stage(config, 1, cut, "eager", torch.bfloat16, CPU)
-    names = stage.hf_names()
+    names = stage.hf_names
     precision.use_fp8(stage.model, "tensorwise")
     assert len(_converted(stage)) == 7
     assert all(name.startswith("model.model.layers.1.") for name in _converted(stage))

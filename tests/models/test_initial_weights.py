@@ -131,5 +131,5 @@ def test_weights_that_a_family_does_not_draw_start_as_constructed(family):
     for index in range(2):
         stage = build_stage(config, index, cut, "eager", torch.float32, torch.device("cpu"))
         draw_all_weights(stage.model, 1)
-        for own, name in stage.hf_names().items():
+        for own, name in stage.hf_names.items():
             assert torch.equal(stage.get_parameter(own), whole[name]), name

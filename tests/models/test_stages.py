@@ -127,7 +127,7 @@ def test_several_micro_batches_may_be_in_flight(checkpointing):
     for output in outputs:
         output.square().mean().backward()
     for stage in stages:
-        for own, name in stage.hf_names().items():
+        for own, name in stage.hf_names.items():
             torch.testing.assert_close(stage.get_parameter(own).grad, whole.get_parameter(name).grad)
 
 
@@ -157,7 +157,7 @@ def _over_stages(stages) -> dict[str, torch.Tensor]:
     """Gradients by name in the whole model, those of tied weights summed."""
     found: dict[str, torch.Tensor] = {}
     for stage in stages:
-        for own, name in stage.hf_names().items():
+        for own, name in stage.hf_names.items():
             if (gradient := stage.get_parameter(own).grad) is not None:
                 found[name] = found.get(name, 0) + gradient
     return found
@@ -180,7 +180,7 @@ def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights
         stage = build_stage(config, index, cut, "eager", torch.float32, CPU)
         draw_all_weights(stage.model, 7)
         stage.model.tie_weights()
-        names = stage.hf_names()
+        names = stage.hf_names
         assert names.keys() == dict(stage.named_parameters()).keys()
         for own, name in names.items():
             assert torch.equal(stage.get_parameter(own), weights[name]), name

@@ -272,7 +272,7 @@ def _stages(pretrained: str | None):
     found = {}
     for index in range(2):
         stage = build(index, ranks)
-        for own, name in stage.hf_names().items():
+        for own, name in stage.hf_names.items():
             parameter = stage.get_parameter(own)
             shard = shard_of(parameter)
             joined = parameter if shard is None else shard.whole(ranks.gather(parameter.detach()))

@@ -87,7 +87,7 @@ def _run(rank: int, cases: list[dict[str, object]]) -> list[Outcome]:
             results.append(f"{type(error).__name__}: {error}")
             continue
         (stage,) = engine.module.stages
-        names = stage.hf_names().items()
+        names = stage.hf_names.items()
         results.append((run, {name: stage.get_parameter(own).detach().float().numpy().copy() for own, name in names}))
     return results
 

@@ -159,7 +159,7 @@ class PipelineAxis(SlicedAxis):
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
         held = dict(named_weights(self._stages))
-        own = {name: held[path] for path, name in self._stages.hf_names().items()}
+        own = {name: held[path] for path, name in self._stages.hf_names.items()}
         for owner in self._grid.pp_group:
             names = [list(own)]
             dist.broadcast_object_list(names, src=owner, group=group)
