@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,13 +144,9 @@ class Cache:
         """Removes incomplete temporary folders whose lock is not held by any process."""
         for partial in folder.glob("*.partial"):
             final = partial.with_suffix("")
-            if final == keep:
-                continue
-            try:
-                with FileLock(_lock_path(final), timeout=0):
+            if final != keep:
+                with suppress(Timeout), FileLock(_lock_path(final), timeout=0):
                     remove_tree(partial)
-            except Timeout:
-                continue
 
 
 def _meta_of(file: Path) -> dict[str, Any]:

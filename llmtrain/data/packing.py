@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +48,9 @@ def pack_documents(folder: Path, store: TokenStore, sequence_length: int, alone:
             judged = stream.desirable is not None
             mismatched = _PieceWriter(folder, f"{split}_mismatched", stack) if judged else None
             desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
-            for pieces in _chunks(stream, sequence_length):
+            for number in range(0, len(stream.documents) - 1, CHUNK_DOCUMENTS):
+                bounds = stream.documents[number : number + CHUNK_DOCUMENTS + 1].astype(np.int64)
+                pieces = cut_documents(bounds, sequence_length)
                 trained = trained_of(stream, pieces)
                 order, sizes = _placed(pieces, sequence_length, stream, alone)
                 ends = np.cumsum(sizes)
@@ -90,13 +91,6 @@ def trained_of(stream: Stream, pieces: Pieces) -> NDArray[np.int64]:
     target = pieces.starts - first + 1
     counts: NDArray[np.int64] = before[target + pieces.lengths] - before[target]
     return counts
-
-
-def _chunks(stream: Stream, sequence_length: int) -> Iterator[Pieces]:
-    documents = len(stream.documents) - 1
-    for first in range(0, documents, CHUNK_DOCUMENTS):
-        bounds = stream.documents[first : first + CHUNK_DOCUMENTS + 1].astype(np.int64)
-        yield cut_documents(bounds, sequence_length)
 
 
 def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:

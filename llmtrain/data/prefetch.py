@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -55,7 +56,5 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
         stop.set()
         deadline = time.monotonic() + MOST_WAIT_S
         while thread.is_alive() and time.monotonic() < deadline:  # it may be waiting for room in the queue
-            try:
+            with suppress(queue.Empty):
                 ready.get(timeout=0.02)
-            except queue.Empty:
-                continue

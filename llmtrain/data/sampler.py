@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -337,7 +337,8 @@ class Schedule:
         numbers = np.arange(len(sources))
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
-        most = max((view.most_pieces for view in views if _of_completions(view)), default=0)
+        of_completions = [view for view in views if isinstance(view, PackedSamples) and view.of_completions]
+        most = max((view.most_pieces for view in of_completions), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
             mine = np.flatnonzero(sources == number)
@@ -385,10 +386,6 @@ def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Ind
         mine = sources == number
         targets[mine], examples[mine] = view.targets(sequences[mine]), view.examples(sequences[mine])
     return targets, examples
-
-
-def _of_completions(view: Samples) -> TypeGuard[PackedSamples]:
-    return isinstance(view, PackedSamples) and view.of_completions
 
 
 def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:

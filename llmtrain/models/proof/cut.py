@@ -6,8 +6,7 @@ family is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -161,29 +160,17 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
     for stage in stages:
         prefix = f"model.{decoder_layers(stage.model)[0]}."
         names = {name: one for name, one in stage.named_parameters() if not name.startswith(prefix)}
-        with _trained(names.values()):
-            output = stage(tuple(value.detach() for value in received))
-            received = output if isinstance(output, tuple) else (output,)
-            total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
-            gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
+        for one in names.values():
+            one.requires_grad_(True)  # nothing else uses these stages
+        output = stage(tuple(value.detach() for value in received))
+        received = output if isinstance(output, tuple) else (output,)
+        total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
+        gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
         own = stage.hf_names
         used.append({own[name] for name, gradient in zip(names, gradients, strict=True) if gradient is not None})
         everything.update(own[name] for name in names)
     used[0] |= everything - set().union(*used)
     return tuple(frozenset(names) for names in used)
-
-
-@contextmanager
-def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes frozen parameters trainable inside the context."""
-    frozen = [one for one in parameters if not one.requires_grad]
-    for one in frozen:
-        one.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for one in frozen:
-            one.requires_grad_(False)
 
 
 def _deviation(part: Tensor, other: Tensor) -> float:
