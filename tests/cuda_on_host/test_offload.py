@@ -10,7 +10,7 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.models.recompute import offload
+from llmtrain.models.recompute import checkpoints
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
 from llmtrain.rules import resolve
@@ -65,7 +65,7 @@ def test_offloaded_inputs_change_no_bit(gpus, name):
 
 def _without_wait(rank: int, plan: Plan) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload._Copy, "leave", lambda copy: setattr(copy, "_tensor", None))
+        patch.setattr(checkpoints._Copy, "leave", lambda copy: setattr(copy, "_tensor", None))
         return _train(rank, plan)
 
 
