@@ -270,18 +270,14 @@ def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple
     if unmatched := [one for one in patterns if not any(matches(name, [one]) for name in found)]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
-    groups = aliases(whole)
-    tied = [name for name in found if any(len(groups[own]) > 1 for own in _weights(whole, name))]
+    shared = [own for own, group in aliases(whole).items() if len(group) > 1]
+    tied = [name for name in found if any(own.startswith(f"{name}.") for own in shared)]
     if tied:
         message = f"{few_of(tied)} is tied to another module, which PEFT would leave behind when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
     return tuple(found), problems
-
-
-def _weights(whole: nn.Module, module: str) -> list[str]:
-    return [f"{module}.{own}" for own, _ in whole.get_submodule(module).named_parameters(remove_duplicate=False)]
 
 
 def _check_used(config: PreTrainedConfig, trained: Trained) -> None:

@@ -196,16 +196,12 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
         column = None if _hold_conversations(source, on_hub.columns) else column
         opened = replace(on_hub, column=column)
     else:
-        raise DataError(_missing(source, field))
+        here = expanded(source.name).absolute()
+        message = (
+            f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
+            "name of a hub dataset"
+        )
+        raise DataError(Problem("data.missing", f"{field}.name", message))
     if column is not None:
         return opened
     return ConversationCorpus(opened, ChatSource(form, tuple(source.columns.items()), source.system))  # type: ignore[arg-type]
-
-
-def _missing(source: Source, field: str) -> Problem:
-    here = expanded(source.name).absolute()
-    message = (
-        f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
-        "name of a hub dataset"
-    )
-    return Problem("data.missing", f"{field}.name", message)
