@@ -5,12 +5,6 @@ from __future__ import annotations
 from llmtrain.lint.rules import batch, features, optimizer, precision, readers, structure, zero
 from llmtrain.lint.rules.rule import LintRule
 
-RULES: tuple[LintRule, ...] = (
-    *structure.RULES,
-    *readers.RULES,
-    *batch.RULES,
-    *zero.RULES,
-    *precision.RULES,
-    *optimizer.RULES,
-    *features.RULES,
-)
+_SUBJECTS = (structure, readers, batch, zero, precision, optimizer, features)
+RULES = tuple(one for subject in _SUBJECTS for one in vars(subject).values() if isinstance(one, LintRule))
+"""Every rule of these modules, in the order of their definitions."""

@@ -124,6 +124,3 @@ def sequence_path(document: Configuration) -> Iterator[Fault]:
     if (document.count("sequence_parallel_size") or 1) > 1:
         message = "if the path of this file is given to deepspeed.initialize, it is not read"
         yield ("sequence_parallel_size",), message, "load the file, and pass the object"
-
-
-RULES = (batch_value, batch_missing, batch_triangle, batch_tensor, world_divides, mesh, sequence_path)

@@ -239,10 +239,3 @@ def secret(document: Configuration) -> Iterator[Fault]:
             "it is a secret, and DeepSpeed prints the configuration",
             "COMET_API_KEY in the environment",
         )
-
-
-RULES = (
-    *(pipeline_unread, pipeline_conflict, pipeline_clipping, pipeline_checkpoint, activation_checkpointing),
-    *(tensor_size, expert_tensor, no_value, expert_conflict, checkpoint_writer, deepcompile, deepcompile_call),
-    *(managed_accumulation, profiler_sync, aio_unused, secret),
-)

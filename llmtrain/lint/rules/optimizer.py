@@ -306,10 +306,3 @@ def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
         message = "the script must provide DeepSpeedCPUAdam, since the file has no optimizer"
         fix = 'an optimizer block, or "zero_force_ds_cpu_optimizer": false'
         yield ("zero_optimization", "offload_optimizer"), message, fix
-
-
-RULES = (
-    *(unknown_type, type_missing, arguments, max_grad_norm, values, adam_is_adamw, adamw_mode, muon_zero),
-    *(lamb_scale, zero_excludes, untested_optimizer, scheduler_steps, warmup_type, warmup_log, scheduler_lr),
-    *(scheduler_order, clipping_default, offloaded_torch_adam, offloaded_optimizer),
-)

@@ -210,17 +210,3 @@ def loss_scale_start(document: Configuration) -> Iterator[Fault]:
             "with a static scale of 1, small gradients of fp16 become 0",
             "0, for a dynamic one",
         )
-
-
-RULES = (
-    *(
-        two_precisions,
-        autocast_casts,
-        bfloat16_twice,
-        not_enabled,
-        autocast_dtype,
-        param_dtype,
-        accumulate_unpartitioned,
-    ),
-    *(accumulate_bf16, unpartitioned_16bit, master_weights, loss_scale, loss_scale_if_fp16, loss_scale_start),
-)

@@ -173,6 +173,3 @@ def mismatch(document: Configuration) -> Iterator[Fault]:
         found = document.at(*where)
         if found not in (None, "auto") and found != value:
             yield where, f"{reprlib.repr(found)} is not {name}={reprlib.repr(value)}", '"auto"'
-
-
-RULES = (strict_json, auto, zero_missing, stage_text, accumulation_twice, scheduler_overrides, mismatch)

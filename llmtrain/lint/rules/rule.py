@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from functools import partial
 
 from llmtrain.errors import printable, short
 from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity
@@ -75,15 +76,17 @@ def _place(document: Configuration, where: Where) -> tuple[int, int]:
     return 1, 1  # a key that is missing from the outermost object
 
 
-def error(
-    id_: str, effect: Effect, reason: str, by_reader: bool = False, since: str = "", before: str = ""
+def _rule(
+    severity: Severity,
+    id_: str,
+    effect: Effect,
+    reason: str,
+    by_reader: bool = False,
+    since: str = "",
+    before: str = "",
 ) -> Callable[[Check], LintRule]:
-    """Makes a check a rule whose findings are errors."""
-    return lambda check: LintRule(f"lint.{id_}", "error", effect, reason, check, by_reader, since, before)
+    return lambda check: LintRule(f"lint.{id_}", severity, effect, reason, check, by_reader, since, before)
 
 
-def warning(
-    id_: str, effect: Effect, reason: str, by_reader: bool = False, since: str = "", before: str = ""
-) -> Callable[[Check], LintRule]:
-    """Makes a check a rule whose findings are warnings."""
-    return lambda check: LintRule(f"lint.{id_}", "warning", effect, reason, check, by_reader, since, before)
+error, warning = partial(_rule, "error"), partial(_rule, "warning")
+"""Decorators that make a check a rule whose findings are errors or warnings."""

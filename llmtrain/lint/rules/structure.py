@@ -268,6 +268,3 @@ def _beyond(value: float, node: Node) -> str:
         (node.lt, "<", value < (node.lt or 0)),
     )
     return " and ".join(f"{sign} {bound:g}" for bound, sign, holds in bounds if bound is not None and not holds)
-
-
-RULES = (duplicate, unknown_key, unread_key, removed_key, deprecated_key, wrong_type, text_value, out_of_range)

@@ -305,20 +305,3 @@ def bucket_memory(document: Configuration) -> Iterator[Fault]:
         width = 4 if model_dtype(document) == "fp32" else 2
         taken = f"{buffers * width * size / 1e9:,.0f} GB on each device"
         yield (ZERO, "reduce_bucket_size"), f"a bucket of this size takes {taken}", "5e8"
-
-
-RULES = (
-    *(stage_missing, offload_param, offload_optimizer, offload_nvme, nvme_path, offload_ratio, super_offload),
-    *(
-        zero3_only,
-        zero3_tuning,
-        zero0_tuning,
-        zero12_tuning,
-        zenflow,
-        zenflow_interval,
-        predivide,
-        allreduce_sum,
-        allreduce_sum_scale,
-    ),
-    *(compute_grad_norm, legacy, quantized, quantized_autocast, save_16bit, max_live, bucket_memory),
-)
