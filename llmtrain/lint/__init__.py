@@ -29,8 +29,6 @@ __all__ = [
     "Result",
     "Use",
     "examine",
-    "lint_file",
-    "lint_text",
     "parse_allowed",
 ]
 
@@ -98,16 +96,6 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
     found = {one for rule in RULES for one in rule.findings(used) if not _is_allowed(one, allow)}
     ordered = sorted(found, key=lambda finding: (finding.line, finding.column, finding.field, finding.rule))
     return Result(name, content, used.reader, ordered)
-
-
-def lint_file(path: Path, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
-    """Returns everything that is wrong with a DeepSpeed configuration file, for `world_size` devices."""
-    return examine(str(path), path, Use(world_size=world_size), allow).findings
-
-
-def lint_text(text: str, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
-    """Does the same as `lint_file` for the text of a configuration: JSON, or Hjson as DeepSpeed reads it."""
-    return examine("", text, Use(world_size=world_size), allow).findings
 
 
 def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:

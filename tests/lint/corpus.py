@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,16 @@ NOT_SHOWN = (
 )
 """Words of features that an engine on one CPU does not show."""
 _HEAD = re.compile(r"^# (About|World|For|Set|DeepSpeed|Wrong): (.*)$", re.MULTILINE)
+
+
+def lint_file(path: Path, world_size: int | None = None) -> list[Finding]:
+    """Returns everything that is wrong with a file, for `world_size` ranks."""
+    return examine(str(path), path, Use(world_size=world_size)).findings
+
+
+def lint_text(text: str, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
+    """Does the same for the text of a file."""
+    return examine("", text, Use(world_size=world_size), allow).findings
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.lint import RULES, Use, examine, lint_file, lint_text, parse_allowed
+from llmtrain.lint import RULES, Use, examine, parse_allowed
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
+from tests.lint.corpus import lint_file, lint_text
 
 TOP_LEVEL_KEYS = {key for key, node in (schema().root.keys or {}).items() if not node.removed}
 GOOD = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.lint import RULES, lint_file, lint_text
+from llmtrain.lint import RULES
 from llmtrain.lint.schema import schema
-from tests.lint.corpus import cases
+from tests.lint.corpus import cases, lint_file, lint_text
 
 ROOT = Path(__file__).parents[2]
 MALFORMED, VALID = cases("malformed"), cases("valid")

@@ -20,11 +20,10 @@ import yaml
 
 from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.errors import RecipeError
-from llmtrain.lint import lint_text
 from llmtrain.lint.fixing import fixed
 from llmtrain.lint.report import link, site
 from llmtrain.lint.schema import schema
-from tests.lint.corpus import cases
+from tests.lint.corpus import cases, lint_text
 
 ROOT = Path(__file__).parents[2]
 CLEAN = {"train_batch_size": 8, "gradient_clipping": 1.0}

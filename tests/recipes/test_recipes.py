@@ -129,7 +129,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
 import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
-from llmtrain.lint import lint_file
+from llmtrain.lint import examine
 from llmtrain.ds_config import render
 from llmtrain.cluster import Cluster
 from llmtrain.rules import resolve
@@ -140,7 +140,7 @@ for path in sorted(Path("recipes").glob("*.py")):
     recipe, cluster = load_recipe(str(path), [])
     if recipe.model.pretrained is None:
         assert render(resolve(recipe, cluster))
-assert lint_file(Path("ds_configs/tiny.json")) == []
+assert examine("tiny.json", Path("ds_configs/tiny.json")).findings == []
 """
 
 
