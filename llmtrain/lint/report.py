@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata
 from typing import Any, Literal
@@ -76,10 +76,7 @@ def joined(findings: Iterable[Finding]) -> list[Finding]:
     groups: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.message, one.fix, one.effect), []).append(one)
-    return [
-        Finding(**{**asdict(group[0]), "field": ", ".join(dict.fromkeys(one.field for one in group))})
-        for group in groups.values()
-    ]
+    return [replace(group[0], field=", ".join(dict.fromkeys(one.field for one in group))) for group in groups.values()]
 
 
 def place(finding: Finding) -> str:
@@ -179,16 +176,8 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
         for finding in one.findings
     ]
     driver = {"name": "llmtrain lint", "rules": rules}
-    schema = "https://json.schemastore.org/sarif-2.1.0.json"
     return {
-        "$schema": schema,
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {"driver": driver},
-                "columnKind": "unicodeCodePoints",
-                "results": found,
-                "properties": {},
-            }
-        ],
+        "runs": [{"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": found, "properties": {}}],
     }

@@ -42,7 +42,7 @@ def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
         ("zero_optimization", "stage"): document.stage >= 2,
         ("wall_clock_breakdown",): document.on("wall_clock_breakdown"),
         ("flops_profiler", "enabled"): document.on("flops_profiler", "enabled"),
-        ("tensor_parallel", "autotp_size"): (document.count("tensor_parallel", "autotp_size") or 1) > 1,
+        ("tensor_parallel", "autotp_size"): document.tensor_parallel > 1,
         ("sequence_parallel_size",): (document.count("sequence_parallel_size") or 1) > 1,
         ("compile", "deepcompile"): document.on("compile", "deepcompile"),
         ("managed_gradient_accumulation",): document.off("managed_gradient_accumulation"),
@@ -126,8 +126,7 @@ def expert_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that expert_parallel excludes."""
     if not document.on("expert_parallel", "enabled"):
         return
-    tensor = (document.count("tensor_parallel", "autotp_size") or 1) > 1
-    zero3 = document.stage == 3
+    tensor, zero3 = document.tensor_parallel > 1, document.stage == 3
     conflicts: dict[Where, bool] = {
         ("sequence_parallel_size",): (document.count("sequence_parallel_size") or 1) > 1 and (zero3 or tensor),
         ("zero_optimization", "zero_quantized_gradients"): zero3

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmtrain.lint.document import Configuration, Effect, truth
 from llmtrain.lint.rules.rule import Fault, error, near, warning
-from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where, version
+from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where
 
 _KINDS = {
     "bool": "true or false",
@@ -28,11 +28,8 @@ _NO_SWITCH = ("loss_scale", "loss_scale_window", "min_loss_scale")
 """Numbers for which DeepSpeed refuses a switch, which it reads as 0 or 1 elsewhere."""
 _TEXTS = (
     *(("zero_optimization", "leaf_module", key) for key in ("classes", "names", "name_suffixes")),
-    *(
-        ("compile", "passes"),
-        ("torch_autocast", "lower_precision_safe_modules"),
-        ("data_types", "keep_in_fp32_modules"),
-    ),
+    *(("compile", "passes"), ("torch_autocast", "lower_precision_safe_modules")),
+    ("data_types", "keep_in_fp32_modules"),
 )
 """Lists of texts; for the last one, DeepSpeed gives "auto" a meaning."""
 _COMMON = ("enabled", "type", "profile", "dtype")
@@ -86,7 +83,7 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
     block = schema.root
     for key in where[:-1]:
         block = (block.keys or {})[key]
-    inside = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
+    inside = ".".join(where[:-1]) or "DeepSpeed's configuration"
     effect: Effect = "refuses" if block.validated else "ignores"
     message = f"{reprlib.repr(where[-1])} is not a key of {inside}"
     if where in RENAMED:
@@ -94,8 +91,7 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
         return message, f"{'rename' if same else 'move'} it to {RENAMED[where]}", effect
     if where in schema.elsewhere:
         first, last = schema.elsewhere[where]
-        later = version(first) > version(schema.deepspeed)
-        if later:
+        if not schema.since(first):
             return f"{message} before {first}", f"DeepSpeed {first} or later, or remove it", effect
         return f"{message} after {last}", "remove it", effect
     if found := home(where, document):
@@ -122,9 +118,8 @@ def home(where: Where, document: Configuration) -> Where | None:
 @warning("unread_key", "ignores", "A key that DeepSpeed accepts, but never reads.")
 def unread_key(document: Configuration) -> Iterator[Fault]:
     """Warns about keys that have no effect whatever the rest of the file."""
-    for key in ("disable_allgather",):
-        if document.has(key):
-            yield (key,), "nothing reads it", "remove it"
+    if document.has("disable_allgather"):
+        yield ("disable_allgather",), "nothing reads it", "remove it"
 
 
 @error("removed_key", "refuses", "A key of a feature that DeepSpeed has removed, and now rejects.")
