@@ -11,11 +11,13 @@ import numpy as np
 
 from llmtrain.errors import short
 from llmtrain.plan.plan import Plan
-from llmtrain.report.facts import figures
+from llmtrain.report.facts import Figure, figures
 from llmtrain.report.run import RunData, dotted
 
 ABSENT = "—"
 DATA_FIELDS = ("data.", "evaluation.sources", "evaluation.sets")
+Compared = tuple[str, tuple[float | None, ...], tuple[str, ...]]
+"""Label, value of each run and text of each run."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,6 @@ def _without_lists(document: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def figures_beside(runs: Sequence[RunData]) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns the label of each figure that any of the runs has, with its text for each run."""
-    known = [{one.label: one.text for one in figures(run)} for run in runs]
-    labels = dict.fromkeys(label for one in known for label in one)
-    return [(label, tuple(one.get(label, ABSENT) for one in known)) for label in labels]
-
-
 def _plan(plan: Plan | None) -> dict[str, Any]:
     """Returns the fields of a plan other than its recipe."""
     if plan is None:
@@ -91,15 +86,19 @@ def _environment(run: RunData) -> dict[str, Any]:
     return dotted(kept | {"launch": launch})
 
 
-def compared_metrics(a: RunData, b: RunData) -> list[tuple[str, tuple[float | None, ...], tuple[str, ...]]]:
-    """Returns label, values and texts of each figure of two runs, and of the difference of their losses."""
-    known = [{one.label: one for one in figures(run)} for run in (a, b)]
-    labels = dict.fromkeys(label for one in known for label in one)
+def figures_beside(runs: Sequence[RunData]) -> list[Compared]:
+    """Returns each figure that any of the runs has."""
+    known = [{one.label: one for one in figures(run)} for run in runs]
     rows = []
-    for label in labels:
-        found = [one.get(label) for one in known]
-        values = tuple(one.value if one else None for one in found)
-        rows.append((label, values, tuple(one.text if one else ABSENT for one in found)))
+    for label in dict.fromkeys(label for one in known for label in one):
+        found = [one.get(label, Figure(label, None, ABSENT)) for one in known]
+        rows.append((label, tuple(one.value for one in found), tuple(one.text for one in found)))
+    return rows
+
+
+def compared_metrics(a: RunData, b: RunData) -> list[Compared]:
+    """Returns the figures of two runs, and the difference of their losses."""
+    rows = figures_beside([a, b])
     steps, here, there = np.intersect1d(a.metrics["step"], b.metrics["step"], return_indices=True)
     losses = a.metrics.get("loss")[here], b.metrics.get("loss")[there]
     apart = np.abs(losses[0] - losses[1])

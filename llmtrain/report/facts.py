@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -77,24 +77,24 @@ def figures(run: RunData) -> list[Figure]:
     hours = hours_of(metrics)
     found = [
         Figure("step", run.step, f"{run.step:,}"),
-        _number("loss", metrics.last("loss")),
-        _number("evaluation loss", evaluations.last("eval_loss")),
-        _number("least evaluation loss", float(np.nanmin(losses)) if np.isfinite(losses).any() else None),
-        _number("perplexity", evaluations.last("perplexity")),
-        _number("bits per byte", evaluations.last("bits_per_byte")),
-        *(_number(f"evaluation loss of {name.removeprefix(SETS)}", evaluations.last(name)) for name in of_sets),
-        _number("gradient norm", metrics.last("grad_norm")),
-        _counted("tokens", metrics.last("tokens")),
-        Figure("hours in steps and saves", *(_hours(float(hours[-1])) if len(hours) else (None, ""))),
-        _counted("tokens per second", _recent(run, "tokens_per_second")),
-        _share("MFU", _recent(run, "mfu")),
-        Figure("step time", *_seconds(_recent(run, "step_time_s"))),
-        _bytes("peak memory of rank 0", metrics.last("peak_memory_bytes")),
-        _counted("skipped updates", metrics.last("skipped_steps")),
-        _counted("roll-backs", metrics.last("rollbacks")),
-        _counted("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1))),
+        _figure("loss", metrics.last("loss")),
+        _figure("evaluation loss", evaluations.last("eval_loss")),
+        _figure("least evaluation loss", float(np.nanmin(losses)) if np.isfinite(losses).any() else None),
+        _figure("perplexity", evaluations.last("perplexity")),
+        _figure("bits per byte", evaluations.last("bits_per_byte")),
+        *(_figure(f"evaluation loss of {name.removeprefix(SETS)}", evaluations.last(name)) for name in of_sets),
+        _figure("gradient norm", metrics.last("grad_norm")),
+        _figure("tokens", metrics.last("tokens"), _counted),
+        _figure("hours in steps and saves", float(hours[-1]) if len(hours) else None, lambda one: duration(one * 3600)),
+        _figure("tokens per second", _recent(run, "tokens_per_second"), _counted),
+        _figure("MFU", _recent(run, "mfu"), "{:.1%}".format),
+        _figure("step time", _recent(run, "step_time_s"), _seconds),
+        _figure("peak memory of rank 0", metrics.last("peak_memory_bytes"), _bytes),
+        _figure("skipped updates", metrics.last("skipped_steps"), _counted),
+        _figure("roll-backs", metrics.last("rollbacks"), _counted),
+        _figure("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1)), _counted),
         *_forecast(run),
-        *(_number(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
+        *(_figure(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
     ]
     return [one for one in found if one.value is not None]
 
@@ -104,9 +104,9 @@ def _forecast(run: RunData) -> Iterator[Figure]:
     left, last = run.metrics.last("left_s"), run.metrics.last
     if run.status == "running" and left is not None:
         yield Figure("estimated time left", left, duration(left))
-        yield _number("estimated cost at the end", last("cost_at_end"))
-    yield _number("device hours", last("device_hours"))
-    yield _number("cost", last("cost"))
+        yield _figure("estimated cost at the end", last("cost_at_end"))
+    yield _figure("device hours", last("device_hours"))
+    yield _figure("cost", last("cost"))
 
 
 def predicted_memory(run: RunData) -> list[Figure]:
@@ -115,7 +115,8 @@ def predicted_memory(run: RunData) -> list[Figure]:
     if memory is None:
         return []
     parts = sorted(memory.stages[memory.fullest].peak.by_part().items(), key=lambda part: -part[1])
-    return [_bytes("total", memory.needed), *(_bytes(name.replace("_", " "), size) for name, size in parts if size)]
+    named = {"total": memory.needed} | {name.replace("_", " "): size for name, size in parts if size}
+    return [_figure(name, size, _bytes) for name, size in named.items()]
 
 
 def predicted_step(run: RunData) -> list[Figure]:
@@ -126,7 +127,7 @@ def predicted_step(run: RunData) -> list[Figure]:
     named = {"total": step.step_s, "computation": step.compute_s, "pipeline bubble": step.bubble_s}
     named |= {name.replace("_", " "): seconds for name, seconds in step.communication_s.items()}
     named |= {"update": step.update_s}
-    return [Figure(name, *_seconds(seconds)) for name, seconds in named.items() if seconds]
+    return [_figure(name, seconds, _seconds) for name, seconds in named.items() if seconds]
 
 
 def time_spent(run: RunData) -> list[Figure]:
@@ -247,31 +248,20 @@ def _recent(run: RunData, name: str) -> float | None:
     return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
-def _number(label: str, value: float | None) -> Figure:
-    return Figure(label, value, "" if value is None else four_digits(value))
+def _figure(label: str, value: float | None, shown: Callable[[float], str] = four_digits) -> Figure:
+    return Figure(label, value, "" if value is None else shown(value))
 
 
-def _counted(label: str, value: float | None) -> Figure:
-    text = "" if value is None else f"{value:,.0f}" if value < 10_000 else compact(value)
-    return Figure(label, value, text)
+def _counted(value: float) -> str:
+    return f"{value:,.0f}" if value < 10_000 else compact(value)
 
 
-def _share(label: str, value: float | None) -> Figure:
-    return Figure(label, value, "" if value is None else f"{value:.1%}")
+def _bytes(size: float) -> str:
+    return readable(int(size))
 
 
-def _bytes(label: str, value: float | None) -> Figure:
-    return Figure(label, value, "" if value is None else readable(int(value)))
-
-
-def _hours(hours: float) -> tuple[float, str]:
-    return hours, duration(hours * 3600)
-
-
-def _seconds(seconds: float | None) -> tuple[float | None, str]:
-    if seconds is None:
-        return None, ""
-    return seconds, f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
