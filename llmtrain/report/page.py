@@ -9,9 +9,10 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, charts_of, curves_of
 from llmtrain.report.differences import differences, figures_beside
-from llmtrain.report.facts import Fact, Figure
 from llmtrain.report.run import RunData, read_run
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import write_atomically
@@ -76,52 +76,33 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
-@dataclass(frozen=True)
-class RunView:
-    """The data of a run for the template."""
-
-    name: str
-    run: RunData
-    facts: list[Fact]
-    figures: list[Figure]
-    memory: list[Figure]
-    measured_memory: str
-    is_resident: bool
-    """Whether the measured memory is that of the whole process, as is the case on CPUs."""
-    step_time: list[Figure]
-    measured_step: str
-    time: list[tuple[Figure, float]]
-    """Each part of the running time, with its share."""
-    stragglers: list[Fact]
-    events: list[tuple[str, int, str, str]]
-    values: tuple[list[str], list[list[str]]]
-    samples: dict[int, list[tuple[str, str]]]
-    """Step → pairs of prompt and continuation, the newest step first."""
-    size: Callable[[int], str] = readable_bytes
-
-
-def _view(run: RunData, name: str) -> RunView:
-    time, found = facts.time_spent(run), {one.label: one.text for one in facts.figures(run)}
+def _view(run: RunData, name: str) -> SimpleNamespace:
+    """Returns the data of a run for the template."""
+    time, figures = facts.time_spent(run), facts.figures(run)
+    found = {one.label: one.text for one in figures}
     whole = sum(part.value or 0 for part in time) or 1
-    return RunView(
+    return SimpleNamespace(
         name=name,
         run=run,
         facts=facts.facts(run),
-        figures=facts.figures(run),
+        figures=figures,
         memory=facts.predicted_memory(run),
         measured_memory=found.get("peak memory of rank 0", ""),
+        # On CPUs, the measured memory is that of the whole process.
         is_resident=run.plan is not None and run.plan.cluster.spec.on_cpu,
         step_time=facts.predicted_step(run),
         measured_step=found.get("step time", ""),
-        time=[(part, (part.value or 0) / whole) for part in time],
+        time=[(part, (part.value or 0) / whole) for part in time],  # with its share of the running time
         stragglers=facts.stragglers(run),
         events=list(facts.event_lines(run))[-MOST_EVENTS:],
         values=_values(run),
         samples=_samples(run),
+        size=readable_bytes,
     )
 
 
 def _samples(run: RunData) -> dict[int, list[tuple[str, str]]]:
+    """Maps steps to pairs of prompt and continuation, the newest step first."""
     by_step: dict[int, list[tuple[str, str]]] = {}
     for one in run.samples[-MOST_SAMPLES:]:
         by_step.setdefault(one.step, []).append((one.prompt[:MOST_TEXT], one.text[:MOST_TEXT]))

@@ -152,7 +152,9 @@ class RunReader:
         """Raises RecipeError if the folder is not that of a run."""
         self._dir = RunDir(path)
         if not self._dir.recipe_file.is_file() and not self._dir.metrics_file.is_file():
-            raise RecipeError(_no_run(path))
+            why_not = "is not a run directory: it has no recipe.json and no metrics.jsonl"
+            message = why_not if os.path.lexists(path) else "does not exist"
+            raise RecipeError(Problem("run_dir.missing", str(path), message))
         self._metrics, self._evaluations = MetricsTable(), MetricsTable()
         self._metric_lines = GrowingLines(self._dir.metrics_file)
         self._events: list[RunEvent] = []
@@ -319,12 +321,6 @@ def dotted(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _no_run(path: Path) -> Problem:
-    if not os.path.lexists(path):
-        return Problem("run_dir.missing", str(path), "does not exist")
-    return Problem("run_dir.missing", str(path), "is not a run directory: it has no recipe.json and no metrics.jsonl")
 
 
 def _age(file: Path) -> float | None:

@@ -33,11 +33,6 @@ class LivePage:
         self._lock = threading.Lock()
         self._revision, self._page = "", b""
 
-    @property
-    def bytes_read(self) -> int:
-        """Number of bytes read so far from growing files."""
-        return sum(reader.bytes_read for reader in self._readers)
-
     def now(self) -> tuple[str, bytes]:
         """Returns an identifier of the page's content, and the page."""
         with self._lock:

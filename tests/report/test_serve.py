@@ -35,13 +35,14 @@ def test_the_page_is_served_once_per_change(server, run):
     assert status == 200
     revision = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["revision"]
     assert _get(server, If_None_Match=f'"{revision}"') == (304, "")
-    before = server.live.bytes_read
+    (reader,) = server.live._readers
+    before = reader.bytes_read
     line = json.dumps(step_record(61, 1.25)) + "\n"
     with (run / "metrics.jsonl").open("a") as more:
         more.write(line)
     status, text = _get(server, If_None_Match=f'"{revision}"')
     assert status == 200
-    assert server.live.bytes_read - before == len(line)
+    assert reader.bytes_read - before == len(line)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "10.0.0.1:80"])
