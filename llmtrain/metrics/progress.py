@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -80,7 +80,7 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
             self._bar.refresh()  # otherwise the previous live line would be shown again below the printed one
-        self._print(_plain_line(record, self._max_steps))
+        self.note(_plain_line(record, self._max_steps))
 
     def show_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
         """Shows prompts with their continuations."""
@@ -103,7 +103,7 @@ class TrainingProgress:
 
     def note(self, line: str) -> None:
         """Prints a separate line above the live line."""
-        self._print(line)
+        self._console.print(escape(line), soft_wrap=True, highlight=False)
 
     def summary(self) -> None:
         """Ends the live line, and prints what was trained and how fast."""
@@ -116,10 +116,7 @@ class TrainingProgress:
             line += f" ({compact(self._trained_tokens / self._trained_s)} tokens/s while training)"
             at = f" (step {self._last['step']:,})" if self._last["step"] != self._step else ""
             line += f"  loss {four_digits(self._last['loss'])}{at}"
-        self._print(line)
-
-    def _print(self, line: str) -> None:
-        self._console.print(escape(line), soft_wrap=True, highlight=False)
+        self.note(line)
 
 
 def sample_panel(prompt: str, text: str, title: str) -> Panel:
@@ -136,9 +133,7 @@ def _bar(console: Console) -> Progress:
         SpinnerColumn(style="cyan"),
         TextColumn("{task.description}", table_column=Column(min_width=len("evaluating"))),  # the bar keeps its place
         BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the room that the text leaves
-        _Steps(),
-        _Numbers(console),
-        _TimeLeft(console),
+        *(_Column(console, text) for text in (_steps, _numbers, _time_left)),
         console=console,
         expand=True,
         refresh_per_second=REFRESH_PER_SECOND,
@@ -149,53 +144,49 @@ def _bar(console: Console) -> Progress:
     )
 
 
-class _Steps(ProgressColumn):
-    """The number of steps done, and of all steps."""
+class _Column(ProgressColumn):
+    """A column whose text a function makes, given the width of the terminal."""
 
-    def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed):,}/{int(task.total or 0):,}", style="green", no_wrap=True)
-
-
-class _Numbers(ProgressColumn):
-    """The loss of the last logged step; speed, gradient norm and MFU if there is room."""
-
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, text: Callable[[Task, int], Text]) -> None:
         super().__init__()
-        self._console = console
+        self._console, self._text = console, text
 
     def render(self, task: Task) -> Text:
-        record = task.fields["record"]
-        if not record:
-            return Text()
-        diverged = record["loss"] is None
-        parts = [(f"loss {four_digits(record['loss'])}", "bold red" if diverged else "bold")]
-        columns = self._console.width
-        if columns >= ALL_COLUMNS and record["grad_norm"] is not None:
-            parts.append((f"grad {four_digits(record['grad_norm'])}", ""))
-        if columns >= SPEED_COLUMNS:
-            parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
-        if columns >= ALL_COLUMNS and record["mfu"] is not None:
-            parts.append((f"{record['mfu']:.1%} mfu", "magenta"))
-        return Text.assemble(*((f" {text} ", style) for text, style in parts), no_wrap=True)
+        return self._text(task, self._console.width)
 
 
-class _TimeLeft(ProgressColumn):
-    """Time left at the recent speed, with end and cost if there is room; elapsed time while that is unknown, and at the
-    end."""
+def _steps(task: Task, width: int) -> Text:
+    """Shows the number of steps done, and of all steps."""
+    return Text(f"{int(task.completed):,}/{int(task.total or 0):,}", style="green", no_wrap=True)
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
 
-    def render(self, task: Task) -> Text:
-        if task.finished:
-            return Text(f"took {duration(task.finished_time or 0)}", style="cyan", no_wrap=True)
-        left = task.time_remaining
-        text = duration(task.elapsed or 0) if left is None else f"{duration(left)} left"
-        record = task.fields["record"]
-        if left is not None and self._console.width >= END_COLUMNS:
-            text = "  ".join(filter(None, (f"{text}{_end(left)}", _cost(record))))
-        return Text(text, style="cyan", no_wrap=True)
+def _numbers(task: Task, width: int) -> Text:
+    """Shows the loss of the last logged step; speed, gradient norm and MFU if there is room."""
+    record = task.fields["record"]
+    if not record:
+        return Text()
+    diverged = record["loss"] is None
+    parts = [(f"loss {four_digits(record['loss'])}", "bold red" if diverged else "bold")]
+    if width >= ALL_COLUMNS and record["grad_norm"] is not None:
+        parts.append((f"grad {four_digits(record['grad_norm'])}", ""))
+    if width >= SPEED_COLUMNS:
+        parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
+    if width >= ALL_COLUMNS and record["mfu"] is not None:
+        parts.append((f"{record['mfu']:.1%} mfu", "magenta"))
+    return Text.assemble(*((f" {text} ", style) for text, style in parts), no_wrap=True)
+
+
+def _time_left(task: Task, width: int) -> Text:
+    """Shows the time left, with end and cost if there is room; the elapsed time while it is unknown, and at the end."""
+    if task.finished:
+        text = f"took {duration(task.finished_time or 0)}"
+    elif (left := task.time_remaining) is None:
+        text = duration(task.elapsed or 0)
+    else:
+        text = f"{duration(left)} left"
+        if width >= END_COLUMNS:
+            text = "  ".join(filter(None, (f"{text}{_end(left)}", _cost(task.fields["record"]))))
+    return Text(text, style="cyan", no_wrap=True)
 
 
 def _plain_line(record: dict[str, Any], max_steps: int) -> str:

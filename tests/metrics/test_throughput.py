@@ -3,7 +3,8 @@ from contextlib import suppress
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.metrics import Meter, Window, rates
+from llmtrain.metrics import Meter, Window
+from llmtrain.metrics.throughput import rates
 
 
 class Clock:
