@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.checkpoint.contents import read_plan, read_state
+from llmtrain.checkpoint.contents import TrainerState, read_plan, read_state
 from llmtrain.checkpoint.folder import find, is_exported, newest, read_latest
 from llmtrain.checkpoint.manifest import (
     Manifest,
@@ -93,27 +93,22 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
     return None
 
 
-def check_data(checkpoint: Path, key: str) -> None:
-    """Raises CheckpointError if a checkpoint was trained on other data than those of `key`."""
-    if read_state(checkpoint).data != key:
-        raise CheckpointError(other_data(checkpoint))
-
-
-def other_data(checkpoint: Path) -> Problem:
-    """Returns the problem of a checkpoint that was trained on other data."""
-    return Problem(
-        "checkpoint.data",
-        str(checkpoint),
-        "was trained on other data: the corpus, the tokenizer or the packing has changed since",
-        "restore the data, or start a new run with another --run-dir",
-    )
+def check_data(checkpoint: Path, key: str) -> TrainerState:
+    """Returns the position in a checkpoint. Raises CheckpointError if it was trained on other data than `key`'s."""
+    state = read_state(checkpoint)
+    if state.data != key:
+        message = "was trained on other data: the corpus, the tokenizer or the packing has changed since"
+        fix = "restore the data, or start a new run with another --run-dir"
+        raise CheckpointError(Problem("checkpoint.data", str(checkpoint), message, fix))
+    return state
 
 
 def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: bool) -> list[Problem]:
     try:
         manifests = read_manifests(checkpoint)
         problems = _of_another_run(checkpoint, manifests[0], plan, run, is_named)
-        problems += _files_missing(checkpoint, manifests)
+        found = (size_problem(checkpoint / name, file) for one in manifests for name, file in one.files.items())
+        problems += [problem for problem in found if problem]
         if elsewhere := missing_parts(manifests):
             if not is_local:
                 return problems  # the nodes that have the other parts will check them
@@ -137,14 +132,6 @@ def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, 
     fix = "use the recipe of that run, or export it and start from its weights with model.pretrained"
     differing = forbidden_changes(read_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
     return [Problem("checkpoint.recipe", one.field, one.message, fix) for one in differing]
-
-
-def _files_missing(checkpoint: Path, manifests: list[Manifest]) -> list[Problem]:
-    problems = []
-    for name, file in ((name, file) for manifest in manifests for name, file in manifest.files.items()):
-        if problem := size_problem(checkpoint / name, file):
-            problems.append(problem)
-    return problems
 
 
 def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:

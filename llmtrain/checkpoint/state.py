@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from llmtrain.checkpoint.base import base_of, check_base
-from llmtrain.checkpoint.before import other_data
+from llmtrain.checkpoint.before import check_data
 from llmtrain.checkpoint.check import verify_together
-from llmtrain.checkpoint.contents import TrainerState, read_state, with_plan
+from llmtrain.checkpoint.contents import TrainerState, with_plan
 from llmtrain.checkpoint.exchange import complete
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
@@ -65,9 +65,7 @@ def restore(
     data: key of the prepared data. The plan may differ from the one that it was written under; its ranks then draw
     other random numbers. Raises CheckpointError if the data or the frozen weights differ, before anything is loaded.
     """
-    state = read_state(folder)
-    if state.data != data:
-        raise CheckpointError(other_data(folder))
+    state = check_data(folder, data)
     check_base(folder, state.base, base_of(plan))
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:
