@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.checkpoint.folder import as_found
 from llmtrain.checkpoint.manifest import PATTERN, File, Manifest, missing_parts, read_manifests, size_problem, some
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import fingerprint
@@ -48,7 +49,8 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
     """
     from llmtrain.runtime.agree import gather, united  # loads torch, which the rest of this module does not need
 
-    manifests, problems = _read(folder)
+    found = as_found(folder)
+    manifests, problems = [*found.manifests], [*found.problems]
     files = files_of(manifests)
     own = [(name, file) for name, file in files.items() if storage.reader_of(file.rank) == storage.rank]
     problems += damage(folder, own)
@@ -73,13 +75,6 @@ def damage(folder: Path, files: Iterable[tuple[str, File]]) -> list[Problem]:
     with ThreadPoolExecutor(THREADS) as pool:
         problems = pool.map(lambda item: _compare(folder / item[0], item[1]), files)
         return [problem for problem in problems if problem]
-
-
-def _read(folder: Path) -> tuple[list[Manifest], list[Problem]]:
-    try:
-        return read_manifests(folder), []
-    except CheckpointError as error:
-        return [], list(error.problems)
 
 
 def _compare(path: Path, expected: File) -> Problem | None:

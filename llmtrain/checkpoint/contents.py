@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
 from llmtrain.plan import Plan
 from llmtrain.run_dir import MAY_CHANGE
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
-T = TypeVar("T")
 Values = dict[str, Any]
 WORKERS = "workers"
 """The number of workers, which is recorded like a field of the recipe."""
@@ -69,9 +67,6 @@ def _shown(value: Any) -> str:
     return "none" if value is None or value == [] else str(value)
 
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
 @dataclass
 class TrainerState:
     """The position of a run; the content of `trainer.json`."""
@@ -106,16 +101,9 @@ class TrainerState:
 
 def read_state(folder: Path) -> TrainerState:
     """Reads the position in a checkpoint. Raises CheckpointError if it cannot be read."""
-    return _read(folder / STATE_FILE, TrainerState, "checkpoint.state")
+    return read_checkpoint_json(folder / STATE_FILE, TrainerState, "checkpoint.state")
 
 
 def read_plan(folder: Path) -> Plan:
     """Reads the plan that a checkpoint was written under. Raises CheckpointError if it cannot be read."""
-    return _read(folder / PLAN_FILE, Plan, "checkpoint.plan")
-
-
-def _read(file: Path, kind: type[T], rule: str) -> T:
-    try:
-        return read_json(file, kind)
-    except UNREADABLE as error:
-        raise CheckpointError(Problem(rule, str(file), f"cannot be read: {why(error)}")) from None
+    return read_checkpoint_json(folder / PLAN_FILE, Plan, "checkpoint.plan")

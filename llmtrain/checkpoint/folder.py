@@ -74,7 +74,7 @@ def find(checkpoints: Path) -> list[FoundCheckpoint]:
         return []
     except UNREADABLE as error:
         raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {why(error)}")) from None
-    return sorted(map(_found, folders), key=lambda one: (one.written, one.folder.name))
+    return sorted(map(as_found, folders), key=lambda one: (one.written, one.folder.name))
 
 
 def whole(checkpoints: Path) -> list[Path]:
@@ -178,7 +178,7 @@ class Building:
         if not self.final.exists():
             rename(self.folder, self.final)
             return
-        manifests = _found(self.final).manifests
+        manifests = as_found(self.final).manifests
         ours = bool(manifests) and manifests[0].run == self.run
         name = self._doomed(self.final.name) if ours else f"{self.final.name}.replaced-{uuid.uuid4().hex[:8]}"
         aside = self.final.with_name(name)
@@ -207,7 +207,8 @@ class Building:
         return f".{name}.deleted-{self.run}"
 
 
-def _found(folder: Path) -> FoundCheckpoint:
+def as_found(folder: Path) -> FoundCheckpoint:
+    """Reads the manifests in a folder, or why that is impossible."""
     try:
         return FoundCheckpoint(folder, tuple(read_manifests(folder)))
     except CheckpointError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -12,6 +12,7 @@ from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import FileHash, write_atomically
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
+T = TypeVar("T")
 PATTERN = "MANIFEST*.json"
 MOST_PARTS = 100_000
 MOST_NAMED = 5
@@ -118,21 +119,20 @@ def read_manifests(folder: Path) -> list[Manifest]:
 
     Raises CheckpointError if there is none, if one cannot be read, or if they belong to different saves.
     """
-    manifests = [_read(path) for path in manifest_files(folder)]
+    manifests = [read_checkpoint_json(path, Manifest, "checkpoint.manifest") for path in manifest_files(folder)]
     if not manifests:
         raise CheckpointError(Problem("checkpoint.incomplete", str(folder), _why_none(folder)))
     if len({one.save for one in manifests}) > 1:
-        problem = Problem("checkpoint.mixed", str(folder), "contains parts of different checkpoints")
-        raise CheckpointError(problem)
+        raise CheckpointError(Problem("checkpoint.mixed", str(folder), "contains parts of different checkpoints"))
     return manifests
 
 
-def _read(path: Path) -> Manifest:
+def read_checkpoint_json(path: Path, kind: type[T], rule: str) -> T:
+    """Reads a JSON document of a checkpoint. Raises CheckpointError by `rule` if it cannot be read."""
     try:
-        return read_json(path, Manifest)
+        return read_json(path, kind)
     except UNREADABLE as error:
-        problem = Problem("checkpoint.manifest", str(path), f"cannot be read: {why(error)}")
-    raise CheckpointError(problem)
+        raise CheckpointError(Problem(rule, str(path), f"cannot be read: {why(error)}")) from None
 
 
 def _why_none(folder: Path) -> str:
