@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -29,7 +28,6 @@ from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 from llmtrain.system.untrusted import read_json, utf8_name
@@ -72,8 +70,9 @@ def export(
     plan = moved(read_plan(checkpoint), base)
     if base is not None:
         check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
-    source, model = state_source(checkpoint, plan), _model(plan, dtype)
-    recipe = plan.recipe
+    source, recipe = state_source(checkpoint, plan), plan.recipe
+    weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
+    model = empty_model(model_configuration(recipe), weights, recipe.model.trust_remote_code)
     # A base with new tokens, or of new weights, exists nowhere else.
     is_whole = recipe.model.adapter is None or recipe.model.pretrained is None or bool(recipe.model.kept_rows)
     with new_folder(out, replace) as folder:
@@ -103,14 +102,6 @@ def size_in_bytes(text: str) -> int:
         message = f"'{text}' is not a size"
         raise RecipeError(Problem("export.size", "--max-shard-size", message, "--max-shard-size 5GB"))
     return int(match[1]) * unit
-
-
-def _model(plan: Plan, dtype: Dtype | None) -> PreTrainedModel:
-    """Returns the model of a plan without allocating its weights, in the data type to write."""
-    weights = weight_dtype(plan.recipe.parallel.precision)
-    if dtype is not None:
-        weights = getattr(torch, dtype)
-    return empty_model(model_configuration(plan.recipe), weights, plan.recipe.model.trust_remote_code)
 
 
 def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:
@@ -149,8 +140,11 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
 
 def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     """Writes the configurations of a model and of generation, and the code of a custom model."""
-    with _no_progress():  # of shards that it does not write
-        model.save_pretrained(folder, state_dict={})
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of shards that it does not write
+    model.save_pretrained(folder, state_dict={})
+    if shown:
+        logging.enable_progress_bar()
 
 
 def write_adapter(
@@ -186,15 +180,6 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with utf8_name(folder) as named:
         read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(named)
     return read
-
-
-@contextmanager
-def _no_progress() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    yield
-    if shown:
-        logging.enable_progress_bar()
 
 
 def write_weights(

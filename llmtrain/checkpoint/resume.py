@@ -57,13 +57,9 @@ def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Resum
     """
     manifests, problems = verify_together(folder, storage)
     if not problems and manifests[0].run != run and manifests[0].recipe != recipe:
-        problem = Problem(
-            "checkpoint.recipe",
-            str(folder),
-            "was written by a run of a different recipe",
-            "export it and start from its weights with model.pretrained, or use the recipe of that run",
-        )
-        problems = [problem]
+        message = "was written by a run of a different recipe"
+        fix = "export it and start from its weights with model.pretrained, or use the recipe of that run"
+        problems = [Problem("checkpoint.recipe", str(folder), message, fix)]
     if problems:
         raise CheckpointError(problems)
     return ResumeChoice(folder, manifests, ())
@@ -74,10 +70,9 @@ def go_on_from(choice: ResumeChoice, checkpoints: Path, storage: Storage) -> Non
 
     A later checkpoint that is overwritten by a run that was taken back is then never the one that `latest` names.
     """
+    problems: list[Problem] = []
     if choice.folder.resolve().parent == checkpoints.resolve() and storage.is_leader:
         problems = attempt(partial(point_latest, checkpoints, choice.folder.name), "write latest")
-    else:
-        problems = []
     raise_together(problems)
 
 

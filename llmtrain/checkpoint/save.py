@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -44,14 +44,6 @@ CHUNK = 2**26
 nearly double a large one."""
 
 
-@dataclass(frozen=True)
-class _Copied:
-    name: str
-    parts: list[Part]
-    """Bytes, and tensors in host memory."""
-    private: bool
-
-
 class HostCopies(Writer):
     """Receives the files of successive saves into the same memory.
 
@@ -61,7 +53,8 @@ class HostCopies(Writer):
 
     def __init__(self) -> None:
         self._memory: dict[str, list[Tensor]] = {}
-        self._files: list[_Copied] = []
+        self._files: list[tuple[str, list[Part], bool]] = []
+        """Name, bytes and tensors in host memory, and whether the file is private."""
         self._copied: torch.cuda.Event | None = None
         self._device: torch.device | None = None
 
@@ -82,7 +75,7 @@ class HostCopies(Writer):
         if device is not None:
             self._device, self._copied = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        self._files.append(_Copied(name, copied, private))
+        self._files.append((name, copied, private))
 
     def start_anew(self) -> None:
         """Forgets the files of the previous save; their memory is reused."""
@@ -95,7 +88,7 @@ class HostCopies(Writer):
             torch.cuda.set_device(self._device)
             self._copied.synchronize()
         for file in self._files:
-            writer.file(file.name, file.parts, file.private)
+            writer.file(*file)
 
     def _chunks(self, name: str, size: int, pinned: bool) -> list[Tensor]:
         """Returns the memory of a file: chunks of `CHUNK` bytes, and what is left."""
