@@ -35,6 +35,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from llmtrain.lint.schema import REMOVED_KEYS, releases, version
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 ROOT = Path(__file__).parents[1]
@@ -135,18 +137,7 @@ READ_BY_KEY: dict[str, Node] = {
     ),
     "sequence_parallel_size": _COUNT,
     "data_parallel_size": _COUNT,
-    # Features of older releases, whose inner keys are not compared.
-    "elasticity": {},
-    "curriculum_learning": {},
-    "compression_training": {},
-    "amp": {},
-    "nebula": {},
-    "sparse_attention": {},
-    "sparse_gradients": {},
-    "eigenvalue": {},
-    "quantize_training": {},
-    "progressive_layer_drop": {},
-    "graph_harvesting": {},
+    **{name: {} for name in REMOVED_KEYS},  # of older releases, whose inner keys are not compared
 }
 """The keys that DeepSpeed reads one by one. A release knows those that are strings of its sources."""
 MODELS = {
@@ -362,8 +353,6 @@ def text(releases: list[dict[str, Any]]) -> str:
 
 def rendered() -> str:
     """Returns the file with the installed release, and the others as the file has them."""
-    from llmtrain.lint.schema import releases, version
-
     installed = facts()
     known = [one for one in releases() if one["deepspeed"] != installed["deepspeed"]]
     return text(sorted([installed, *known], key=lambda one: version(one["deepspeed"]), reverse=True))
@@ -382,8 +371,6 @@ def unpacked(number: str, folder: Path) -> Path:
 
 def of_each_release(script: str, folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yields what a script prints with --facts for each release from OLDEST on, or for some, the newest first."""
-    from llmtrain.lint.schema import version
-
     listed = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
     answer = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
     numbers = re.findall(r"[\d.]+", answer.partition("Available versions:")[2].partition("\n")[0])

@@ -20,24 +20,15 @@ from llmtrain.predict.picture import box, line, picture, text
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
 METRICS = ROOT / "benchmarks/results/tiny_metrics.jsonl"
-DRAWN_BY_PLAN = {
-    "memory_llama3_70b.svg": ("memory.svg", ["recipes/llama3_70b.py:pipeline"]),
-    "schedule.svg": (
-        "schedule.svg",
-        ["recipes/llama3_8b.py", "--nodes", "1", "--gpus-per-node", "4", "--device", "h200"]
-        + [part for field in ("pipeline=4", "zero_stage=1") for part in ("--set", f"parallel.{field}")]
-        + ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"],
-    ),
-    "schedule_zero_bubble.svg": (
-        "schedule.svg",
-        ["recipes/llama3_8b.py", "--nodes", "1", "--gpus-per-node", "4", "--device", "h200"]
-        + [part for field in ("pipeline=4", "zero_stage=1") for part in ("--set", f"parallel.{field}")]
-        + [part for field in ("schedule=zero_bubble", "chunks=2") for part in ("--set", f"parallel.pipeline_{field}")]
-        + ["--set", "kernels.blocks=eager"]
-        + ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"],
-    ),
+ON_FOUR = ("recipes/llama3_8b.py", "--nodes", "1", "--gpus-per-node", "4", "--device", "h200")
+FOUR_STAGES = ("parallel.pipeline=4", "parallel.zero_stage=1", "batch.global_batch_size=8", "batch.micro_batch_size=1")
+ZERO_BUBBLE = ("parallel.pipeline_schedule=zero_bubble", "parallel.pipeline_chunks=2", "kernels.blocks=eager")
+DRAWN_BY_PLAN: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "memory_llama3_70b.svg": ("memory.svg", ("recipes/llama3_70b.py:pipeline",), ()),
+    "schedule.svg": ("schedule.svg", ON_FOUR, FOUR_STAGES),
+    "schedule_zero_bubble.svg": ("schedule.svg", ON_FOUR, (*FOUR_STAGES, *ZERO_BUBBLE)),
 }
-"""Picture in docs/pictures → the file name of a plan's picture, and the arguments of `llmtrain plan`."""
+"""Picture in docs/pictures → the file name of a plan's picture, the arguments of `llmtrain plan`, and fields."""
 
 STAGES = (
     ("Recipe", ("model, data, batch,", "optimizer, steps"), "#dbe9f6"),
@@ -109,9 +100,10 @@ def drawn(folder: Path) -> None:
     (folder / "overview.svg").write_text(overview(), encoding="utf-8")
     rows = map(json.loads, METRICS.read_text(encoding="utf-8").splitlines())
     (folder / "loss_tiny.svg").write_text(loss(rows), encoding="utf-8")
-    for name, (picture_of_plan, arguments) in DRAWN_BY_PLAN.items():
+    for name, (picture_of_plan, arguments, fields) in DRAWN_BY_PLAN.items():
+        sets = [part for field in fields for part in ("--set", field)]
         with tempfile.TemporaryDirectory() as written:
-            command = [sys.executable, "-m", "llmtrain", "plan", *arguments, "--write", written]
+            command = [sys.executable, "-m", "llmtrain", "plan", *arguments, *sets, "--write", written]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             (folder / name).write_text((Path(written) / picture_of_plan).read_text(encoding="utf-8"), encoding="utf-8")
 

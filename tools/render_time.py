@@ -357,9 +357,9 @@ parallel ranks. For these runs, it is predicted as hidden. A positive error mean
 BUBBLE = """
 ## The bubble
 
-The bubble was measured with the engine on CPUs. Instead of computing, the ranks sleep {forward:g} s for each forward
-pass and {backward:g} s for each backward pass of a micro-batch (`python benchmarks/bubble.py`, {hardware}, DeepSpeed
-{deepspeed}):
+The bubble was measured with the engine on CPUs. Instead of computing, the ranks sleep {forward_s:g} s for each forward
+pass and {backward_s:g} s for each backward pass of a micro-batch (`python benchmarks/bubble.py`, {hardware}, DeepSpeed
+{versions[deepspeed]}):
 
 | Schedule | Ranks | Stages each | Micro-batches | Predicted step | Measured | Error | Predicted bubble | Measured |
 |---|---|---|---|---|---|---|---|---|
@@ -431,15 +431,7 @@ def _bubble() -> str:
         f"| {row['step_error']:+.1%} | {row['predicted_bubble']:.1%} | {row['measured_bubble']:.1%} |\n"
         for row in measured["rows"]
     )
-    return (
-        BUBBLE.format(
-            forward=measured["forward_s"],
-            backward=measured["backward_s"],
-            hardware=measured["hardware"],
-            deepspeed=measured["versions"]["deepspeed"],
-        )
-        + rows
-    )
+    return BUBBLE.format(**measured) + rows
 
 
 def _assumptions() -> str:

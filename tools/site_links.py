@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-PICTURES = {".svg", ".png"}
+UNCHANGED = {".md", ".svg", ".png"}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".sbatch": "sh", ".toml": "toml", "": "sh"}
 
 
@@ -30,22 +30,19 @@ def on_files(files: Files, config: Any) -> Files:
             name = _name(target)
             if not target.is_file() or files.get_file_from_path(name):
                 continue
+            own = {"abs_src_path": str(target)} if target.suffix in UNCHANGED else {"content": _listing(target)}
+            files.append(File.generated(config, name, **own))
             if target.suffix == ".md":
-                files.append(File.generated(config, name, abs_src_path=str(target)))
                 waiting.append(target)
-            elif target.suffix in PICTURES:
-                files.append(File.generated(config, name, abs_src_path=str(target)))
-            else:
-                files.append(File.generated(config, name, content=_listing(target)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Points links to the pages that `on_files` added."""
-    here = page.file.src_uri
-    real = Path(page.file.abs_src_path) if page.file.abs_src_path else None
-    if real is None:  # a listing has no links
+    if not page.file.abs_src_path:  # a listing has no links
         return markdown
+
+    real = Path(page.file.abs_src_path)
 
     def found(match: re.Match[str]) -> str:
         target = (real.parent / match[3]).resolve()
@@ -53,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[2]
         if not target.is_file():
             return match[0]  # MkDocs reports the broken link
-        link = os.path.relpath(_name(target), Path(here).parent)
+        link = os.path.relpath(_name(target), Path(page.file.src_uri).parent)
         return f"{match[1]}[{match[2]}]({link}{match[4] or ''})"
 
     return LINK.sub(found, markdown)
@@ -64,7 +61,7 @@ def _name(file: Path) -> str:
     path = file.relative_to(ROOT)
     if path.parts[:1] == ("docs",):
         return Path(*path.parts[1:]).as_posix()
-    return f"source/{path.as_posix()}" + ("" if file.suffix in {".md", *PICTURES} else ".md")
+    return f"source/{path.as_posix()}" + ("" if file.suffix in UNCHANGED else ".md")
 
 
 def _listing(file: Path) -> str:
