@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.pairs import Case
+from benchmarks.pairs import Case, Side
 
 Result = dict[str, Any]
 """The content of `results/NAME.json`."""
@@ -67,3 +67,24 @@ def median_of(case: Result, side: str, number: str) -> float:
     """Returns the median of a number for one side of a case."""
     found = next(one for one in case["sides"] if one["name"] == side)
     return float(found["summary"][number]["median"])
+
+
+def program(name: str, *words: str) -> list[str]:
+    """Returns the command of one of `benchmarks/programs`."""
+    return ["python", "-m", f"benchmarks.programs.{name}", *words]
+
+
+def script(ranks: int, *words: str) -> list[str]:
+    """Returns the command that runs a script on each of some ranks."""
+    start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    return [*start, *words]
+
+
+def sets(*fields: str) -> list[str]:
+    """Returns the command-line options that set these fields."""
+    return [part for field in fields for part in ("--set", field)]
+
+
+def tuned(options: Sequence[str], ranks: int = 1, recipe: str = "recipes/tiny.py") -> Side:
+    """Returns the command that measures kernels, so that `auto` takes them from the cache."""
+    return Side("tune", ["python", "-m", "llmtrain", "tune", recipe, "--nproc", str(ranks), *options])

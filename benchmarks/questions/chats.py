@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of
+from benchmarks.question import Question, Result, Verdict, case_of, program
 
-PROGRAM = ["python", "-m", "benchmarks.programs.chats"]
+PROGRAM = program("chats")
 FOLDER = "{work}/chats"
 
 

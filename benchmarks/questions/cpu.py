@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict
+from benchmarks.question import Question, Result, Verdict, program, sets
 
 BASE = "as transformers has it"
 NAMED = (
@@ -32,8 +32,8 @@ def _side(name: str, *options: str, env: dict[str, str] | None = None) -> Side:
     """Returns a side with these recipe fields and program options (`--...`); other fields are as in `transformers`."""
     fields = [one for one in options if not one.startswith("--")]
     fields += [one for one in NAMED if one.partition("=")[0] not in {field.partition("=")[0] for field in fields}]
-    command = ["python", "-m", "benchmarks.programs.passes", *(one for one in options if one.startswith("--"))]
-    return Side(name, [*command, *(part for field in fields for part in ("--set", field))], env or {})
+    flags = [one for one in options if one.startswith("--")]
+    return Side(name, program("passes", *flags, *sets(*fields)), env or {})
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -141,22 +141,15 @@ HOST = Question(
 
 def product_cases(quick: bool) -> Sequence[Case]:
     """Returns the cases: a layer of nanoGPT's size, and two larger ones."""
-    return [
-        Case(
-            f"{tokens:,} tokens, {inputs:,} → {outputs:,}",
-            [
-                Side(
-                    name,
-                    [
-                        *("python", "-m", "benchmarks.programs.products", "--matmul", matmul),
-                        *("--tokens", str(tokens), "--inputs", str(inputs), "--outputs", str(outputs)),
-                    ],
-                )
-                for name, matmul in ((ONEDNN, "onednn"), (TORCH, "torch"))
-            ],
-        )
-        for tokens, inputs, outputs in ((768, 128, 512), (2048, 384, 1024), (2048, 1024, 4096))
-    ]
+    found = []
+    for tokens, inputs, outputs in ((768, 128, 512), (2048, 384, 1024), (2048, 1024, 4096)):
+        sizes = f"--tokens {tokens} --inputs {inputs} --outputs {outputs}".split()
+        sides = [
+            Side(name, program("products", "--matmul", matmul, *sizes))
+            for name, matmul in ((ONEDNN, "onednn"), (TORCH, "torch"))
+        ]
+        found.append(Case(f"{tokens:,} tokens, {inputs:,} → {outputs:,}", sides))
+    return found
 
 
 def product_verdicts(result: Result) -> Sequence[Verdict]:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
 MEGABYTES, LARGE_MEGABYTES, WHOLE_MEGABYTES = 40, 1_000, 10_000
 SHORT_MEGABYTES = 24
-PROGRAM = ["python", "-m", "benchmarks.programs.data"]
-SEEK = ["python", "-m", "benchmarks.programs.seek"]
+PROGRAM = program("data")
+SEEK = program("seek")
 SOUGHT = {
     "sample 10⁹, in the page cache": [],
     "sample 10⁹, on the disk": ["--cold"],
@@ -31,17 +31,15 @@ documents may come together by chance. If memory grew with the corpus, the ratio
 
 
 def _corpus(name: str, megabytes: int) -> Side:
-    return Side(
-        f"{megabytes} MB of text", ["python", "-m", "benchmarks.programs.corpus", f"{{work}}/{name}", str(megabytes)]
-    )
+    return Side(f"{megabytes} MB of text", program("corpus", f"{{work}}/{name}", str(megabytes)))
 
 
-def _growth(name: str, megabytes: int) -> Case:
+def _growth(megabytes: int) -> Case:
     """Returns a case that tokenizes and packs a corpus of this size once."""
     large = "{work}/large.jsonl"
     return Case(
-        name,
-        [Side("ours", ["python", "-m", "benchmarks.programs.growth", large, "--cores", "2"])],
+        GROWING,
+        [Side("ours", program("growth", large, "--cores", "2"))],
         setup=[
             _corpus("large.jsonl", megabytes),
             Side("its tokenizer", [*PROGRAM, "tokenizer", large, "--cores", "2"]),
@@ -75,16 +73,8 @@ def cases(quick: bool) -> Sequence[Case]:
         Case("packing, T = 4096", [Side("ours", [*PROGRAM, "pack", corpus, "--length", "4096"])]),
         *_seeking(),
         Case("far epochs of a small corpus", [Side("ours", [*PROGRAM, "seek", corpus])]),
-        _growth(GROWING, SHORT_MEGABYTES if quick else LARGE_MEGABYTES),
-        Case(
-            "stalls",
-            [
-                Side(
-                    "ours",
-                    ["python", "-m", "benchmarks.programs.ours", "--ranks", "2", "--steps", "20" if quick else "80"],
-                )
-            ],
-        ),
+        _growth(SHORT_MEGABYTES if quick else LARGE_MEGABYTES),
+        Case("stalls", [Side("ours", program("ours", "--ranks", "2", "--steps", "20" if quick else "80"))]),
     ]
 
 
@@ -180,7 +170,7 @@ WHOLE = Question(
         "one run; this takes 16 GB in the folder for temporary files. Training the tokenizer, on at most 64 MB of "
         "the text, is not included."
     ),
-    cases=lambda quick: [_growth(GROWING, SHORT_MEGABYTES if quick else WHOLE_MEGABYTES)],
+    cases=lambda quick: [_growth(SHORT_MEGABYTES if quick else WHOLE_MEGABYTES)],
     columns={
         "tokens_per_second": SPEED,
         "peak_gib": ("peak memory, GiB", ".2f"),

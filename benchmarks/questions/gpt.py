@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict
-from benchmarks.questions.trainer import SAME_KERNELS, SPEED, ahead, sets
+from benchmarks.question import Question, Result, Verdict, program, sets, tuned
+from benchmarks.questions.trainer import SAME_KERNELS, SPEED, ahead
 
 FIELDS = (
     "model.architecture=gpt2",
@@ -21,20 +21,17 @@ LOOP = "a GPT in plain PyTorch"
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the case, on one rank."""
     steps = ["--steps", "40" if quick else "400"]
-    options = sets(FIELDS)
-    ours = ["python", "-m", "benchmarks.programs.ours", *steps, *options]
+    options = sets(*FIELDS)
+    ours = program("ours", *steps, *options)
     return [
         Case(
             "1 rank",
             [
                 Side("llmtrain", ours),
-                Side(LOOP, ["python", "-m", "benchmarks.programs.gpt_loop", FOLDER, *steps]),
-                Side("llmtrain, the kernels of transformers", [*ours, *sets(SAME_KERNELS)]),
+                Side(LOOP, program("gpt_loop", FOLDER, *steps)),
+                Side("llmtrain, the kernels of transformers", [*ours, *sets(*SAME_KERNELS)]),
             ],
-            setup=[
-                Side("batches", ["python", "-m", "benchmarks.programs.subject", FOLDER, *steps, *options]),
-                Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", "1", *options]),
-            ],
+            setup=[Side("batches", program("subject", FOLDER, *steps, *options)), tuned(options)],
         )
     ]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, median_of
+from benchmarks.question import Question, Result, Verdict, median_of, program, sets, tuned
 from benchmarks.questions import trainer, wrapper
 
 LEAST_MFU = 0.55
@@ -48,19 +48,8 @@ def _fields(sequence: int, micro: int) -> dict[str, str]:
     }
 
 
-def _ours(name: str, recipe: str, steps: str, fields: Mapping[str, str]) -> Side:
-    command = ["python", "-m", "benchmarks.programs.ours", "--recipe", f"recipes/{recipe}.py", "--steps", steps]
-    return Side(name, [*command, *_sets(fields)])
-
-
-def _tuned(recipe: str, fields: Mapping[str, str]) -> Side:
-    """Returns the command that measures kernels, so that `auto` takes them from the cache."""
-    command = ["python", "-m", "llmtrain", "tune", f"recipes/{recipe}.py", "--nproc", "1"]
-    return Side("tune", [*command, *_sets(fields)])
-
-
 def _sets(fields: Mapping[str, str]) -> list[str]:
-    return [part for field, value in fields.items() for part in ("--set", f"{field}={value}")]
+    return sets(*(f"{field}={value}" for field, value in fields.items()))
 
 
 def mfu_cases(quick: bool) -> Sequence[Case]:
@@ -73,11 +62,13 @@ def mfu_cases(quick: bool) -> Sequence[Case]:
         ("llama_3b", 2048, 4),
         ("llama_3b", 4096, 2),
     ):
-        fields = _fields(sequence, micro)
-        rungs = RUNGS if not found else {"loss in chunks": RUNGS["loss in chunks"]}
-        sides = [_ours(AUTO, recipe, steps, fields)]
-        sides += [_ours(name, recipe, steps, {**fields, **rung}) for name, rung in rungs.items()]
-        found.append(Case(f"{recipe}, T = {sequence:,}", sides, setup=[_tuned(recipe, fields)]))
+        path, fields = f"recipes/{recipe}.py", _fields(sequence, micro)
+        rungs = {AUTO: {}, **(RUNGS if not found else {"loss in chunks": RUNGS["loss in chunks"]})}
+        sides = [
+            Side(name, program("ours", "--recipe", path, "--steps", steps, *_sets({**fields, **rung})))
+            for name, rung in rungs.items()
+        ]
+        found.append(Case(f"{recipe}, T = {sequence:,}", sides, setup=[tuned(_sets(fields), recipe=path)]))
     return found
 
 
@@ -112,7 +103,7 @@ MFU = Question(
 def wrapper_cases(quick: bool) -> Sequence[Case]:
     """Returns the case in which our worker and a bare DeepSpeed loop alternate in one process."""
     fields = _fields(2048, 4) | PLAIN | {"kernels.loss": "whole"}
-    command = ["python", "-m", "benchmarks.programs.interleaved", "--recipe", "recipes/llama_1b.py", "--ranks", "1"]
+    command = program("interleaved", "--recipe", "recipes/llama_1b.py", "--ranks", "1")
     command += ["--peer", "deepspeed", "--blocks", "6" if quick else "20", *_sets(fields)]
     return [Case("DeepSpeed, ZeRO-1, 1B", [Side("ours − bare", command)])]
 
@@ -142,18 +133,12 @@ WRAPPER = Question(
 
 def trainer_cases(quick: bool) -> Sequence[Case]:
     """Returns the cases: the Trainer with its eager default, ours with the measured kernels."""
-    steps = "20" if quick else "40"
-    fields = _fields(2048, 8)
-    subject = ["python", "-m", "benchmarks.programs.subject", "{work}/1b", "--recipe", "recipes/llama_1b.py"]
+    steps, recipe, options = "20" if quick else "40", "recipes/llama_1b.py", _sets(_fields(2048, 8))
+    common = ["--recipe", recipe, "--steps", steps, *options]
     peer = ["python", "benchmarks/programs/hf_trainer.py", "{work}/1b", "--gpu", "--bf16", "--steps", steps]
-    batches = Side("batches", [*subject, "--steps", steps, *_sets(fields)])
-    return [
-        Case(
-            "1B, T = 2,048",
-            [_ours("llmtrain", "llama_1b", steps, fields), Side("Trainer", peer)],
-            setup=[batches, _tuned("llama_1b", fields)],
-        )
-    ]
+    sides = [Side("llmtrain", program("ours", *common)), Side("Trainer", peer)]
+    batches = Side("batches", program("subject", "{work}/1b", *common))
+    return [Case("1B, T = 2,048", sides, setup=[batches, tuned(options, recipe=recipe)])]
 
 
 def trainer_verdicts(result: Result) -> Sequence[Verdict]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict
-from benchmarks.questions.trainer import FIELDS, SPEED, ahead, sets
+from benchmarks.question import Question, Result, Verdict, program, sets, tuned
+from benchmarks.questions.trainer import FIELDS, SPEED, ahead
 
 VERSION = "0.5.13"
 FOLDER = "{work}/subject"
@@ -14,24 +14,21 @@ PACKAGES = (f"litgpt=={VERSION}", "requests")  # litgpt imports `requests` witho
 
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the case, on one rank. With several ranks, litgpt uses FSDP, which needs GPUs."""
-    common = ["--ranks", "1", "--steps", "20" if quick else "60", *sets(FIELDS)]
+    common = ["--ranks", "1", "--steps", "20" if quick else "60", *sets(*FIELDS)]
     return [
         Case(
             "1 rank",
             [
-                Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
+                Side("llmtrain", program("ours", *common)),
                 Side(
                     "litgpt",
                     [f"{ENVIRONMENT}/bin/python", "benchmarks/programs/litgpt_pretrain.py", FOLDER, *common[2:4]],
                 ),
             ],
             setup=[
-                Side(
-                    "environment",
-                    ["python", "-m", "benchmarks.programs.other_environment", ENVIRONMENT, *PACKAGES],
-                ),
-                Side("batches", ["python", "-m", "benchmarks.programs.subject", FOLDER, *common]),
-                Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", "1", *sets(FIELDS)]),
+                Side("environment", program("other_environment", ENVIRONMENT, *PACKAGES)),
+                Side("batches", program("subject", FOLDER, *common)),
+                tuned(sets(*FIELDS)),
             ],
         )
     ]

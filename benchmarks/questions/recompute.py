@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, sets
 
 MOST_TIME, MOST_KEPT = 1.05, 0.6
 FIELDS = (
@@ -16,12 +16,8 @@ FIELDS = (
 
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the cases: each kind of recomputation, compared with passes that keep all activations."""
-    sets = ["--turns", "3" if quick else "40", *(word for field in FIELDS for word in ("--set", field))]
-    kinds = ("selective", "full")
-    return [
-        Case(kind, [Side(f"{kind} / none", ["python", "-m", "benchmarks.programs.recompute", kind, *sets])])
-        for kind in kinds
-    ]
+    words = ["--turns", "3" if quick else "40", *sets(*FIELDS)]
+    return [Case(kind, [Side(f"{kind} / none", program("recompute", kind, *words))]) for kind in ("selective", "full")]
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:

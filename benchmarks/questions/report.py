@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
-PROGRAM = ["python", "-m", "benchmarks.programs.report_page"]
+PROGRAM = program("report_page")
 MOST_S, MOST_MB = 2.0, 2.0
 ONE, TEN = "one run", "ten runs"
 

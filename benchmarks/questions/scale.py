@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
 RANKS = (256, 2048, 10000)
 PARTS = {
@@ -18,9 +18,8 @@ PARTS = {
 
 def cases(quick: bool) -> Sequence[Case]:
     """Returns a case per part, each with one side per number of ranks."""
-    program = ["python", "-m", "benchmarks.programs.scale"]
     return [
-        Case(what, [Side(f"{ranks:,} ranks", [*program, part, str(ranks)]) for ranks in RANKS])
+        Case(what, [Side(f"{ranks:,} ranks", program("scale", part, str(ranks))) for ranks in RANKS])
         for part, (what, _, _) in PARTS.items()
     ]
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
-from benchmarks.questions.trainer import sets
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, sets
 
 CASE, SIDE = "2 ranks, 8 micro-batches", "1F1B / others"
 FIELDS = (
@@ -18,7 +17,7 @@ take about equally long."""
 
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the case in which the steps of all schedules alternate."""
-    command = ["python", "-m", "benchmarks.programs.schedules", "--turns", "2" if quick else "6", *sets(FIELDS)]
+    command = program("schedules", "--turns", "2" if quick else "6", *sets(*FIELDS))
     return [Case(CASE, [Side(SIDE, command)])]
 
 

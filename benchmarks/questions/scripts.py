@@ -30,11 +30,8 @@ def _memory(result: Result) -> Sequence[Verdict]:
 
 def _chaos(result: Result) -> Sequence[Verdict]:
     lost = result["unloadable"]
-    return [
-        Verdict(
-            "no kill costs more than the save that it hits", f"{result['kills']} kills, {lost} unloadable", lost == 0
-        )
-    ]
+    found = f"{result['kills']} kills, {lost} unloadable"
+    return [Verdict("no kill costs more than the save that it hits", found, lost == 0)]
 
 
 def _effective(result: Result) -> Sequence[Verdict]:

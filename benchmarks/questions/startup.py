@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict
+from benchmarks.question import Question, Result, Verdict, program, script, sets
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -11,29 +11,14 @@ def cases(quick: bool) -> Sequence[Case]:
     found = []
     for ranks in (1, 2):
         folder = f"{{work}}/start{ranks}"
-        field = ["--set", "parallel.zero_stage=1"]
-        ours = ["python", "-m", "benchmarks.programs.ours", "--ranks", str(ranks), "--steps", "1", *field]
-        start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        subject = ["python", "-m", "benchmarks.programs.subject", folder, "--ranks", str(ranks), "--steps", "2", *field]
+        field = sets("parallel.zero_stage=1")
+        ours = program("ours", "--ranks", str(ranks), "--steps", "1", *field, *sets("logging.every_steps=1"))
+        bare = program("timed", *script(ranks, "benchmarks/programs/bare_script.py", folder, "--steps", "1"))
+        subject = program("subject", folder, "--ranks", str(ranks), "--steps", "2", *field)
         found.append(
             Case(
                 f"{ranks} rank{'s' if ranks > 1 else ''}",
-                [
-                    Side("llmtrain", [*ours, "--set", "logging.every_steps=1"]),
-                    Side(
-                        "bare DeepSpeed",
-                        [
-                            "python",
-                            "-m",
-                            "benchmarks.programs.timed",
-                            *start,
-                            "benchmarks/programs/bare_script.py",
-                            folder,
-                            "--steps",
-                            "1",
-                        ],
-                    ),
-                ],
+                [Side("llmtrain", ours), Side("bare DeepSpeed", bare)],
                 setup=[Side("batches", subject)],
             )
         )
@@ -42,17 +27,14 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def verdicts(result: Result) -> Sequence[Verdict]:
     """Returns the verdicts on whether a start is as fast as that of a bare script. No other aim was set."""
-    found = []
-    for case in result["cases"]:
-        ratio = case["against"]["bare DeepSpeed"]["first_step_s"]
-        found.append(
-            Verdict(
-                f"{case['name']}: no slower than the bare script",
-                f"{ratio['median']:.2f}× its time",
-                ratio["median"] <= 1,
-            )
+    return [
+        Verdict(
+            f"{case['name']}: no slower than the bare script",
+            f"{(ratio := case['against']['bare DeepSpeed']['first_step_s']['median']):.2f}× its time",
+            ratio <= 1,
         )
-    return found
+        for case in result["cases"]
+    ]
 
 
 QUESTION = Question(

@@ -1,10 +1,9 @@
 """The comparison with Hugging Face's Trainer."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict
+from benchmarks.question import Question, Result, Verdict, program, script, sets, tuned
 
 FIELDS = ("data.packing=concat", "data.mask_documents=false")
 """The usual data format with the Trainer: one stream of tokens cut into sequences, and attention across documents."""
@@ -28,32 +27,20 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None = None, bf16: boo
         fields += ["parallel.precision=autocast_bf16"]
     if zero is None and ranks > 1:
         fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
-    options = sets(fields)
+    options = sets(*fields)
     folder = f"{{work}}/{ranks}-{zero}"
-    start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    peer = [*start, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps]
+    peer = script(ranks, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps)
     peer += [*(["--zero", str(zero)] if zero is not None else []), *(["--bf16"] if bf16 else [])]
     common = ["--ranks", str(ranks), "--steps", steps, *options]
     return Case(
         name,
         [
-            Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
+            Side("llmtrain", program("ours", *common)),
             Side("Trainer", peer),
-            Side(
-                "llmtrain, the same kernels",
-                ["python", "-m", "benchmarks.programs.ours", *common, *sets(SAME_KERNELS)],
-            ),
+            Side("llmtrain, the same kernels", program("ours", *common, *sets(*SAME_KERNELS))),
         ],
-        setup=[
-            Side("batches", ["python", "-m", "benchmarks.programs.subject", folder, *common]),
-            Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", str(ranks), *options]),
-        ],
+        setup=[Side("batches", program("subject", folder, *common)), tuned(options, ranks)],
     )
-
-
-def sets(fields: Sequence[str]) -> list[str]:
-    """Returns the command-line options that set these fields."""
-    return [part for field in fields for part in ("--set", field)]
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -73,7 +60,7 @@ def mixed_cases(quick: bool) -> Sequence[Case]:
 
 def verdicts(result: Result) -> Sequence[Verdict]:
     """Returns the verdicts on whether llmtrain is faster by a quarter and needs less memory, for each case."""
-    return [verdict for aim in (partial(ahead, least=1.25), _smaller) for verdict in aim(result, "Trainer")]
+    return [*ahead(result, "Trainer", least=1.25), *_smaller(result, "Trainer")]
 
 
 def ahead(result: Result, peer: str, least: float = 1.0) -> Sequence[Verdict]:

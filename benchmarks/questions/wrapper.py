@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median, stdev
 
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of
+from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, script, sets
 
 MOST_MS, MOST = 1.0, 0.005
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -19,10 +19,7 @@ RANKS = {1: "1 rank", 2: "2 ranks"}
 
 
 def _interleaved(name: str, peer: str, ranks: int, blocks: int, *fields: str) -> Case:
-    command = ["python", "-m", "benchmarks.programs.interleaved", "--peer", peer, "--ranks", str(ranks)]
-    command += ["--blocks", str(blocks)]
-    for field in fields:
-        command += ["--set", field]
+    command = program("interleaved", "--peer", peer, "--ranks", str(ranks), "--blocks", str(blocks), *sets(*fields))
     return Case(name, [Side("ours − bare", command, ONE_THREAD)])
 
 
@@ -39,23 +36,15 @@ def cases(quick: bool) -> Sequence[Case]:
         *(_interleaved(WHOLE.format(name), "deepspeed", ranks, of_whole, zero[1]) for ranks, name in RANKS.items()),
     ]
     for ranks, ranks_told in RANKS.items():
-        start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        folder = f"{{work}}/subject{ranks}"
-        subject = ["python", "-m", "benchmarks.programs.subject", folder, "--ranks", str(ranks), "--steps", steps]
-        ours = ["python", "-m", "benchmarks.programs.ours", "--ranks", str(ranks), "--steps", steps]
-        field = ["--set", "parallel.zero_stage=1"]
+        folder, field = f"{{work}}/subject{ranks}", sets("parallel.zero_stage=1")
+        ours = program("ours", "--ranks", str(ranks), "--steps", steps, *field)
+        bare = script(ranks, "benchmarks/programs/bare_script.py", folder, "--steps", steps)
+        subject = program("subject", folder, "--ranks", str(ranks), "--steps", steps, *field)
         found.append(
             Case(
                 f"whole commands, ZeRO-1, {ranks_told}",
-                [
-                    Side("llmtrain", [*ours, *field], ONE_THREAD),
-                    Side(
-                        "bare DeepSpeed",
-                        [*start, "benchmarks/programs/bare_script.py", folder, "--steps", steps],
-                        ONE_THREAD,
-                    ),
-                ],
-                setup=[Side("batches", [*subject, *field])],
+                [Side("llmtrain", ours, ONE_THREAD), Side("bare DeepSpeed", bare, ONE_THREAD)],
+                setup=[Side("batches", subject)],
             )
         )
     return found
