@@ -9,8 +9,6 @@ one kernel each, and no module calls hooks.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.programs.windows import step_seconds
+from benchmarks.programs.windows import print_speed, read
 
 
 class Block(nn.Module):
@@ -68,8 +66,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
-    model = Gpt(SimpleNamespace(**json.loads((options.folder / "model.json").read_text())))
+    train = read(options.folder / "train.json")
+    model = Gpt(read(options.folder / "model.json"))
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -86,10 +84,7 @@ def main() -> None:
         if (step + 1) % train.log_every == 0:
             print(step + 1, loss.item(), flush=True)
         times.append(time.perf_counter())
-    step_s = step_seconds(times, train.log_every)
-    tokens = train.micro_batch_size * train.accumulation * train.sequence_length
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
+    print_speed(times, train)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ prints one line of JSON.
 import argparse
 import json
 import os
-import resource
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from benchmarks.programs.windows import step_seconds
+from benchmarks.programs.windows import print_speed, read
 
 
 def main() -> None:
@@ -40,7 +38,7 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     values = json.loads((options.folder / "model.json").read_text())
-    train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
+    train = read(options.folder / "train.json")
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config)
     rows = []
@@ -85,12 +83,7 @@ def main() -> None:
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     if rank == 0:
-        step_s = step_seconds(times, train.log_every)
-        tokens = train.micro_batch_size * train.accumulation * world * train.sequence_length
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if options.gpu:
-            peak = torch.cuda.max_memory_allocated() / 2**30
-        print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
+        print_speed(times, train, world, torch.cuda.max_memory_allocated() / 2**30 if options.gpu else None)
 
 
 if __name__ == "__main__":

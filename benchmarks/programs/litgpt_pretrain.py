@@ -7,8 +7,6 @@ Prints one line of JSON.
 """
 
 import argparse
-import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from litgpt.config import Config
 from litgpt.data import DataModule
 from torch.utils.data import DataLoader
 
-from benchmarks.programs.windows import step_seconds
+from benchmarks.programs.windows import print_speed, read
 
 
 class Rows(DataModule):
@@ -63,8 +61,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     sys.argv = ["litgpt", "pretrain", "tiny"]  # litgpt reads it again when it saves
-    model = SimpleNamespace(**json.loads((options.folder / "model.json").read_text()))
-    train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
+    model = read(options.folder / "model.json")
+    train = read(options.folder / "train.json")
     rows = Rows(options.folder)
     batch_size = train.micro_batch_size * train.accumulation
     pretrain.setup(
@@ -93,10 +91,7 @@ def main() -> None:
         devices=1,
         logger_name="csv",
     )
-    step_s = step_seconds(rows.asked[::batch_size][: options.steps], train.log_every)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    tokens = batch_size * train.sequence_length
-    print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
+    print_speed(rows.asked[::batch_size][: options.steps], train)
 
 
 def _config(model: SimpleNamespace, sequence_length: int) -> Config:
