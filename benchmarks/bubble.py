@@ -11,18 +11,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.machine import short_facts
+from llmtrain.launch.local import reserved_port
+from llmtrain.launch.place.rank import Rank
 from llmtrain.plan.schedules import PipelineSchedule
+from llmtrain.runtime.distributed import init_process_group
 
 CASES = (
     (PipelineSchedule("1f1b", 2, 1), 8),
@@ -150,14 +151,8 @@ def result_of(schedule: PipelineSchedule, micro_batches: int, seconds: float) ->
 
 def work(rank: int, port: int) -> None:
     """Runs one rank. Rank 0 writes the result."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed would compile it first
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    init_process_group(Rank(rank, rank, WORLD, WORLD, "127.0.0.1", port, "benchmark"), on_cpu=True)
     rows = [result_of(schedule, micro, measure(schedule, micro)) for schedule, micro in CASES]
     if rank == 0:
         RESULT.write_text(json.dumps(document(rows), indent=2) + "\n", encoding="utf-8")
@@ -166,13 +161,9 @@ def work(rank: int, port: int) -> None:
 
 def document(rows: list[dict[str, float | str]]) -> dict[str, Any]:
     """Returns the result together with a description of the machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    packages = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    hardware = f"{os.cpu_count()} × {platform.machine()} CPU, {WORLD} processes that sleep, gloo"
     return {
-        "command": "python benchmarks/bubble.py",
-        "commit": commit,
-        "hardware": f"{os.cpu_count()} × {platform.machine()} CPU, {WORLD} processes that sleep, gloo",
-        "versions": {"python": platform.python_version(), **packages},
+        **short_facts("python benchmarks/bubble.py", hardware, "torch", "deepspeed"),
         "forward_s": FORWARD_S,
         "backward_s": BACKWARD_S,
         "steps": STEPS,
@@ -182,10 +173,8 @@ def document(rows: list[dict[str, float | str]]) -> dict[str, Any]:
 
 def main() -> None:
     """Starts the ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port,), nprocs=WORLD)  # type: ignore[attr-defined]
+    with reserved_port() as port:
+        torch.multiprocessing.spawn(work, args=(port,), nprocs=WORLD)  # type: ignore[attr-defined]
     print(RESULT.read_text())
 
 

@@ -29,22 +29,15 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/chaos.json"
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-from llmtrain.run_dir import environment  # noqa: E402
+from benchmarks.machine import short_facts  # noqa: E402
+from benchmarks.question import sets  # noqa: E402
+from llmtrain.system.host import own_cores  # noqa: E402
 from tests.helpers import killing  # noqa: E402
 from tests.helpers.commands import llmtrain, losses, metrics, workers  # noqa: E402
 from tests.helpers.small_runs import write_small_recipe  # noqa: E402
 
 MEMORY = Path("/dev/shm")
-TRAIN = (
-    "--set",
-    "parallel.zero_stage=1",
-    "--nproc",
-    "2",
-    "--set",
-    "checkpoint.every_steps=2",
-    "--set",
-    "train.max_steps=400",
-)
+TRAIN = ("--nproc", "2", *sets("parallel.zero_stage=1", "checkpoint.every_steps=2", "train.max_steps=400"))
 DELAY_S = 3.0
 """Longest time in seconds between the first logged line of an attempt and its kill."""
 
@@ -64,12 +57,9 @@ def main() -> None:
             _timed("one rank, at random instants", lambda: killing.at_random_instants(rest, missing, options.seed))
         )
     kills = sum(one["kills"] for one in campaigns)
-    found = environment()
+    hardware = f"{own_cores()} × {platform.machine()} CPU, gloo, tmpfs"
     document = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": found["git"] and found["git"]["commit"],
-        "hardware": f"{found['cpus']} × {platform.machine()} CPU, gloo, tmpfs",
-        "versions": {"python": found["python"], **{name: found["packages"][name] for name in ("torch", "deepspeed")}},
+        **short_facts(" ".join(["python", *sys.argv]), hardware, "torch", "deepspeed"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "kills": kills,
         "unloadable": 0,  # an unloadable save, or the loss of a second interval, would have ended the program
@@ -83,20 +73,12 @@ def _campaigns(folder: Path, runs: int, seed: int) -> list[tuple[str, Callable[[
     found: list[tuple[str, Callable[[], int]]] = []
     for kind, what in (("kill", "before each call"), ("half", "after each call or half of a write")):
         for back in (False, True):
-            found.append(
-                (
-                    f"one rank, {what}{', over an older checkpoint' if back else ''}",
-                    partial(killing.at_every_call, folder / f"{kind}{back}", kind, back),
-                )
-            )
+            told = f"one rank, {what}{', over an older checkpoint' if back else ''}"
+            found.append((told, partial(killing.at_every_call, folder / f"{kind}{back}", kind, back)))
     for ranks, kills in ((2, 40), (4, 20)):
         found.append((f"{ranks} ranks", partial(killing.of_ranks, folder / f"s{ranks}", ranks, kills, seed)))
-        found.append(
-            (
-                f"{ranks} ranks of DeepSpeed",
-                partial(killing.of_ranks, folder / f"z{ranks}", ranks, kills // 4, seed, real=True),
-            )
-        )
+        real = partial(killing.of_ranks, folder / f"z{ranks}", ranks, kills // 4, seed, real=True)
+        found.append((f"{ranks} ranks of DeepSpeed", real))
     found.append(("whole runs of 2 ranks", lambda: _runs(folder / "runs", runs, seed)))
     return found
 
@@ -112,7 +94,8 @@ def _timed(what: str, campaign: Callable[[], int]) -> dict[str, Any]:
 def _runs(folder: Path, kills: int, seed: int) -> int:
     """Kills one run repeatedly, and compares its output with that of an undisturbed run."""
     generator = random.Random(seed)
-    recipe = _recipe(folder)
+    folder.mkdir(parents=True)
+    recipe = write_small_recipe(folder)
     killed, whole = folder / "killed", folder / "whole"
     for _ in range(kills):
         before = killing.assert_whole(killed / "checkpoints", at_least=0) if (killed / "checkpoints").exists() else 0
@@ -141,12 +124,6 @@ def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
     os.kill(generator.choice([process.pid, *workers(process.pid)]), signal.SIGKILL)
     process.wait()
     time.sleep(0.5)  # until the kernel has ended the workers of a killed launcher
-
-
-def _recipe(folder: Path) -> Path:
-    """Writes the recipe that is also used in tests of whole runs, with its corpus."""
-    folder.mkdir(parents=True)
-    return write_small_recipe(folder)
 
 
 if __name__ == "__main__":

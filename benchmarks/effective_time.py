@@ -33,7 +33,8 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/effective_time.json"
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-from llmtrain.run_dir import environment  # noqa: E402
+from benchmarks.machine import short_facts  # noqa: E402
+from llmtrain.system.host import own_cores  # noqa: E402
 from tests.helpers.commands import metrics, workers  # noqa: E402
 from tests.helpers.small_runs import write_small_recipe  # noqa: E402
 
@@ -155,12 +156,9 @@ def _last_step(run: Path) -> int:
 
 
 def _write(found: dict[str, Any]) -> None:
-    about = environment()
+    hardware = f"{own_cores()} × {platform.machine()} CPU, gloo"
     document = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": about["git"] and about["git"]["commit"],
-        "hardware": f"{about['cpus']} × {platform.machine()} CPU, gloo",
-        "versions": {"python": about["python"], **{name: about["packages"][name] for name in ("torch", "deepspeed")}},
+        **short_facts(" ".join(["python", *sys.argv]), hardware, "torch", "deepspeed"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **found,
     }

@@ -41,3 +41,14 @@ def _gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     return listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+
+
+def short_facts(command: str, hardware: str, *packages: str) -> dict[str, Any]:
+    """Returns command, commit, hardware, and the versions of some packages, as JSON values."""
+    found = environment()
+    return {
+        "command": command,
+        "commit": (found["git"] or {}).get("commit"),
+        "hardware": hardware,
+        "versions": {"python": found["python"], **{name: found["packages"][name] for name in packages}},
+    }

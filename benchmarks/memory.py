@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import socket
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import short_facts
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.plan import Plan
@@ -159,13 +157,12 @@ def train(plan: Plan, device: torch.device) -> None:
 
 def measure(name: str) -> None:
     """Measures one configuration, and prints its memory in the last line."""
+    from llmtrain.launch.local import reserved_port
     from llmtrain.launch.place.rank import Rank
     from llmtrain.runtime.distributed import init_process_group
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    device = init_process_group(Rank(0, 0, 1, 1, "127.0.0.1", port, "benchmark"), on_cpu=False)
+    with reserved_port() as port:
+        device = init_process_group(Rank(0, 0, 1, 1, "127.0.0.1", port, "benchmark"), on_cpu=False)
     train(plan_of(CASES[name]), device)
     print(json.dumps(torch.cuda.max_memory_allocated(device)))
 
@@ -194,13 +191,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the result together with a description of the machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
+    packages = ("torch", "deepspeed", "transformers", "accelerate")
     return {
-        "command": "python benchmarks/memory.py",
-        "commit": commit,
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), **packages},
+        **short_facts("python benchmarks/memory.py", torch.cuda.get_device_name(), *packages),
         "steps": STEPS,
         **summary(rows),
         "rows": rows,

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
 import time
 from typing import Any
 
 import torch
+
+from llmtrain.launch.local import reserved_port
+from llmtrain.launch.place.rank import Rank
+from llmtrain.runtime.distributed import init_process_group
 
 RECIPE = "recipes/tiny.py"
 RANKS = 2
@@ -30,23 +32,15 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="fields")
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (port, options.fields, options.turns)
-    torch.multiprocessing.spawn(work, args=arguments, nprocs=RANKS)  # type: ignore[attr-defined]
+    with reserved_port() as port:
+        arguments = (port, options.fields, options.turns)
+        torch.multiprocessing.spawn(work, args=arguments, nprocs=RANKS)  # type: ignore[attr-defined]
 
 
 def work(rank: int, port: int, fields: list[str], turns: int) -> None:
     """Runs one rank; rank 0 prints the result."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    init_process_group(Rank(rank, rank, RANKS, RANKS, "127.0.0.1", port, "benchmark"), on_cpu=True)
     engines, batch = {}, None
     for name, chunks in SCHEDULES.items():
         chosen = [f"parallel.pipeline_schedule={name}", f"parallel.pipeline_chunks={chunks}"]
