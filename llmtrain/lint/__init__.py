@@ -21,16 +21,7 @@ from llmtrain.lint.schema import schema
 from llmtrain.lint.versions import choose_release
 from llmtrain.system.untrusted import is_yaml
 
-__all__ = [
-    "READERS",
-    "RULES",
-    "Finding",
-    "Reader",
-    "Result",
-    "Use",
-    "examine",
-    "parse_allowed",
-]
+__all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "examine", "parse_allowed"]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def facts(run: RunData) -> list[Fact]:
     lines: list[Fact] = [("status", status_line(run))]
     if run.plan:
         lines.append(("model", model_line(run.plan).partition(": ")[2]))
-        lines += [_labelled(line) for line in split_lines(run.plan)]
+        split = (line.partition(" ") for line in split_lines(run.plan))
+        lines += [(label, text.strip()) for label, _, text in split]
     lines += [
         ("data", _sources(recipe)),
         ("optimizer", _optimizer(recipe)),
@@ -190,11 +191,6 @@ def stragglers(run: RunData) -> list[Fact]:
         )
         for rank, count in counts.most_common(MOST_SLOW)
     ]
-
-
-def _labelled(line: str) -> Fact:
-    label, _, text = line.partition(" ")
-    return label, text.strip()
 
 
 def _sources(recipe: dict[str, Any]) -> str:

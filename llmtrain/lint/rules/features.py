@@ -22,11 +22,7 @@ def pipeline_unread(document: Configuration) -> Iterator[Fault]:
     """Reports keys of the pipeline block that nothing reads."""
     for key, default in _PIPELINE_DEFAULTS.items():
         if document.has("pipeline", key) and document.at("pipeline", key) != default:
-            yield (
-                ("pipeline", key),
-                "PipelineModule(num_stages=, partition_method=) decides",
-                "remove it",
-            )
+            yield ("pipeline", key), "PipelineModule(num_stages=, partition_method=) decides", "remove it"
 
 
 @warning(

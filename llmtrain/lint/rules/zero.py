@@ -257,11 +257,7 @@ def quantized(document: Configuration) -> Iterator[Fault]:
     """Warns about quantized communication at stage 3."""
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if document.on(ZERO, key) and document.stage == 3:
-            yield (
-                (ZERO, key),
-                "it sends quantized values, which loses precision and needs CUDA kernels",
-                "",
-            )
+            yield (ZERO, key), "it sends quantized values, which loses precision and needs CUDA kernels", ""
 
 
 @error("quantized_autocast", "refuses", "Quantized weights are rejected under torch_autocast.")
