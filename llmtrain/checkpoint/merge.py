@@ -140,12 +140,7 @@ class Merged:
     """The weights of a base with an adapter."""
 
     def __init__(
-        self,
-        folder: Path,
-        lora: peft.LoraConfig,
-        model: PreTrainedModel,
-        base: Pretrained,
-        packed: frozenset[str] = frozenset(),
+        self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained, packed: frozenset[str]
     ) -> None:
         """model: the base on the meta device. packed: names of the weights to take the values of in 4 bit.
 

@@ -107,7 +107,7 @@ class Curves:
         return {"rows": self.rows, "columns": encoded}
 
 
-def curves_of(run: RunData, charts: Sequence[Chart], runs: int = 1) -> tuple[Curves, Curves]:
+def curves_of(run: RunData, charts: Sequence[Chart], runs: int) -> tuple[Curves, Curves]:
     """Returns the rows of logged steps and of evaluations for a page of `runs` runs.
 
     A short run keeps all rows. A long run keeps rows at equal distances. In each of some hundred intervals, it also

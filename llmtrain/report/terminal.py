@@ -69,7 +69,7 @@ def comparison(
     return table
 
 
-def curve(values: Column, width: int, characters: str = BLOCKS) -> str:
+def curve(values: Column, width: int, characters: str) -> str:
     """Returns numbers as a line of characters.
 
     Each character stands for the mean of equally many neighbouring numbers; a gap means that none of them is finite.
