@@ -65,9 +65,7 @@ def arguments(document: Configuration) -> Iterator[Fault]:
         ("scheduler", document.word("scheduler", "type"), known.schedulers),
     ):
         for key in document.block(block, "params") if name in taken else ():
-            if key == "max_grad_norm" and block == "optimizer":
-                continue
-            if key not in taken[name]:
+            if key not in taken[name] and (block, key) != ("optimizer", "max_grad_norm"):
                 hint = near(key, taken[name])
                 yield (block, "params", key), f"{name} has no such argument{hint}", "" if hint else "remove it"
 
@@ -96,11 +94,8 @@ _RANGES = {
 def values(document: Configuration) -> Iterator[Fault]:
     """Checks lr, eps, weight_decay and betas."""
     for key, (low, high) in _RANGES.items():
-        value = document.at(*_PARAMS, key)
-        if value is None or value == "auto":
-            continue
-        number = document.number(*_PARAMS, key)
-        if number is None or not low <= number <= high:
+        value, number = document.at(*_PARAMS, key), document.number(*_PARAMS, key)
+        if value not in (None, "auto") and (number is None or not low <= number <= high):
             yield (*_PARAMS, key), f"{reprlib.repr(value)} is not a number in range", "a number ≥ 0"
     betas = document.at(*_PARAMS, "betas")
     if betas is not None and betas != "auto" and not _are_betas(betas):
