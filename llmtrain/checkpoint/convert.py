@@ -169,6 +169,6 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
 
 @torch.no_grad()
 def _filled(engine: Engine, source: StateSource) -> Iterator[list[Piece]]:
-    for pieces in engine.pieces():  # type: ignore[attr-defined]
+    for pieces in engine.pieces():
         fill_pieces(pieces, source)
         yield pieces

@@ -9,30 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from llmtrain.data import StepBatch
-from llmtrain.models import Objective
-
-
-class Evaluates(Protocol):
-    """The part of an engine that this needs."""
-
-    objective: Objective | None
-
-    def eval_step(self, batch: StepBatch) -> Tensor:
-        """As in `Engine`."""
-
-    def rewards(self) -> Tensor | None:
-        """As in `Engine`."""
+from llmtrain.engines.engine import Engine
 
 
 @torch.no_grad()
 def estimate_divergence(
-    engine: Evaluates, batches: Iterable[StepBatch], beat: Callable[[], object] = lambda: None
+    engine: Engine, batches: Iterable[StepBatch], beat: Callable[[], object] = lambda: None
 ) -> None:
     """Sets the divergence of the engine's objective, if it is KTO, for batches that are one set. All ranks call it.
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.state.writer import Writer
+from llmtrain.engines.guard import Measured
+from llmtrain.engines.state.save_load import HasState
 from llmtrain.models import Objective
 
 
@@ -34,14 +33,10 @@ class StepResult:
     """Learning rate of the step."""
 
 
-class Engine(Protocol):
+class Engine(HasState, Protocol):
     """Runs the optimizer steps of a plan. All ranks call every method together."""
 
     device: torch.device
-
-    @property
-    def guard(self) -> Guard:
-        """The guard, which knows the skipped updates."""
 
     @property
     def data_parallel_rank(self) -> int:
@@ -72,12 +67,6 @@ class Engine(Protocol):
 
     objective: Objective | None
     """The objective, if its loss is not a mean over tokens."""
-
-    def save(self, writer: Writer) -> None:
-        """Passes this rank's part of weights, optimizer and schedule to `writer`."""
-
-    def load(self, folder: Path) -> None:
-        """Loads what `save` of any engine wrote, under any plan of the same model."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
@@ -136,26 +125,3 @@ def take_step(engine: Passes, batch: StepBatch) -> StepResult:
         total += loss_sum.detach()
     measured = engine.finish(total / batch.terms)
     return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
-
-
-class Update(Protocol):
-    """The end of a step, for an engine whose update is called explicitly."""
-
-    guard: Guard
-
-    def clip(self) -> Tensor:
-        """Reduces the gradients over ranks, if still necessary, and clips them; returns their norm before clipping."""
-
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
-
-    def update(self) -> None:
-        """Steps the optimizer and the schedule."""
-
-
-def judge_and_update(engine: Update, loss: Tensor) -> Measured:
-    """Implements `Passes.finish` for such an engine."""
-    measured = engine.measure(loss, engine.clip())
-    engine.guard.judge(measured)
-    engine.update()
-    return measured

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import StepResult, judge_and_update, take_step
+from llmtrain.engines.engine import StepResult, take_step
 from llmtrain.engines.forward import forward, next_logits, objective_of
 from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.optim import (
@@ -28,8 +27,7 @@ from llmtrain.engines.optim import (
 )
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
-from llmtrain.engines.state.writer import Writer
+from llmtrain.engines.state.save_load import HasState, Place, pieces_of, untrained_pieces
 from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
@@ -110,7 +108,7 @@ class Distribution:
         return {"engine": self.name}
 
 
-class PlainLoop:
+class PlainLoop(HasState):
     """A loop over micro-batches, gradient clipping and `optimizer.step()`.
 
     An fp32 model is trained as it is, or under autocast. For a model in a lower precision, the loop keeps fp32 master
@@ -190,24 +188,16 @@ class PlainLoop:
                 weight.grad = None
 
     def finish(self, loss: Tensor) -> Measured:
-        """Takes the norm and the verdict, and updates the weights."""
-        return judge_and_update(self, loss)
-
-    def clip(self) -> Tensor:
-        """Reduces the gradients over ranks and clips them; returns their norm before clipping."""
+        """Clips the gradients, takes the verdict, and steps the optimizer and the schedule."""
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        return self.distribution.clip(trained, self.recipe.optim.clip_grad_norm or float("inf"), self.device)
-
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
-        return self.distribution.measure(loss, grad_norm)
-
-    def update(self) -> None:
-        """Steps the optimizer and the schedule, and clears the gradients."""
+        limit = self.recipe.optim.clip_grad_norm or float("inf")
+        measured = self.distribution.measure(loss, self.distribution.clip(trained, limit, self.device))
+        self.guard.judge(measured)
         self.distribution.step(self.optimizer)
         self._round_masters()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        return measured
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -240,14 +230,6 @@ class PlainLoop:
     def averaged(self) -> AbstractContextManager[None]:
         """Returns the context of an evaluation."""
         return averaged_weights(self.optimizer, self.optimizer, self._round_masters)
-
-    def save(self, writer: Writer) -> None:
-        """Writes this rank's share of the pieces."""
-        save_state(self, writer)
-
-    def load(self, folder: Path) -> None:
-        """Loads a checkpoint, which any engine may have written."""
-        load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all trained tensors, then of the untrained ones."""

@@ -83,7 +83,7 @@ def run(rank: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
     weights, pieces = hashlib.sha256(), hashlib.sha256()
     for name, value in found.weights.items():
         weights.update(f"{name} {value.shape} {value.dtype}".encode() + value.tobytes())
-    for some in engine.pieces():  # type: ignore[attr-defined]
+    for some in engine.pieces():
         for piece in some:
             steps = None if piece.steps is None else piece.steps.item()
             pieces.update(repr((piece.name, piece.region, piece.start, steps, piece.copy)).encode())

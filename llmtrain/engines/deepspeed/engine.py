@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -46,15 +45,13 @@ from llmtrain.engines.state.held import HeldState, held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import (
     PROGRESS_FILE,
+    HasState,
     Place,
-    load_state,
     multiplied,
     pieces_of,
-    save_state,
     shape_of,
     untrained_pieces,
 )
-from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
@@ -78,51 +75,10 @@ from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
 
+T = TypeVar("T")
+
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
-
-
-def progress(engine: _Engine) -> dict[str, Any]:
-    """Returns the counters as JSON values, equal on all ranks."""
-    return {
-        "schedule": engine.lr_scheduler.last_epoch,
-        "deepspeed": {name: getattr(engine, name) for name in COUNTERS},
-        "loss_scale": _loss_scale(engine),
-    }
-
-
-def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
-    """Restores the model's weights and the counters after the optimizer's tensors have been loaded.
-
-    All ranks call it. Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint.
-    Raises CheckpointError if the saved loss scaler has other fields than this one.
-    """
-    weights_changed(engine.optimizer)
-    resume_schedule(engine.lr_scheduler, progress["schedule"])
-    for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
-        setattr(engine, name, value)
-    saved, scalers, own = progress.get("loss_scale", {}), loss_scalers(engine), _loss_scale(engine)
-    for name in saved.keys() & scalers.keys():
-        if saved[name].keys() != own[name].keys():
-            found, needed = ", ".join(sorted(saved[name])), ", ".join(sorted(own[name]))
-            message = f"for '{name}', it contains {found} instead of {needed}"
-            raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
-        if name == "loss_scaler":
-            vars(scalers[name]).update(saved[name])
-        else:
-            scalers[name].load_state_dict(saved[name])
-
-
-def _loss_scale(engine: _Engine) -> dict[str, dict[str, Any]]:
-    scalers = loss_scalers(engine)
-    found = {}
-    if "loss_scaler" in scalers:
-        values = vars(scalers["loss_scaler"])
-        found["loss_scaler"] = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    if "gradscaler" in scalers:
-        found["gradscaler"] = scalers["gradscaler"].state_dict()
-    return found
-
 
 Initialise = Callable[..., _Engine]
 
@@ -156,7 +112,7 @@ def initialise(
     return engine
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(HasState):
     """`deepspeed.initialize` on a causal LM that `axes` divide; ZeRO replicates or shards the parts over the rest."""
 
     def __init__(
@@ -196,7 +152,7 @@ class DeepSpeedEngine:
         groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))
         for axis in axes:
             groups = axis.parameter_groups(groups)
-        grid = next((axis.grid for axis in axes if axis.grid is not None), None)
+        grid = _first(axis.grid for axis in axes)
         if grid is not None:
             initialise = partial(initialise, mpu=grid)
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
@@ -209,7 +165,7 @@ class DeepSpeedEngine:
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
-        self.objective = objective_of(recipe, next((axis.slices for axis in axes if axis.slices is not None), None))
+        self.objective = objective_of(recipe, _first(axis.slices for axis in axes))
         know_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
         self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
@@ -217,9 +173,8 @@ class DeepSpeedEngine:
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
         """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
-        for axis in self.axes:
-            if (built := axis.build(ds_config)) is not None:
-                return built
+        if (built := _first(axis.build(ds_config) for axis in self.axes)) is not None:
+            return built
         recipe = self.plan.recipe
         dtype = weight_dtype(recipe.parallel.precision)
         if self.plan.parallel.zero_stage == 3:
@@ -234,11 +189,6 @@ class DeepSpeedEngine:
     def data_parallel_rank(self) -> int:
         """Index of this rank's replica."""
         return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
-
-    @property
-    def averaged_ranks(self) -> int:
-        """Number of ranks with different tokens, over which DeepSpeed averages gradients."""
-        return self.plan.holders
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once."""
@@ -269,8 +219,8 @@ class DeepSpeedEngine:
             return forward(self.engine, self.model, self.slice(micro_batch), self.device, self.objective)
 
     def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Scales a rank's loss by the number of ranks, because DeepSpeed averages gradients over ranks."""
-        return loss_sum * (self.averaged_ranks / terms)
+        """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
+        return loss_sum * (self.plan.holders / terms)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
@@ -342,14 +292,6 @@ class DeepSpeedEngine:
             total += self.forward(micro_batch)[0]
         return total
 
-    def save(self, writer: Writer) -> None:
-        """Writes this rank's share of the pieces."""
-        save_state(self, writer)
-
-    def load(self, folder: Path) -> None:
-        """Loads a checkpoint, which any engine may have written."""
-        load_state(self, folder)
-
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
         yield from pieces_of(*self._held())
@@ -368,12 +310,43 @@ class DeepSpeedEngine:
         return trained, lambda one: self._place(names[one], one)
 
     def progress(self) -> dict[str, Any]:
-        """Returns DeepSpeed's counters."""
-        return progress(self.engine)
+        """Returns the counters."""
+        return {
+            "schedule": self.engine.lr_scheduler.last_epoch,
+            "deepspeed": {name: getattr(self.engine, name) for name in COUNTERS},
+            "loss_scale": self._loss_scale(),
+        }
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Restores the counters after the pieces have been loaded."""
-        resumed(self.engine, progress)
+        """Restores the model's weights and the counters after the optimizer's tensors have been loaded.
+
+        Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint. Raises CheckpointError if
+        the saved loss scaler has other fields than this one.
+        """
+        weights_changed(self.engine.optimizer)
+        resume_schedule(self.engine.lr_scheduler, progress["schedule"])
+        for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
+            setattr(self.engine, name, value)
+        saved, scalers, own = progress.get("loss_scale", {}), loss_scalers(self.engine), self._loss_scale()
+        for name in saved.keys() & scalers.keys():
+            if saved[name].keys() != own[name].keys():
+                found, needed = ", ".join(sorted(saved[name])), ", ".join(sorted(own[name]))
+                message = f"for '{name}', it contains {found} instead of {needed}"
+                raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
+            if name == "loss_scaler":
+                vars(scalers[name]).update(saved[name])
+            else:
+                scalers[name].load_state_dict(saved[name])
+
+    def _loss_scale(self) -> dict[str, dict[str, Any]]:
+        scalers = loss_scalers(self.engine)
+        found = {}
+        if "loss_scaler" in scalers:
+            values = vars(scalers["loss_scaler"])
+            found["loss_scaler"] = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        if "gradscaler" in scalers:
+            found["gradscaler"] = scalers["gradscaler"].state_dict()
+        return found
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
@@ -381,8 +354,7 @@ class DeepSpeedEngine:
             # A pass of the reference ends with layers gathered ahead, which nothing could release while they are on
             # their way ("Cannot partition a param in flight").
             self.engine.optimizer.empty_partition_cache()
-        given = (axis.named_weights(self._whole) for axis in self.axes)
-        named = next((weights for weights in given if weights is not None), None)
+        named = _first(axis.named_weights(self._whole) for axis in self.axes)
         with self.averaged():
             for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
                 yield weight_name(name), weight.cpu()
@@ -435,7 +407,7 @@ class DeepSpeedEngine:
         if self.pipeline:  # the last stages have the value; the others have zero
             dist.all_reduce(value)
             return value / self.plan.parallel.tensor
-        if self.averaged_ranks > 1:
+        if self.plan.holders > 1:
             dist.all_reduce(value, group=self._replicas)
         return value
 
@@ -478,17 +450,16 @@ class DeepSpeedEngine:
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of the model as this one; None for all ranks."""
-        return next((axis.replicas for axis in self.axes if axis.replicas is not None), None)
+        return _first(axis.replicas for axis in self.axes)
 
     @property
     def _copies(self) -> tuple[int, int]:
         """(index, number) of this rank among the ranks of its replica that hold equal copies of undivided weights."""
-        group = next((axis.copies for axis in self.axes if axis.copies is not None), None)
+        group = _first(axis.copies for axis in self.axes)
         return (0, 1) if group is None else _place_in(group)
 
     def _portion(self, name: str, tensor: Tensor) -> Portion | None:
-        found = (axis.portion(name, tensor) for axis in self.axes)
-        return next((portion for portion in found if portion is not None), None)
+        return _first(axis.portion(name, tensor) for axis in self.axes)
 
     def _untrained_portion(self, name: str, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
         portion = self._portion(name, tensor)
@@ -520,6 +491,11 @@ class DeepSpeedEngine:
         for axis in self.axes:
             weight = axis.whole(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
         return weight
+
+
+def _first(found: Iterable[T | None]) -> T | None:
+    """Returns the first value that is not None."""
+    return next((one for one in found if one is not None), None)
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

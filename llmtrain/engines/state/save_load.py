@@ -37,11 +37,10 @@ HeldLists = Iterable[list[HeldState]]
 
 
 class HasState(Protocol):
-    """The interface through which an engine's state is saved and restored."""
+    """The state of an engine, which any engine of the same model restores. All ranks call `save` and `load`."""
 
-    @property
-    def guard(self) -> Guard:
-        """The guard, whose state is equal on all ranks."""
+    guard: Guard
+    """Equal on all ranks."""
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces, in lists; the pieces of a list are valid until the next list is requested."""
@@ -52,13 +51,25 @@ class HasState(Protocol):
     def resumed(self, progress: dict[str, Any]) -> None:
         """Continues from loaded pieces and from the values that `progress` returned."""
 
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the state."""
+        files.write(writer, rank(), self.pieces())
+        if rank() == 0:
+            writer.text(PROGRESS_FILE, json.dumps(self.progress(), indent=1))
+            writer.tensors(GUARD_FILE, self.guard.state())
 
-def save_state(engine: HasState, writer: Writer) -> None:
-    """Writes this rank's share of the state; called by all ranks."""
-    files.write(writer, rank(), engine.pieces())
-    if rank() == 0:
-        writer.text(PROGRESS_FILE, json.dumps(engine.progress(), indent=1))
-        writer.tensors(GUARD_FILE, engine.guard.state())
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, under any plan.
+
+        Raises CheckpointError if the checkpoint lacks something that this rank needs.
+        """
+        source = StateSource(folder, rank())
+        for pieces in self.pieces():
+            fill_pieces(pieces, source)
+        self.resumed(_read_progress(folder / PROGRESS_FILE))
+        if (folder / GUARD_FILE).exists():  # checkpoints of earlier versions have no guard
+            self.guard.load(read_tensors(folder / GUARD_FILE, self.guard.state()))
 
 
 class EngineProgress(BaseModel):
@@ -72,20 +83,6 @@ class EngineProgress(BaseModel):
     """DeepSpeed's own counters, by the names of its attributes."""
     loss_scale: dict[Literal["loss_scaler", "gradscaler"], dict[str, bool | int | float]] | None = None
     """The values of each kind of loss scaler."""
-
-
-@torch.no_grad()
-def load_state(engine: HasState, folder: Path) -> None:
-    """Restores what `save_state` wrote, under any plan; called by all ranks.
-
-    Raises CheckpointError if the checkpoint lacks something that this rank needs.
-    """
-    source = StateSource(folder, rank())
-    for pieces in engine.pieces():
-        fill_pieces(pieces, source)
-    engine.resumed(_read_progress(folder / PROGRESS_FILE))
-    if (folder / GUARD_FILE).exists():  # checkpoints of earlier versions have no guard
-        engine.guard.load(read_tensors(folder / GUARD_FILE, engine.guard.state()))
 
 
 def _read_progress(file: Path) -> dict[str, Any]:
@@ -123,7 +120,7 @@ def untrained_pieces(
     model: nn.Module,
     copy: tuple[int, int],
     leaves_base: bool,
-    hugging_face_name: Callable[[str], str] = lambda name: name,
+    hugging_face_name: Callable[[str], str],
     portion: Callable[[str, Tensor], tuple[Region, tuple[int, int]] | None] = lambda name, tensor: None,
 ) -> list[Piece]:
     """Returns live pieces of a model's untrained tensors: frozen parameters, and buffers that belong to its weights.
