@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.host import installed_version
@@ -398,3 +400,16 @@ def untried_versions() -> Iterator[str]:
                 for place in one.places
             ]
             yield f"{package} {installed} is untested, llmtrain was tested with {tried}; check {', '.join(places)}"
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes within the context. changes: (owner, name, value) of each."""
+    own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in own:
+            setattr(owner, name, value)

@@ -26,6 +26,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from llmtrain.overrides import replaced
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan.axes import used
 from llmtrain.recipe import ParallelConfig, Precision
@@ -211,7 +212,7 @@ def no_host_checks(precision: Precision) -> Iterator[None]:
     if precision == "fp16":
         yield
         return
-    replaced: list[tuple[Any, str, Any]] = [
+    with replaced(
         (bf16_optimizer, "is_invalid_grad_norm", _not_asked),
         (stage_1_and_2, "is_invalid_grad_norm", _not_asked),
         (stage3, "is_invalid_grad_norm", _not_asked),
@@ -219,15 +220,8 @@ def no_host_checks(precision: Precision) -> Iterator[None]:
         (deepspeed_utils, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
         (stage_1_and_2, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
         (stage3, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
-    ]
-    own = [getattr(module, name) for module, name, _ in replaced]
-    for module, name, replacement in replaced:
-        setattr(module, name, replacement)
-    try:
+    ):
         yield
-    finally:
-        for (module, name, _), function in zip(replaced, own, strict=True):
-            setattr(module, name, function)
 
 
 def _not_asked(norm: object) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.optim.lr_scheduler import LRScheduler
+
+from llmtrain.overrides import replaced
 
 PIECE = 2**16
 """Number of elements that are summed in fp32 on a CPU. There, torch's norm of 50 million elements is off by 3e-3, as
@@ -48,13 +50,13 @@ class ShardedSGD(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates each shard unless `found_inf` is 1. The momentum buffers must exist (`llmtrain.engines.guard`)."""
         for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None and _local(one).numel()]
+            trained = [one for one in group["params"] if one.grad is not None and local(one).numel()]
             if not trained:
                 continue
             torch._fused_sgd_(
-                [_local(one) for one in trained],
-                [_local(one.grad) for one in trained],
-                [_local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
+                [local(one) for one in trained],
+                [local(one.grad) for one in trained],
+                [local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],
@@ -66,7 +68,8 @@ class ShardedSGD(torch.optim.SGD):
             )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -80,9 +83,8 @@ def resume_schedule(schedule: LRScheduler, steps: int) -> None:
     schedule._last_lr = rates
 
 
-@contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Creates each new parameter on the meta device; buffers (rotary frequencies, ...) are computed as usual.
+def parameters_without_memory() -> AbstractContextManager[None]:
+    """Returns a context that creates each new parameter on the meta device; buffers are computed as usual.
 
     The first value of each parameter is kept in `first`, because some parameters start from a constant that their
     constructor sets.
@@ -96,11 +98,7 @@ def parameters_without_memory() -> Iterator[None]:
             parameter.first = first  # type: ignore[attr-defined]
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return replaced((nn.Module, "register_parameter", on_meta))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

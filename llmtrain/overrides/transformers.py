@@ -12,21 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
+from llmtrain.overrides import replaced
+
 Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
 """Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
 
 _changes: list[Change] = []
-
-
-@contextmanager
-def replaced(owner: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Sets `owner.name` to `value` within the context."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextmanager
@@ -55,7 +46,7 @@ def mask_arguments(change: Change) -> Iterator[None]:
         if len(_changes) > 1:  # the outermost context has replaced the function
             yield
         else:
-            with replaced(masking_utils, "_preprocess_mask_arguments", preprocess):
+            with replaced((masking_utils, "_preprocess_mask_arguments", preprocess)):
                 yield
     finally:
         _changes.pop()
@@ -66,7 +57,7 @@ def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContext
 
     `transformers` waits for the device to learn whether there are several documents.
     """
-    return replaced(masking_utils, "find_packed_sequence_indices", find)
+    return replaced((masking_utils, "find_packed_sequence_indices", find))
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -86,7 +77,7 @@ def call_instead(module: nn.Module, name: str, function: Callable[..., Any]) -> 
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced(family, name, function):
+        with replaced((family, name, function)):
             return plain(*args, **kwargs)
 
     vars(module)["forward"] = MethodType(forward, module)
@@ -99,7 +90,7 @@ def router_loss(model: PreTrainedModel, change: Callable[..., Any]) -> Iterator[
     if not hasattr(family, name):
         yield
         return
-    with replaced(family, name, partial(change, getattr(family, name))):
+    with replaced((family, name, partial(change, getattr(family, name)))):
         yield
 
 

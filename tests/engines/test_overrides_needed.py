@@ -247,8 +247,8 @@ REMOVALS = (
     Removal("Work.wait", *_removed("Work.wait = watched  # type: ignore"), f"{ENGINES}test_own_time.py", TORCH),
     Removal(
         "register_parameter",
-        "nn.Module.register_parameter = on_meta",
-        "nn.Module.register_parameter = register",
+        '"register_parameter", on_meta',
+        '"register_parameter", register',
         "tests/models/test_stages.py",
         TORCH,
     ),
