@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, local
+from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer
 from llmtrain.engines.optimizers.matrices import MatrixPart, parts_of
 from llmtrain.engines.optimizers.sums import SharedSums
 from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
+from llmtrain.overrides.torch import local
 from llmtrain.system.piece_heads import WEIGHT
 
 ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
@@ -118,10 +119,7 @@ class Adafactor(GuardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **{"factored": False, **defaults})
-        self._parts: dict[int, list[HeldPart]] = {}
         self._of_parameter: dict[nn.Parameter, HeldPart] = {}
-        self._sums: SharedSums | None = None
-        self._device = torch.device("cpu")
 
     def find_parts(self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, device: torch.device) -> None:
         """Learns which parts of weights this rank holds, and makes their factors; called before the first step.
@@ -129,7 +127,7 @@ class Adafactor(GuardedOptimizer):
         trained, lists, place: as of `parts_of`. device: where sums are exchanged.
         """
         self._device = device
-        self._parts = {id(one): [] for one in trained}
+        self._parts: dict[int, list[HeldPart]] = {id(one): [] for one in trained}
         for held, description in parts_of(trained, lists, place):
             if description.length:
                 part = HeldPart(description, held.tensors[WEIGHT])
@@ -142,13 +140,10 @@ class Adafactor(GuardedOptimizer):
         factors = part.factors if part else {}
         return {kind: Factor(Region.whole(one.shape), 0, one.view(-1)) for kind, one in factors.items()}
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes an update, unless `found_inf` is 1. All ranks call it."""
-        if self._sums is None:  # not earlier: a rank that converts a checkpoint has no other ranks to ask
-            own = [{one.name: sum(one.widths) for one in parts} for parts in self._parts.values()]
-            self._sums = SharedSums(own, self._device)
-        super().step()
+    def connect(self) -> None:
+        """Learns which ranks hold parts of the same weights."""
+        own = [{one.name: sum(one.widths) for one in parts} for parts in self._parts.values()]
+        self._sums = SharedSums(own, self._device)
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the second moment of vectors."""
@@ -161,7 +156,6 @@ class Adafactor(GuardedOptimizer):
 
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         """Updates the weights of a group. Updates take the place of their gradients."""
-        assert self._sums is not None, "step makes it"
         parts = [(part, one, self.state[one]) for one in trained for part in self._parts[id(one)]]
         held = [(part, part.of(one), part.of(one.grad), state) for part, one, state in parts]  # type: ignore[arg-type]
         for one in trained:

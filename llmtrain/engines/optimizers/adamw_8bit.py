@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import pad
 
-from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, local, update_by_adamw
+from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, update_by_adamw
 from llmtrain.engines.optimizers.matrices import MatrixPart, parts_of
 from llmtrain.engines.optimizers.sums import SharedSums
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
+from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import OPTIMIZERS, STRETCH
 from llmtrain.plan.weights import HeldRows
 from llmtrain.runtime.agree import gather
@@ -235,10 +236,7 @@ class AdamW8bit(GuardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **{"quantized": False, **defaults})
-        self._parts: dict[int, list[HeldBlocks]] = {}
         self._factors: dict[nn.Parameter, dict[str, Factor]] = {}
-        self._largest: SharedSums | None = None
-        self._device = torch.device("cpu")
 
     def find_parts(self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, device: torch.device) -> None:
         """Learns which parts of weights this rank holds, and makes their scales; called before the first step.
@@ -246,7 +244,7 @@ class AdamW8bit(GuardedOptimizer):
         trained, lists, place: as of `parts_of`. device: where largest magnitudes are exchanged.
         """
         self._device = device
-        self._parts = {id(one): [] for one in trained}
+        self._parts: dict[int, list[HeldBlocks]] = {id(one): [] for one in trained}
         block = self.defaults["block"]
         found = [
             (held, part, HeldBlocks(part, block))
@@ -270,15 +268,8 @@ class AdamW8bit(GuardedOptimizer):
         """Returns the scales of a matrix."""
         return self._factors.get(parameter, {})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes an update, unless `found_inf` is 1. All ranks call it."""
-        if self._largest is None:  # not earlier: a rank that converts a checkpoint has no other ranks to ask
-            self._largest = self._connected()
-        super().step()
-
-    def _connected(self) -> SharedSums:
-        """Learns which blocks ranks have to agree on; called by all ranks."""
+    def connect(self) -> None:
+        """Learns which blocks ranks have to agree on."""
         parts = [one for some in self._parts.values() for one in some]
         cuts: dict[str, Cuts] = {}
         for own in gather({one.name: one.cuts for one in parts if any(one.cuts)}):
@@ -289,7 +280,7 @@ class AdamW8bit(GuardedOptimizer):
             if any(one.cuts):
                 one.share(cuts[one.name])
         widths = [{one.name: len(CODES) * one.width for one in some if one.width} for some in self._parts.values()]
-        return SharedSums(widths, self._device, dist.ReduceOp.MAX)
+        self._largest = SharedSums(widths, self._device, dist.ReduceOp.MAX)
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the codes of both moments, or the moments of vectors."""
@@ -331,7 +322,6 @@ class AdamW8bit(GuardedOptimizer):
 
         They are computed first, from moments that are computed again afterwards, since there is no place to keep these.
         """
-        assert self._largest is not None, "step makes it"
         shared = [(part, one) for part, one in parts if part.width]
         largest = {part.name: torch.zeros_like(part.scales) for part, _ in shared}
         for part, one in shared:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from llmtrain.engines.state.pieces import Region
+from llmtrain.overrides.torch import local
 
 
 class Factor(NamedTuple):
@@ -35,6 +35,7 @@ class GuardedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _is_connected = False
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float = 1e-3, *, fused: bool = True, **defaults: Any
@@ -57,9 +58,18 @@ class GuardedOptimizer(Optimizer):
         """Returns the states of a parameter that do not have its shape, by kind; equal on all ranks that have them."""
         return {}
 
+    def connect(self) -> None:
+        """Prepares exchanges with other ranks. All ranks call it, in their first step.
+
+        Not earlier: a rank that converts a checkpoint has no other ranks to ask.
+        """
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes an update, unless `found_inf` is 1."""
+        """Takes an update, unless `found_inf` is 1. All ranks call it, also those that hold nothing."""
+        if not self._is_connected:
+            self.connect()
+            self._is_connected = True
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None]
             if not trained:
@@ -97,8 +107,3 @@ def update_by_adamw(group: dict[str, Any], trained: list[Tensor], states: list[d
         eps=group["eps"],
         maximize=False,
     )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer
+from llmtrain.overrides.torch import local
 
 
 class Lion(GuardedOptimizer):

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from llmtrain.engines.state.held import HeldState
 from llmtrain.engines.state.pieces import Region, Shape
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
+from llmtrain.runtime.agree import gather
 from llmtrain.system.piece_heads import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]
@@ -92,11 +93,8 @@ class WholeMatrices:
     def __init__(self, own: list[MatrixPart], dtype: torch.dtype, device: torch.device) -> None:
         """own: the parts of this rank. dtype, device: in which matrices are sent and computed. Called by all ranks."""
         self.dtype, self.device = dtype, device
-        by_rank: list[list[MatrixPart]] = [own]
-        self._rank = 0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            by_rank, self._rank = [[]] * dist.get_world_size(), dist.get_rank()
-            dist.all_gather_object(by_rank, own)
+        by_rank = gather(own)
+        self._rank = dist.get_rank() if len(by_rank) > 1 else 0
         self._group: dist.ProcessGroup | None = None
         self._ranks = [self._rank]
         for ranks in _connected(by_rank):

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local, update_by_adamw
-from llmtrain.engines.optimizers.matrices import MatrixPart, WholeMatrices, parts_of
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer, update_by_adamw
+from llmtrain.engines.optimizers.matrices import WholeMatrices, parts_of
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
+from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import is_matrix_of_layer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -31,8 +32,6 @@ class Muon(GuardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **{"muon": False, **defaults})
-        self._matrices: WholeMatrices | None = None
-        self._found: tuple[list[MatrixPart], torch.dtype, torch.device] = ([], torch.float32, torch.device("cpu"))
 
     def find_matrices(
         self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, dtype: torch.dtype, device: torch.device
@@ -45,12 +44,9 @@ class Muon(GuardedOptimizer):
         parts = [part for _, part in parts_of(trained, lists, place) if is_matrix_of_layer(part.name, len(part.shape))]
         self._found = parts, dtype, device
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes an update, unless `found_inf` is 1. All ranks call it, also those without matrices."""
-        if self._matrices is None:  # not earlier: a rank that converts a checkpoint has no other ranks to ask
-            self._matrices = WholeMatrices(*self._found)
-        super().step()
+    def connect(self) -> None:
+        """Learns which ranks hold the other parts."""
+        self._matrices = WholeMatrices(*self._found)
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the momentum of Muon, or the moments of AdamW."""
@@ -63,14 +59,10 @@ class Muon(GuardedOptimizer):
 
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         """Updates the weights of a group."""
-        if group["muon"]:
-            self._update_matrices(group, trained, keep)
-        else:
+        if not group["muon"]:
             update_by_adamw(group, trained, [self.state[one] for one in trained], keep)
-
-    def _update_matrices(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
+            return
         matrices = self._matrices
-        assert matrices is not None, "step makes it"
         updates: dict[int, Tensor] = {}
         for one in trained:
             gradient, momentum = local(one.grad), local(self.state[one]["momentum_buffer"])  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer
+from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import POINT
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer
 from llmtrain.overrides.deepspeed import flat_tensors
+from llmtrain.overrides.torch import local
 from llmtrain.system.piece_heads import WEIGHT
 
 STEP = "step"
@@ -124,8 +125,7 @@ def _shaped(state: Mapping[str, Any], trained: Tensor) -> list[tuple[str, Tensor
 
 def local_flat(tensor: Tensor) -> Tensor:
     """Returns a flat view of the part on this rank."""
-    local = tensor.detach()
-    return (local.to_local() if isinstance(local, DTensor) else local).view(-1)
+    return local(tensor.detach()).view(-1)
 
 
 def first_index(tensor: Tensor) -> int:
