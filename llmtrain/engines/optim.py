@@ -128,3 +128,8 @@ def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns the gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Returns the gradient of a leaf; zeros if it has none."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

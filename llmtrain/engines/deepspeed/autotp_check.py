@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.engines.optim import gradient_of
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.overrides.deepspeed import check_no_inputs, tensor_group
 
@@ -33,8 +34,6 @@ NOISE = 1e-2
 """Gradients below this fraction of the model's largest one are compared relative to that fraction. The true gradient of
 some weights, such as a bias of attention's keys, is zero, and the computed one consists of rounding errors.
 """
-_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
-"""Errors that AutoTP, or a family's own code, raises if something is not as it expects."""
 _SHARED = (
     *("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_key_value_heads", "num_kv_heads"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "num_query_groups"),
@@ -60,25 +59,19 @@ def check_autotp(config: PreTrainedConfig, block: dict[str, Any], attention: str
         # The sizes of a tiny copy are divisible by two.
         heads = {name: SIZES[name] * max(degree // 2, 1) for name in _SHARED if values.get(name)}
         tiny = shrink_configuration(config, **heads)
-    except (*_MODEL_ERRORS, StrictDataclassError) as error:
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise cannot_split(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        compare_split(tiny, block, attention if attention in ("eager", "sdpa") else "eager", device)
-
-
-def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> float:
-    """Does what `check_autotp` does, on the model of `config` itself; returns the fraction of split weights."""
     try:
-        whole = reference(config, attention).eval().to(device)
-        inputs = tuple(value.to(device) for value in packed_input(config))
-        parts = _split(copy.deepcopy(whole), block)
-        expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
-        reason = _agree(_first_difference(whole, parts, expected, logits))
-    except _MODEL_ERRORS as error:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            whole = reference(tiny, attention if attention in ("eager", "sdpa") else "eager").eval().to(device)
+            inputs = tuple(value.to(device) for value in packed_input(tiny))
+            parts = _split(copy.deepcopy(whole), block)
+            expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
+            reason = _agree(_first_difference(whole, parts, expected, logits))
+    except MODEL_ERRORS as error:
         raise cannot_split(config, f"AutoTP, or the model that it produces, fails ({_short(error)})") from error
     if reason:
         raise cannot_split(config, reason)
-    return _share_cut(parts)
 
 
 def _split(model: PreTrainedModel, block: dict[str, Any]) -> PreTrainedModel:
@@ -106,31 +99,26 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
     cut = dict(parts.named_parameters())
     if cut.keys() != dict(whole.named_parameters()).keys():
         return "AutoTP renames its weights"
-    if not _share_cut(parts):
+    if not _cuts_layers(parts):
         return "AutoTP finds nothing in its layers to cut"
     found = [] if _close(expected, logits) else ["its logits differ from the whole model's"]
-    floor = NOISE * max(_gradient(parameter).abs().max() for parameter in whole.parameters())
+    floor = NOISE * max(gradient_of(parameter).abs().max() for parameter in whole.parameters())
     for name, parameter in whole.named_parameters():
         part = cut[name]
         split = split_of(part)
-        gradient = _gradient(part)
+        gradient = gradient_of(part)
         # Every rank has to gather every weight, even after it has found a difference.
         if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
             found.append(f"{name} cannot be gathered")
-        if not _close(_gradient(parameter), gather_whole(gradient, split, tensor_group()), floor):
+        if not _close(gradient_of(parameter), gather_whole(gradient, split, tensor_group()), floor):
             found.append(f"the gradient of {name} differs from the whole model's")
     return found[0] if found else ""
 
 
-def _share_cut(model: PreTrainedModel) -> float:
-    """Returns the fraction of this rank's weights between embedding and head that are split among ranks."""
+def _cuts_layers(model: PreTrainedModel) -> bool:
+    """Returns whether any weight between embedding and head is split among ranks."""
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-    total = cut = 0
-    for parameter in model.parameters():
-        if not any(parameter is end for end in ends):
-            total += parameter.numel()
-            cut += parameter.numel() if split_of(parameter) else 0
-    return cut / total
+    return any(split_of(one) for one in model.parameters() if not any(one is end for end in ends))
 
 
 def _agree(reason: str) -> str:
@@ -138,10 +126,6 @@ def _agree(reason: str) -> str:
     reasons = [""] * dist.get_world_size(tensor_group())
     dist.all_gather_object(reasons, reason, group=tensor_group())
     return next(filter(None, reasons), "")
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
 def _close(expected: Tensor, other: Tensor, floor: Tensor | float = 0.0) -> bool:

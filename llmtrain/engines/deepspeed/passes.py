@@ -20,6 +20,7 @@ from torch import distributed as dist
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
 from llmtrain.engines.forward import bounds_for, documents_known
+from llmtrain.engines.optim import gradient_of
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.plan.schedules import KINDS, Pass, PassKind, PipelineSchedule
 
@@ -111,7 +112,7 @@ class PassRunner:
         if self.delayed is not None:
             self._waiting[one.stage, one.micro_batch] = self.delayed.take()
         if one.stage:
-            self._links.give(one, tuple(_gradient(part) for part in running.received))
+            self._links.give(one, tuple(gradient_of(part) for part in running.received))
 
     def _weights(self, one: Pass) -> None:
         with self._accumulating():
@@ -126,10 +127,6 @@ Loss = Callable[[Stage, Tensors, MicroBatch], Tensors]
 def _floating(output: Tensor | Tensors) -> Tensors:
     assert isinstance(output, tuple)
     return tuple(part for part in output if part.is_floating_point())
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

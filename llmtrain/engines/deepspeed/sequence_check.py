@@ -10,7 +10,6 @@ import copy
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -21,10 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.engines.forward import documents_known
+from llmtrain.engines.optim import gradient_of
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.runtime.agree import gather
 from llmtrain.runtime.distributed import is_alone
 
 GRADIENT_TOLERANCE = 1e-4
@@ -34,12 +35,6 @@ ROUNDING = 2.0**-22
 consists of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
 WAIT = timedelta(seconds=60)
 """Longest time that a rank waits for another rank whose model has failed."""
-
-
-def cannot_slice(config: PreTrainedConfig, reason: str) -> FamilyError:
-    """Returns the refusal of a family that computes something else from slices of a sequence."""
-    refused = f"sequences of {config.model_type} cannot be cut into slices"
-    return FamilyError("sequence.family", "parallel.sequence", 1, refused, reason)
 
 
 def check_sequence(config: PreTrainedConfig, attention: str) -> None:
@@ -55,11 +50,9 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", _pair())
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    found = describe(reasons)
-    if found:
-        raise cannot_slice(config, found)
+    if found := describe(gather(reason)):
+        refused = f"sequences of {config.model_type} cannot be cut into slices"
+        raise FamilyError("sequence.family", "parallel.sequence", 1, refused, found)
 
 
 def describe(reasons: Sequence[str]) -> str:
@@ -129,7 +122,8 @@ def _deviation(
 
 def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
     """Returns the parameters whose gradients, summed over the slices, differ from those of the whole sequence."""
-    mine, theirs = _gradients(split), _gradients(whole)
+    models = (split, whole)
+    mine, theirs = ({name: gradient_of(one) for name, one in model.named_parameters()} for model in models)
     together = torch.cat([gradient.flatten() for gradient in mine.values()])
     dist.all_reduce(together, group=group)
     rounding = ROUNDING * max(float(gradient.abs().max()) for gradient in theirs.values())
@@ -139,14 +133,6 @@ def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Grou
         for gradient, (name, expected) in zip(summed, theirs.items(), strict=True)
         if not _close(gradient.view_as(expected), expected, GRADIENT_TOLERANCE, rounding)
     ]
-
-
-def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns gradients by name; a parameter without a gradient has a zero one."""
-    return {
-        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for name, weight in model.named_parameters()
-    }
 
 
 def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
