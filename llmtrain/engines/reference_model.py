@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed as dist
 
 from llmtrain.data import Prepared, PreparedSource, Schedule
 from llmtrain.data.arrays import ArrayWriter, open_array
@@ -30,6 +29,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.hub import stored_file
 from llmtrain.recipe import Recipe
 from llmtrain.runtime.agree import broadcast, gather, highest
+from llmtrain.runtime.distributed import rank
 
 FORMAT = 1
 """Version of how they are computed and kept; part of their key."""
@@ -47,7 +47,7 @@ def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat =
     if not plan.recipe.objective.needs_reference:
         return prepared
     cache = Cache(cache_folder(plan.recipe.data), Progress())
-    weights = broadcast(_identity(plan.recipe, cache) if not dist.is_initialized() or dist.get_rank() == 0 else {})
+    weights = broadcast(_identity(plan.recipe, cache) if rank() == 0 else {})
 
     def kept(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
         name, values = "" if view is getattr(source, split) else "mismatched", np.empty(0)

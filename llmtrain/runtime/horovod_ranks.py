@@ -15,6 +15,8 @@ import horovod.torch as hvd
 from horovod.runner.http.http_server import RendezvousServer
 from torch import distributed as dist
 
+from llmtrain.runtime.agree import broadcast
+
 
 def start_horovod(local_size: int) -> None:
     """Starts Horovod in every rank of torch's process group; does nothing if it already runs.
@@ -57,10 +59,9 @@ def meeting_place() -> tuple[str, int]:
 def _rendezvous() -> Iterator[int]:
     """Starts a rendezvous server at rank 0, and yields its port on every rank."""
     server = RendezvousServer() if dist.get_rank() == 0 else None
-    ports: list[int] = [server.start() if server else 0]
-    dist.broadcast_object_list(ports, src=0)
+    port: int = broadcast(server.start() if server else 0)
     try:
-        yield ports[0]
+        yield port
     finally:
         if server:
             server.stop()

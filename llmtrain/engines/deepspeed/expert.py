@@ -13,7 +13,7 @@ adjacent ranks of any replica, and gathers the results. DeepSpeed calls this fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,34 +33,6 @@ if TYPE_CHECKING:
 
 
 GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
-
-
-def hugging_face_weights(
-    names: Iterable[str], blocks: Mapping[str, str], weight: Callable[[str], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields every weight of `names` by its Hugging Face name, with gate and up projections joined and without aliases.
-
-    blocks: the path of each of DeepSpeed's blocks, and its preset. weight: returns a whole tensor by DeepSpeed's name.
-    """
-    for name in names:
-        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
-        if path is None:
-            yield name, weight(name)
-            continue
-        part, preset = name.removeprefix(f"{path}."), get_preset(blocks[path])
-        # DeepSpeed also registers the router under the replaced router's name, one level too deep.
-        if part == UP or part.startswith(f"{preset.router_pattern}."):
-            continue
-        whole = weight(name)
-        if part == GATE:
-            whole = torch.cat([whole, weight(f"{path}.{UP}")], dim=1)
-        yield f"{path}.{_own_name(part, preset)}", whole
-
-
-def own_name(name: str, blocks: Mapping[str, str]) -> str:
-    """Returns the Hugging Face name of a DeepSpeed weight; gate and up projections share a name."""
-    path = next((path for path in blocks if name.startswith(f"{path}.")), None)
-    return name if path is None else f"{path}.{_own_name(name.removeprefix(f'{path}.'), get_preset(blocks[path]))}"
 
 
 def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
@@ -97,7 +69,7 @@ class ExpertAxis(EngineAxis):
         return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Reads the groups and blocks of experts, which DeepSpeed has made by now."""
+        """Reads the groups and blocks of experts, which DeepSpeed has made by now: each path, and its preset."""
         self._engine = engine
         self._group = expert_group(self.plan.parallel.expert)
         self._blocks = {
@@ -132,13 +104,33 @@ class ExpertAxis(EngineAxis):
         return torch.cat(parts)
 
     def hugging_face_name(self, name: str) -> str:
-        """Returns the name before DeepSpeed replaced the blocks of experts."""
-        return own_name(name, self._blocks)
+        """Returns the name before DeepSpeed replaced the blocks of experts; gate and up projections share a name."""
+        path = self._block_of(name)
+        if path is None:
+            return name
+        part = name.removeprefix(f"{path}.")
+        return f"{path}.{_own_name(part, get_preset(self._blocks[path]))}"
 
     def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights with gate and up projections joined."""
+        """Yields the weights with gate and up projections joined and without aliases."""
         parameters = dict(self._engine.model.named_parameters())
-        return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))
+        for name, parameter in parameters.items():
+            path = self._block_of(name)
+            if path is None:
+                yield name, whole(parameter)
+                continue
+            part, preset = name.removeprefix(f"{path}."), get_preset(self._blocks[path])
+            # DeepSpeed also registers the router under the replaced router's name, one level too deep.
+            if part == UP or part.startswith(f"{preset.router_pattern}."):
+                continue
+            weight = whole(parameter)
+            if part == GATE:
+                weight = torch.cat([weight, whole(parameters[f"{path}.{UP}"])], dim=1)
+            yield f"{path}.{_own_name(part, preset)}", weight
+
+    def _block_of(self, name: str) -> str | None:
+        """Returns the path of the block of experts that a weight belongs to."""
+        return next((path for path in self._blocks if name.startswith(f"{path}.")), None)
 
 
 def is_expert(parameter: Tensor) -> bool:

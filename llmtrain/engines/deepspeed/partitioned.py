@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -25,18 +26,7 @@ def build_partitioned(
     replicas: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
     """Returns the model, which ZeRO-3 partitions over `replicas`, or over all ranks, while it is made."""
-
-    def partitioned() -> AbstractContextManager[object]:
-        # Overrides only the device. The parameters have the right dtype already, and forcing it on every new tensor
-        # would round the fp32 frequencies of rotary embeddings. `Init(dtype=...)` is no alternative: DeepSpeed 0.19.8
-        # replaces it by bf16 wherever fp16 is not supported.
-        context: AbstractContextManager[object] = deepspeed.zero.Init(
-            data_parallel_group=replicas,
-            config_dict_or_path=ds_config,
-            tensor_overrides=[DeepSpeedTensorOverride.device],
-        )
-        return context
-
+    partitioned = partial(_partition, ds_config, replicas)
     is_reader = dist.get_rank(replicas) == 0
     return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather_partitioned, is_reader=is_reader)
 
@@ -45,15 +35,26 @@ def partition_with(ds_config: dict[str, Any], replicas: dist.ProcessGroup, grid:
     """Returns a function that partitions the parameters of a module over `replicas`. grid: describes all groups."""
 
     def partition(module: nn.Module) -> None:
-        deepspeed.zero.Init(
-            module=module,
-            data_parallel_group=replicas,
-            config_dict_or_path=ds_config,
-            mpu=grid,
-            tensor_overrides=[DeepSpeedTensorOverride.device],
-        )
+        _partition(ds_config, replicas, module, grid)
 
     return partition
+
+
+def _partition(
+    ds_config: dict[str, Any], replicas: dist.ProcessGroup | None, module: nn.Module | None = None, grid: Any = None
+) -> AbstractContextManager[object]:
+    """Partitions a module or, without one, all modules that are made within the returned context."""
+    # Overrides only the device. The parameters have the right dtype already, and forcing it on every new tensor would
+    # round the fp32 frequencies of rotary embeddings. `Init(dtype=...)` is no alternative: DeepSpeed 0.19.8 replaces it
+    # by bf16 wherever fp16 is not supported.
+    context: AbstractContextManager[object] = deepspeed.zero.Init(
+        module=module,
+        data_parallel_group=replicas,
+        config_dict_or_path=ds_config,
+        mpu=grid,
+        tensor_overrides=[DeepSpeedTensorOverride.device],
+    )
+    return context
 
 
 def gather_partitioned(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:

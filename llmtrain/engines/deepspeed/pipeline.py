@@ -33,6 +33,7 @@ from llmtrain.models.tensor.exchanges import GroupRanks
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
+from llmtrain.runtime.agree import broadcast
 from llmtrain.runtime.distributed import is_alone
 
 if TYPE_CHECKING:
@@ -161,14 +162,13 @@ class PipelineAxis(SlicedAxis):
         held = dict(named_weights(self._stages))
         own = {name: held[path] for path, name in self._stages.hf_names.items()}
         for owner in self._grid.pp_group:
-            names = [list(own)]
-            dist.broadcast_object_list(names, src=owner, group=group)
-            for name in names[0]:
+            names = broadcast(list(own), owner, group)
+            for name in names:
                 if name in seen:
                     continue
                 weight = whole(own[name]) if dist.get_rank() == owner else None
                 yield name, _broadcast(weight, owner, group, self.device)
-            seen.update(names[0])
+            seen.update(names)
 
     @property
     def _stages(self) -> RankStages:
@@ -209,10 +209,9 @@ class PipelineAxis(SlicedAxis):
 
 def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Returns the owner's weight on every rank of the group, on the CPU."""
-    shape: list[Any] = [None if weight is None else (weight.shape, weight.dtype)]
-    dist.broadcast_object_list(shape, src=owner, group=group)
+    described: Any = broadcast(None if weight is None else (weight.shape, weight.dtype), owner, group)
     if weight is None:
-        weight = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+        weight = torch.empty(described[0], dtype=described[1], device=device)
     weight = weight.to(device).contiguous()
     dist.broadcast(weight, src=owner, group=group)
     return weight.cpu().clone()

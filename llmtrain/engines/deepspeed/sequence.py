@@ -18,7 +18,6 @@ from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-from llmtrain.recipe import ParallelConfig
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
@@ -34,7 +33,7 @@ class SequenceAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
-        self.ulysses = Ulysses(engine.models()[0][0], sequence_group(self.plan.parallel))
+        self.ulysses = Ulysses(engine.models()[0][0], self.slices)
         if self.plan.stages:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             for stage in engine.module.stages:
@@ -46,17 +45,12 @@ class SequenceAxis(EngineAxis):
 
     @property
     def slices(self) -> Group:
-        """The ranks of the sequence group."""
-        return sequence_group(self.plan.parallel)
+        """The ranks with this rank's samples and the same part of the model; they are `parallel.tensor` apart."""
+        return _strided_group(self.plan.parallel.sequence, self.plan.parallel.tensor)
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
         """Returns this rank's slice of each sequence."""
         return self.ulysses.slice(batch)
-
-
-def sequence_group(parallel: ParallelConfig) -> Group:
-    """Returns the ranks with this rank's samples and the same part of the model; they are `parallel.tensor` apart."""
-    return _strided_group(parallel.sequence, parallel.tensor)
 
 
 @cache

@@ -103,7 +103,9 @@ class Ulysses:
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         query, key, value = (self._exchange(states, split=1, join=2) for states in (query, key, value))
-        share = _HeadShare(module, query.shape[1] // key.shape[1], self._own_heads(getattr(module, "sinks", None)))
+        sinks: Tensor | None = getattr(module, "sinks", None)
+        own_sinks = None if sinks is None else sinks.chunk(self.size)[self.rank]
+        share = _HeadShare(module, query.shape[1] // key.shape[1], own_sinks)
         if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
         positions = kwargs.get("position_ids")
@@ -113,9 +115,6 @@ class Ulysses:
             kwargs["position_ids"] = whole.to(query.device, non_blocking=True)
         output = inner(share, query, key, value, attention_mask, **kwargs)[0]
         return self._exchange(output, split=1, join=2), None
-
-    def _own_heads(self, by_head: Tensor | None) -> Tensor | None:
-        return None if by_head is None else by_head.chunk(self.size)[self.rank]
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
         """Sends slice r along `split` to rank r, and joins the received slices along `join` in rank order."""
