@@ -24,7 +24,7 @@ from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
-from llmtrain.runtime.cpu import prepare_cpu
+from llmtrain.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
@@ -38,7 +38,8 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     check_overrides()
     forget_groups()
     if device.type == "cpu":
-        prepare_cpu(plan)
+        keep_freed_memory(plan)
+        use_kernels_of_cpu(plan)
     backend, strategy = plan.recipe.parallel.backend, plan.recipe.parallel.strategy
     # Some modules are imported here because accelerate and Horovod are optional dependencies.
     if backend == "deepspeed":

@@ -113,8 +113,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError if the model's family does not support them.
     """
-    recipe, device = plan.recipe, _device(plan)
-    kernels = recipe.kernels
+    recipe, kernels = plan.recipe, plan.recipe.kernels
+    device = torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")  # for GPUs, that of this rank
     check_device(recipe.model.attention_kernel, device)
     check_attention(config, recipe.model.attention_kernel)
     compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
@@ -159,11 +159,6 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
         plain = target_losses if of_tokens else target_loss_sum
         loss = compiled_loss(of_tokens) if kernels.loss == "compiled" else plain
         ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
-
-
-def _device(plan: Plan) -> torch.device:
-    """Returns the kind of device that ranks compute on; for GPUs, this rank's device."""
-    return torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")
 
 
 def forward(

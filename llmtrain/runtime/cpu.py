@@ -20,12 +20,6 @@ ROOM = 3
 """Factor on what a plan needs: retained blocks do not fit all later requests, and peaks were observed to double."""
 
 
-def prepare_cpu(plan: Plan) -> None:
-    """Configures this process as the recipe says: freed memory, threads and matrix products."""
-    keep_freed_memory(plan)
-    use_kernels_of_cpu(plan)
-
-
 def use_kernels_of_cpu(plan: Plan) -> None:
     """Sets the number of threads, if the recipe has one, and whose matrix products are used."""
     if isinstance(threads := plan.recipe.kernels.threads, int):

@@ -110,15 +110,10 @@ def read_head(file: Path) -> list[PieceHead]:
         if name.endswith(CODE):
             if tensor.dtype != "U8":
                 raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, but codes are U8")
-        # Only untrained tensors may have other types: the buffers of some models contain counts.
-        elif piece.kinds != (WEIGHT,) and not is_floating(tensor.dtype):
+        # Only untrained tensors may have types without an F, which are not floating point: some buffers contain counts.
+        elif piece.kinds != (WEIGHT,) and "F" not in tensor.dtype:
             raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, but trained tensors are floating point")
     return pieces
-
-
-def is_floating(dtype: str) -> bool:
-    """Whether a type of the format is floating point."""
-    return "F" in dtype
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Late, Part, Writer, head, on_host
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.piece_heads import read_head
@@ -118,7 +118,8 @@ def _read_header(file: Path) -> Iterator[Stored]:
     except UNREADABLE as error:
         raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
     for index, piece in enumerate(pieces):
-        region = Region.from_json(piece.region.model_dump())
+        boxes = tuple(Box(box.first, box.size) for box in piece.region.boxes)
+        region = Region(piece.region.shape, boxes, piece.region.dim)
         yield Stored(file, index, piece.name, region, piece.start, piece.numel, piece.kinds, piece.steps)
 
 
@@ -148,7 +149,7 @@ def _content(pieces: list[Piece]) -> list[Part]:
 def _described(piece: Piece, steps: float | None) -> dict[str, Any]:
     return {
         "name": piece.name,
-        "region": piece.region.to_json(),
+        "region": asdict(piece.region),
         "start": piece.start,
         "numel": piece.numel,
         "kinds": list(piece.tensors),

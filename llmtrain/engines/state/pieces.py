@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,16 +82,6 @@ class Region:
         joined = flat.view(*first[: self.dim], sum(widths), *first[self.dim + 1 :])
         for box, part in zip(self.boxes, torch.split(joined, widths, dim=self.dim), strict=True):
             _part(whole, box).copy_(part)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values that `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Region:
-        """Returns the region that `to_json` converted."""
-        boxes = tuple(Box(tuple(box["first"]), tuple(box["size"])) for box in values["boxes"])
-        return cls(tuple(values["shape"]), boxes, values["dim"])
 
 
 @dataclass
