@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit
 from llmtrain.launch.seal import Seal, read_sealed
@@ -66,25 +66,8 @@ class Agreement:
     device; the price is that a run ends one step later.
     """
 
-    def __init__(self, signals: StopSignals, rank: int, store: Store | None, seal: Seal, attempt: int = 0) -> None:
-        """store: the store at which the ranks meet, for this object only; None for a single rank.
-
-        attempt: see `of_group`.
-        """
-        self.signals = signals
-        self._seal = seal
-        self._attempt = attempt
-        self.rank = rank
-        self.store = store
-        self.stopped_by: signal.Signals | None = None
-        """The signal that all ranks stop on, once they have agreed."""
-        self._asked: SimpleQueue[int | None] = SimpleQueue()
-        self._given: SimpleQueue[int | BaseException] = SimpleQueue()
-        self._thread: Thread | None = None
-
-    @classmethod
-    def of_group(cls, signals: StopSignals, seal: Seal, attempt: int = 0) -> Self:
-        """Creates the agreement of the ranks of the process group.
+    def __init__(self, signals: StopSignals, seal: Seal, attempt: int = 0) -> None:
+        """Called by all ranks of the process group.
 
         seal: the same for all ranks. attempt: increases if a run repeats steps, whose old verdicts must not be read.
         """
@@ -92,9 +75,19 @@ class Agreement:
 
         from llmtrain.runtime.distributed import store
 
+        self.signals = signals
+        self._seal = seal
+        self._attempt = attempt
+        self.rank = dist.get_rank()
         # A separate connection: on a shared one, a thread that waits for a key blocks the others.
         own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
-        return cls(signals, dist.get_rank(), own, seal, attempt)
+        self.store: Store | None = own
+        """The store at which the ranks meet; None for a single rank."""
+        self.stopped_by: signal.Signals | None = None
+        """The signal that all ranks stop on, once they have agreed."""
+        self._asked: SimpleQueue[int | None] = SimpleQueue()
+        self._given: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._thread: Thread | None = None
 
     def agreed(self, step: int) -> bool:
         """Whether the ranks stop after `step` steps. Each rank asks for the same steps in order.

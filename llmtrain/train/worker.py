@@ -292,7 +292,7 @@ class _Worker:
             metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
-                stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
+                stop = Agreement(self.signals, self.secret.seal, attempt=state.rollbacks)
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
                 run = Run(
                     recipe=recipe,

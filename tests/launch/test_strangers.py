@@ -55,7 +55,7 @@ def _agree(rank, forged):
     from llmtrain.runtime.distributed import barrier, store
     from llmtrain.train.signals import Agreement, StopSignals
 
-    stop, reached, step = Agreement.of_group(StopSignals(), SEAL), store("stop/0"), 0
+    stop, reached, step = Agreement(StopSignals(), SEAL), store("stop/0"), 0
     while not stop.agreed(step):
         barrier()  # neither is far ahead
         assert step < 60

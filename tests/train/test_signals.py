@@ -141,7 +141,7 @@ def _ask(rank, told, at):
     from llmtrain.runtime.distributed import barrier
     from llmtrain.train.signals import Agreement, StopSignals
 
-    stop = Agreement.of_group(StopSignals(), Seal("secret"))
+    stop = Agreement(StopSignals(), Seal("secret"))
     pace = random.Random(rank)
     step = 0
     while not stop.agreed(step):
