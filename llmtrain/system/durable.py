@@ -105,10 +105,8 @@ class DurableFile(io.RawIOBase):
         try:
             left = view
             while left and self.error is None:
-                if not (done := os.write(self._descriptor, left)):
-                    raise OSError(
-                        errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)
-                    )  # as some file systems report it
+                if not (done := os.write(self._descriptor, left)):  # as some file systems report a full disk
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
                 self._hash.update(left[:done])
                 self._bytes += done
                 left = left[done:]

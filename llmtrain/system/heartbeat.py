@@ -237,21 +237,17 @@ class Board:
     """The pages of all workers of one machine, created by their launcher."""
 
     def __init__(self, workers: int) -> None:
-        self._descriptor = os.memfd_create("llmtrain-beats")
-        os.ftruncate(self._descriptor, workers * PAGE_BYTES)
-        self._memory = mmap.mmap(self._descriptor, 0)
+        self.descriptor = os.memfd_create("llmtrain-beats")
+        """For the workers to inherit, which find it by `environment`."""
+        os.ftruncate(self.descriptor, workers * PAGE_BYTES)
+        self._memory = mmap.mmap(self.descriptor, 0)
         page = memoryview(self._memory)
         self._readers = [HeartbeatReader(page[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]) for rank in range(workers)]
 
     @property
-    def descriptor(self) -> int:
-        """The descriptor for the workers to inherit, which find it by `environment`."""
-        return self._descriptor
-
-    @property
     def environment(self) -> Mapping[str, str]:
         """The variable that passes the descriptor to the workers."""
-        return {BEATS_VARIABLE: str(self._descriptor)}
+        return {BEATS_VARIABLE: str(self.descriptor)}
 
     def step(self) -> int:
         """Returns the last step that all workers have begun; 0 if one of them has begun none."""
@@ -263,4 +259,4 @@ class Board:
 
     def close(self) -> None:
         """Closes the descriptor."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)

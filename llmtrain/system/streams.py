@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-OBEYED = "\n\t"
-
-
 class _Lossy(io.FileIO):
     """A file that drops what it cannot write."""
 
@@ -120,7 +117,7 @@ def _redirect(descriptors: Mapping[int, int]) -> None:
         os.dup2(descriptor, number)
 
 
-def visible(text: str, kept: str = OBEYED) -> str:
+def visible(text: str, kept: str = "\n\t") -> str:
     """Returns a text from a model or from data with control and format characters as escapes, to be shown, not obeyed.
 
     Format characters include those that reverse the direction of text (CVE-2021-42574). kept: characters left as is.

@@ -23,9 +23,9 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
     include_path: folder of further tasks, as YAML files.
     """
-    if include_path is not None and not include_path.is_dir():
-        raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is not a folder"))
     if include_path is not None:
+        if not include_path.is_dir():
+            raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is not a folder"))
         own = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(own.all_tasks):
             return own  # without reading the thousands of others

@@ -38,20 +38,17 @@ class Trouble:
         """Describes the skipped steps, their values and the rule."""
         guard, recent = self.plan.recipe.guard, self.skipped.recent
         first, last = recent[0], recent[-1]
+        rule = "an update is skipped if its loss or gradient norm is not finite"
+        if guard.spike_sigma:
+            rule += (
+                f", or more than {guard.spike_sigma:g} standard deviations above the mean of the "
+                f"{guard.window_steps:,} updates before, in logarithms; a norm must also be more than "
+                f"{guard.spike_norm_ratio:g} times their geometric mean"
+            )
         return (
             f"{len(recent)} of the last {guard.window_steps:,} updates were skipped, more than {guard.max_skipped}: "
             f"first step {self.first_step:,} ({first.why()}), last step {self.state.step - last.steps_ago:,} "
-            f"({last.why()}); {self._rule()}"
-        )
-
-    def _rule(self) -> str:
-        guard = self.plan.recipe.guard
-        if not guard.spike_sigma:
-            return "an update is skipped if its loss or gradient norm is not finite"
-        return (
-            "an update is skipped if its loss or gradient norm is not finite, or more than "
-            f"{guard.spike_sigma:g} standard deviations above the mean of the {guard.window_steps:,} updates before, "
-            f"in logarithms; a norm must also be more than {guard.spike_norm_ratio:g} times their geometric mean"
+            f"({last.why()}); {rule}"
         )
 
 
