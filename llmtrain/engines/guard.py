@@ -54,8 +54,11 @@ class SkippedStep:
     def why(self) -> str:
         """Describes which value exceeded its limit or was not finite."""
         named = (("loss", self.loss, self.loss_limit), ("gradient norm", self.grad_norm, self.grad_norm_limit))
-        found = [f"{name} {_above(value, limit)}" for name, value, limit in named if _is_bad(value, limit)]
-        return ", ".join(found)
+        return ", ".join(
+            f"{name} {value:.4g} above {limit:.4g}" if math.isfinite(value) else f"{name} not finite"
+            for name, value, limit in named
+            if not math.isfinite(value) or value > limit
+        )
 
 
 @dataclass(frozen=True)
@@ -204,11 +207,3 @@ def _last_rows(rows: Tensor, number: int, filler: float) -> Tensor:
     """Returns the last `number` rows; missing rows are filled in before them."""
     missing = rows.new_full((max(0, number - len(rows)), rows.shape[1]), filler)
     return torch.cat([missing, rows[-number:]])
-
-
-def _is_bad(value: float, limit: float) -> bool:
-    return not math.isfinite(value) or value > limit
-
-
-def _above(value: float, limit: float) -> str:
-    return f"{value:.4g} above {limit:.4g}" if math.isfinite(value) else "not finite"

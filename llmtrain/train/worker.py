@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
-    from llmtrain.metrics import BusyCores
     from llmtrain.train.loop import Beside
 
 
@@ -194,7 +195,7 @@ class _Worker:
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
         beside = self._beside(prepared, state)
-        stopped = self._fit(engine, data, saver, state, stop_step, beside)
+        stopped = self._fit(partial(self._attempt, engine, data, saver, state, stop_step, beside), engine, saver, state)
         engine.close()
         dist.destroy_process_group()
         self.heartbeat.done()
@@ -238,22 +239,14 @@ class _Worker:
         if self.plan.kernels.milliseconds:
             self._say(chosen_line(self.plan.kernels))
 
-    def _fit(
-        self,
-        engine: Engine,
-        data: Schedule,
-        saver: Saver,
-        state: TrainerState,
-        stop_step: int,
-        beside: Beside,
-    ) -> bool:
+    def _fit(self, attempt: Callable[[], bool], engine: Engine, saver: Saver, state: TrainerState) -> bool:
         """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
         from llmtrain.train.loop import TooManySkippedError
         from llmtrain.train.rollback import Trouble, go_back
 
         while True:
             try:
-                return self._attempt(engine, data, saver, state, stop_step, beside)
+                return attempt()
             except TooManySkippedError as error:
                 with self.heartbeat.phase(Phase.LOADING):
                     saver.settle()
@@ -277,7 +270,9 @@ class _Worker:
         beside: Beside,
     ) -> bool:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
-        from llmtrain.metrics import MetricsLogger, TrainingProgress
+        import torch
+
+        from llmtrain.metrics import BusyCores, MetricsLogger, TrainingProgress
         from llmtrain.runtime.distributed import barrier
         from llmtrain.train.loop import Run, fit
         from llmtrain.train.profiling import StepProfiler
@@ -287,6 +282,7 @@ class _Worker:
             self._say(f"continuing after step {state.step:,}")
             self._tell_changes(state)
         recipe, heartbeat = self.plan.recipe, self.heartbeat
+        shows_cores = self.rank.is_main and self.plan.cluster.spec.on_cpu
         metrics = None
         if self.rank.is_main:
             metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
@@ -306,7 +302,7 @@ class _Worker:
                     metrics=metrics,
                     skipped=engine.guard.read().total,
                     heartbeat=heartbeat,
-                    cores=self._cores(),
+                    cores=BusyCores(self.rank.local_world_size, torch.get_num_threads()) if shows_cores else None,
                     profiler=profiler,
                     beside=beside,
                 )
@@ -324,16 +320,6 @@ class _Worker:
         self._say(after_step(stop.stopped_by, state.step))
         self._note_event("stopped", state.step, f"on {stop.stopped_by.name}")
         return True
-
-    def _cores(self) -> BusyCores | None:
-        """Returns a watcher of the cores of rank 0's host; None on a GPU, and on other ranks."""
-        import torch
-
-        from llmtrain.metrics import BusyCores
-
-        if not self.rank.is_main or not self.plan.cluster.spec.on_cpu:
-            return None
-        return BusyCores(self.rank.local_world_size, torch.get_num_threads())
 
     def _choose(self, resume: str, storage: Storage) -> ResumeChoice | None:
         """Returns the verified checkpoint to continue from, or None for a new run. Warns about damaged newer ones."""
