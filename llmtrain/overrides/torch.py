@@ -248,5 +248,8 @@ def record_memory() -> None:
 
 def write_memory(file: Path) -> None:
     """Writes what was remembered, for https://pytorch.org/memory_viz, and ends it."""
-    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
-    torch.cuda.memory._record_memory_history(enabled=None)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -44,13 +44,14 @@ def field_texts(part: type[Part]) -> dict[str, str]:
     Pydantic has `use_attribute_docstrings` for this. It would read the source of all parts whenever they are imported,
     which takes each rank of a run 0.3 s.
     """
-    texts = field_texts(part.__base__) if part.__base__ is not Part and issubclass(part.__base__, Part) else {}
-    [declared] = ast.parse(dedent(inspect.getsource(part))).body
-    assert isinstance(declared, ast.ClassDef)
-    for field, text in pairwise(declared.body):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                texts[name] = inspect.cleandoc(said)
+    texts = {}
+    for one in reversed(part.__mro__[: part.__mro__.index(Part)]):
+        [declared] = ast.parse(dedent(inspect.getsource(one))).body
+        assert isinstance(declared, ast.ClassDef)
+        for field, text in pairwise(declared.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    texts[name] = inspect.cleandoc(said)
     return texts
 
 

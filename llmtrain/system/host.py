@@ -32,6 +32,8 @@ stay the same."""
 
 ROUNDED_MIB = 64
 """Size up to which blocks of pinned memory are still rounded up; equal sizes are easier to use again."""
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""The tree of control groups, and the file with those of this process."""
 
 
 def cache_root() -> Path:
@@ -70,12 +72,21 @@ def memory_bytes() -> int:
 
 
 def memory_limit() -> int | None:
-    """Returns the bytes that the control group grants, or None without a limit."""
+    """Returns the bytes that the control groups of this process grant, or None without a limit.
+
+    In a container, its own group is the root of what it sees. Slurm and systemd limit a group further down, or one
+    between it and the root (cgroups(7)).
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        groups = OWN_GROUPS.read_text(errors="replace").splitlines()
     except OSError:
         return None
-    return int(limit) if limit.isdecimal() else None
+    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    limits = []
+    for group in (GROUPS / own, *(GROUPS / parent for parent in Path(own).parents)):
+        with suppress(OSError):
+            limits.append((group / "memory.max").read_text().strip())
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:

@@ -42,7 +42,7 @@ class BoxHead(_Part):
 
 
 class RegionHead(_Part):
-    """The part of a weight that a rank holds (`engines.pieces.Region`)."""
+    """The part of a weight that a rank holds (`engines.state.pieces.Region`)."""
 
     shape: Counts
     boxes: Annotated[tuple[BoxHead, ...], Field(min_length=1)]

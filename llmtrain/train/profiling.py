@@ -22,7 +22,7 @@ from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 MOST_ROWS = 30
 """Operations in a summary."""
-COMMUNICATION = ("nccl", "gloo:", "c10d::", "ncclDevKernel")
+COMMUNICATION = ("nccl", "gloo:", "c10d::")
 """Prefixes of the names of kernels and operations that move data between ranks."""
 Interval = tuple[float, float]
 """Start and end, in microseconds."""
@@ -75,9 +75,9 @@ class StepProfiler:
         running.stop()
         folder = self._folder / f"step_{self._first:08d}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if self._config.memory and torch.cuda.is_available():
                 write_memory(folder / f"rank_{self._rank}.memory.pickle")
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._warn(f"{folder} cannot be written: {error.strerror}")
             return

@@ -32,6 +32,8 @@ SEND_S = 2.0
 """Seconds after which a connection that accepts no data is given up."""
 MOST_STRANGERS = 64
 """Connections beyond one per rank that have not been identified yet; a new one replaces the oldest."""
+FULL_S = 0.1
+"""Seconds of waiting if this process has too many open files to accept a connection."""
 _WORD = re.compile(rb"[0-9a-f]{32}")
 _NUMBER = (int, float)
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -175,6 +177,8 @@ class Hub:
         except OSError:  # possibly too many open files
             if strangers:
                 self._drop(strangers[0])
+            else:
+                time.sleep(FULL_S)
             return
         if len(strangers) >= self._world_size + MOST_STRANGERS:
             self._drop(strangers[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def main(action: str, file: Path) -> int:
 
 
 if __name__ == "__main__":
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     if len(sys.argv) != 3 or sys.argv[1] not in ("record", "check"):
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))
