@@ -122,7 +122,7 @@ assert torch.get_num_threads() == threads
 
 
 def test_wandb_continues_its_run_after_a_resume(plan, run_dir, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the extra llmtrain[wandb]")
+    pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = with_trackers(plan, "wandb")
     identities = []
@@ -138,7 +138,7 @@ def test_wandb_continues_its_run_after_a_resume(plan, run_dir, monkeypatch):
 
 
 def test_mlflow_continues_its_run_after_a_resume(plan, run_dir, monkeypatch, tmp_path):
-    mlflow = pytest.importorskip("mlflow", reason="needs the extra llmtrain[mlflow]")
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install -e '.[mlflow]'")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     recipe = with_trackers(plan, "mlflow").with_(**{"export.sample_prompt": "long " * 2000})
     for start in (0, 20):
