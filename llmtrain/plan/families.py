@@ -1,4 +1,4 @@
-"""The decoder families whose parameters are counted by arithmetic, and their configurations.
+"""The decoder families whose weights are known without the model, and their configurations.
 
 `transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that nothing reads. The
 keys are therefore listed here, and a test compares them with the library's own classes.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from llmtrain.plan.weights import Weights, gpt2_weights, rotary_weights
+from llmtrain.plan.weights import Weight, Weights, runs_of
 
 # Keys of every configuration: `transformers.PreTrainedConfig`, without those that do not change a causal LM.
 COMMON_KEYS = frozenset({"architectures", "dtype", "model_type", "name_or_path", "transformers_version", "use_cache"})
@@ -22,7 +22,7 @@ TOKEN_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that a parameter count needs, with the same names for all families."""
+    """Sizes that the weights depend on, with the same names for all families."""
 
     vocab: int
     width: int
@@ -33,150 +33,6 @@ class Shape:
     inner: int
     positions: int | None
     tied: bool
-
-
-@dataclass(frozen=True)
-class Count:
-    """Number of parameters of a model by part; tied ones count once."""
-
-    embedding: int
-    """Input tables, learned positions included."""
-    head: int
-    """Output projection; 0 if it is tied to the embedding."""
-    norm: int
-    """The final norm."""
-    layers: tuple[int, ...]
-    """Parameters of each decoder layer, all experts included."""
-    idle: tuple[int, ...]
-    """Expert parameters of each decoder layer that a token is not routed to."""
-    largest: int
-    """Largest single parameter."""
-    experts: int = 0
-    """Experts per layer."""
-    experts_per_token: int = 0
-    """Experts per layer that a token is routed to."""
-
-
-class Decoder(Protocol):
-    """Counts the parameters of a configuration with its defaults filled in."""
-
-    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Returns the number of parameters by part."""
-
-    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """Returns the counted parameters one by one."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """The keys that a `model_type` declares, and how its parameters are counted."""
-
-    defaults: dict[str, Any]
-    """Default of every key that the family declares."""
-    count: Decoder
-    """Counts the parameters of a configuration with its defaults filled in."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Standard name → the family's own name (`attribute_map` of `transformers`)."""
-    extra_keys: frozenset[str] = frozenset()
-    """Keys that the model reads without declaring them."""
-    inner_key: str = "intermediate_size"
-    """Key of the width of the feed-forward layer."""
-    learned_positions: bool = False
-    """Whether positions are a table, whose length limits the sequence."""
-    moe_block: str | None = None
-    """Class of the module that contains a layer's router and experts; None for dense families."""
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """Returns every key that a recipe may set."""
-        rotary = LEGACY_ROPE_KEYS if "rope_parameters" in self.defaults else frozenset()
-        return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
-
-
-class Gpt2Decoder:
-    """GPT-2: learned positions, biases everywhere, a two-matrix feed-forward, LayerNorms with a bias."""
-
-    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Returns the number of parameters of a whole model by part."""
-        width, inner = shape.width, shape.inner
-        attention = width * 3 * width + 3 * width + width * width + width
-        feed_forward = width * inner + inner + inner * width + width
-        tables = (shape.vocab * width, (shape.positions or 0) * width)
-        return Count(
-            embedding=sum(tables),
-            head=0 if shape.tied else shape.vocab * width,
-            norm=2 * width,
-            layers=(attention + feed_forward + 4 * width,) * shape.layers,
-            idle=(0,) * shape.layers,
-            largest=max(*tables, width * 3 * width, width * inner),
-        )
-
-    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """Returns the counted parameters one by one."""
-        return gpt2_weights(shape)
-
-
-@dataclass(frozen=True)
-class RotaryDecoder:
-    """Counts the parameters of the Llama line: rotary positions, gated feed-forward, RMSNorms without a bias.
-
-    The fields describe the differences of a family; a bias is on, off, or a key of the configuration.
-    """
-
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
-    query_key_norm: str = "none"
-    """`head`: one weight per dimension of a head (Qwen 3); `full`: over all heads (OLMo 2)."""
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """RMSNorms of a layer over the residual stream."""
-    experts: Callable[[dict[str, Any]], Experts] | None = None
-    router_first: bool = False
-    """Whether a block of experts declares its router before its experts."""
-
-    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Returns the number of parameters of a whole model by part."""
-        width, inner = shape.width, shape.inner
-        layer = self._attention(config, shape) + len(self.norms) * width
-        dense = 3 * width * inner + (2 * inner + width if _on(self.mlp_bias, config) else 0)
-        table = shape.vocab * width
-        query = width * shape.heads * shape.head_dim
-        largest = max(table, query, width * inner)
-        experts = self.experts(config) if self.experts else Experts()
-        sparse = experts.sparse(shape.layers)
-        expert = 3 * width * experts.inner
-        if any(sparse):
-            # Gate and up projections of all experts of a layer are one tensor.
-            largest = max(largest, experts.number * 2 * width * experts.inner)
-        mixture = experts.number * (expert + width)  # with the router's row for each
-        return Count(
-            embedding=table,
-            head=0 if shape.tied else table,
-            norm=width,
-            layers=tuple(layer + (mixture if one else dense) for one in sparse),
-            idle=tuple((experts.number - experts.per_token) * expert if one else 0 for one in sparse),
-            largest=largest,
-            experts=experts.number if any(sparse) else 0,
-            experts_per_token=experts.per_token if any(sparse) else 0,
-        )
-
-    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """Returns the counted parameters one by one."""
-        return rotary_weights(
-            shape,
-            biases=(_on(self.qkv_bias, config), _on(self.output_bias, config), _on(self.mlp_bias, config)),
-            query_key_norm=self.query_key_norm,
-            norms=self.norms,
-            experts=self.experts(config) if self.experts else Experts(),
-            router_first=self.router_first,
-        )
-
-    def _attention(self, config: dict[str, Any], shape: Shape) -> int:
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        weights = shape.width * (queries + 2 * keys) + queries * shape.width
-        biases = (queries + 2 * keys) * _on(self.qkv_bias, config) + shape.width * _on(self.output_bias, config)
-        norms = {"none": 0, "head": 2 * shape.head_dim, "full": queries + keys}[self.query_key_norm]
-        return weights + biases + norms
 
 
 @dataclass(frozen=True)
@@ -197,8 +53,119 @@ class Experts:
         return [(layer + 1) % self.step == 0 and layer not in self.dense_layers for layer in range(total)]
 
 
-def _on(switch: bool | str, config: dict[str, Any]) -> bool:
-    return bool(config.get(switch)) if isinstance(switch, str) else switch
+@dataclass(frozen=True)
+class Family:
+    """The keys that a `model_type` declares, and its weights."""
+
+    defaults: dict[str, Any]
+    """Default of every key that the family declares."""
+    weights: Callable[[dict[str, Any], Shape, Experts], Weights]
+    """Returns the weights of a configuration with its defaults filled in."""
+    experts: Callable[[dict[str, Any]], Experts] = lambda config: Experts()
+    """Returns the experts of such a configuration."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Standard name → the family's own name (`attribute_map` of `transformers`)."""
+    extra_keys: frozenset[str] = frozenset()
+    """Keys that the model reads without declaring them."""
+    inner_key: str = "intermediate_size"
+    """Key of the width of the feed-forward layer."""
+    learned_positions: bool = False
+    """Whether positions are a table, whose length limits the sequence."""
+    moe_block: str | None = None
+    """Class of the module that contains a layer's router and experts; None for dense families."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Returns every key that a recipe may set."""
+        rotary = LEGACY_ROPE_KEYS if "rope_parameters" in self.defaults else frozenset()
+        return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
+
+
+def gpt2_weights(config: dict[str, Any], shape: Shape, experts: Experts) -> Weights:
+    """Returns GPT-2's weights: biases everywhere, a fused projection of queries, keys and values, learned positions."""
+    width, inner = shape.width, shape.inner
+    layer = [
+        *_module("ln_1", width, bias=True),
+        *_module("attn.c_attn", 3 * width, width, bias=True, transposed=True),
+        *_module("attn.c_proj", width, width, bias=True, transposed=True),
+        *_module("ln_2", width, bias=True),
+        *_module("mlp.c_fc", inner, width, bias=True, transposed=True),
+        *_module("mlp.c_proj", width, inner, bias=True, transposed=True),
+    ]
+    table = Weight(name="transformer.wte.weight", shape=(shape.vocab, width))
+    return Weights(
+        prefix="transformer.h",
+        embedding=(table, Weight(name="transformer.wpe.weight", shape=(shape.positions or 0, width))),
+        runs=runs_of([layer] * shape.layers),
+        outside=_module("transformer.ln_f", width, bias=True),
+        head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
+        tied=shape.tied,
+    )
+
+
+@dataclass(frozen=True)
+class RotaryDecoder:
+    """The weights of the Llama line: rotary positions, gated feed-forward, RMSNorms without a bias.
+
+    The fields describe the differences of a family; a bias is on, off, or a key of the configuration.
+    """
+
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    query_key_norm: str = "none"
+    """`head`: one weight per dimension of a head (Qwen 3); `full`: over all heads (OLMo 2)."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """RMSNorms of a layer over the residual stream."""
+    router_first: bool = False
+    """Whether a block of experts declares its router before its experts."""
+
+    def __call__(self, config: dict[str, Any], shape: Shape, experts: Experts) -> Weights:
+        """Returns the weights of a configuration."""
+        width, inner, heads, kv_heads = shape.width, shape.inner, shape.heads, shape.kv_heads
+        qkv_bias, output_bias, mlp_bias = (
+            bool(config.get(switch)) if isinstance(switch, str) else switch
+            for switch in (self.qkv_bias, self.output_bias, self.mlp_bias)
+        )
+        attention = [
+            *_module("self_attn.q_proj", heads * shape.head_dim, width, bias=qkv_bias),
+            *_module("self_attn.k_proj", kv_heads * shape.head_dim, width, bias=qkv_bias),
+            *_module("self_attn.v_proj", kv_heads * shape.head_dim, width, bias=qkv_bias),
+            *_module("self_attn.o_proj", width, heads * shape.head_dim, bias=output_bias),
+        ]
+        if self.query_key_norm != "none":
+            whole = self.query_key_norm == "full"
+            attention += _module("self_attn.q_norm", shape.head_dim * (heads if whole else 1))
+            attention += _module("self_attn.k_norm", shape.head_dim * (kv_heads if whole else 1))
+        over_residual = [weight for name in self.norms for weight in _module(name, width)]
+        dense = [
+            *_module("mlp.gate_proj", inner, width, bias=mlp_bias),
+            *_module("mlp.up_proj", inner, width, bias=mlp_bias),
+            *_module("mlp.down_proj", width, inner, bias=mlp_bias),
+        ]
+        router = _module("mlp.gate", experts.number, width)
+        sparse = [
+            *(router if self.router_first else ()),
+            Weight(name="mlp.experts.gate_up_proj", shape=(experts.number, 2 * experts.inner, width)),
+            Weight(name="mlp.experts.down_proj", shape=(experts.number, width, experts.inner)),
+            *(() if self.router_first else router),
+        ]
+        table = Weight(name="model.embed_tokens.weight", shape=(shape.vocab, width))
+        has_experts = experts.sparse(shape.layers)
+        return Weights(
+            prefix="model.layers",
+            embedding=(table,),
+            runs=runs_of([*attention, *(sparse if one else dense), *over_residual] for one in has_experts),
+            outside=_module("model.norm", width),
+            head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
+            tied=shape.tied,
+        )
+
+
+def _module(name: str, *shape: int, bias: bool = False, transposed: bool = False) -> tuple[Weight, ...]:
+    """Returns the weights of a norm, given its width, or of a linear layer, given its outputs and inputs."""
+    weight = Weight(name=f"{name}.weight", shape=shape, transposed=transposed)
+    return (weight, Weight(name=f"{name}.bias", shape=shape[:1])) if bias else (weight,)
 
 
 def _mixtral_experts(config: dict[str, Any]) -> Experts:
@@ -366,25 +333,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         _MIXTRAL,
-        RotaryDecoder(experts=_mixtral_experts, router_first=True),
+        RotaryDecoder(router_first=True),
+        experts=_mixtral_experts,
         aliases={"num_experts": "num_local_experts"},
         moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     ),
     "qwen3_moe": Family(
         _QWEN3_MOE,
-        RotaryDecoder(
-            qkv_bias="attention_bias",
-            output_bias="attention_bias",
-            query_key_norm="head",
-            experts=_qwen3_experts,
-        ),
+        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="head"),
+        experts=_qwen3_experts,
         aliases={"num_local_experts": "num_experts"},
         extra_keys=frozenset({"head_dim", "max_window_layers"}),
         moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     ),
     "gpt2": Family(
         _GPT2,
-        Gpt2Decoder(),
+        gpt2_weights,
         aliases={
             "hidden_size": "n_embd",
             "max_position_embeddings": "n_positions",

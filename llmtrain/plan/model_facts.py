@@ -52,12 +52,7 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     return config
 
 
-_SIZES = {
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-}
+_REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 LARGEST_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
 MOST_LAYERS = 1_000
@@ -115,13 +110,10 @@ def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_si
         return _meta_facts(model, model_type, config)
     problems = _unknown_keys(model.config, family.keys, model_type)
     if "vocab_size" not in config:
-        problems.append(_no_vocabulary())
+        message = "is unknown: this recipe does not train the tokenizer, so the size of the embedding has to be given"
+        fix = "--set model.config.vocab_size=50304"
+        problems.append(Problem("model.vocab_size", "model.config.vocab_size", message, fix))
     return _arithmetic_facts(model_type, family, config, problems)
-
-
-def _no_vocabulary() -> Problem:
-    message = "is unknown: this recipe does not train the tokenizer, so the size of the embedding has to be given"
-    return Problem("model.vocab_size", "model.config.vocab_size", message, "--set model.config.vocab_size=50304")
 
 
 def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str) -> list[Problem]:
@@ -147,17 +139,23 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
     shape = _shape(family, config)
     if problems := _impossible(family, given, shape):
         raise RecipeError(problems)
-    count = family.count(config, shape)
-    total = count.embedding + count.head + sum(count.layers) + count.norm
+    experts = family.experts(config)
+    weights = family.weights(config, shape, experts)
+    every = list(weights.of_layers(0, shape.layers, first=True, last=True))
+    layers = [weights.layer(index) for index in range(shape.layers)]
+    in_experts = [sum(weight.elements for weight in layer if weight.is_expert) for layer in layers]
+    idle = [inside - inside * experts.per_token // experts.number if inside else 0 for inside in in_experts]
+    total = sum(weight.elements for weight in every)
     return ModelFacts(
         model_type=model_type,
         parameters=total,
-        active_parameters=total - sum(count.idle),
-        embedding_parameters=count.embedding,
-        largest_parameter=count.largest,
+        active_parameters=total - sum(idle),
+        embedding_parameters=sum(weight.elements for weight in weights.embedding),
+        # A dense layer counts even if every layer has experts.
+        largest_parameter=max(shape.width * shape.inner, *(weight.elements for weight in every)),
         layers=shape.layers,
-        layer_parameters=count.layers,
-        layer_idle_parameters=count.idle,
+        layer_parameters=tuple(sum(weight.elements for weight in layer) for layer in layers),
+        layer_idle_parameters=tuple(idle),
         hidden_size=shape.width,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -166,10 +164,10 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         max_positions=shape.positions,
         learned_positions=family.learned_positions,
         rotary_follows=following_rotary(config, shape.positions),
-        experts=count.experts,
-        experts_per_token=count.experts_per_token,
+        experts=experts.number if any(in_experts) else 0,
+        experts_per_token=experts.per_token if any(in_experts) else 0,
         tied_embeddings=shape.tied,
-        weights=family.count.weights(config, shape),
+        weights=weights,
         source="arithmetic",
     )
 
@@ -214,7 +212,7 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
 def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
     """Returns problems with sizes that are not positive integers; None is valid if the family derives the size."""
     problems = []
-    required = ["vocab_size", *(family.aliases.get(key, key) for key in _SIZES if key != "num_key_value_heads")]
+    required = ["vocab_size", *(family.aliases.get(key, key) for key in _REQUIRED_SIZES)]
     optional = [family.inner_key, "num_key_value_heads", *(key for key in _OPTIONAL_SIZES if key in config)]
     if family.inner_key == "intermediate_size":
         required.append(optional.pop(0))
@@ -379,7 +377,9 @@ def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool =
         config = configure()
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
-        _check_clamp(config)
+        if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
+            # Its first forward pass would call `torch.clamp` without a bound.
+            raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
@@ -409,12 +409,6 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
             continue
         return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()
-
-
-def _check_clamp(config: Any) -> None:
-    """Raises ValueError for DBRX without a bound: its first forward pass would call `torch.clamp` without one."""
-    if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
-        raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
 
 
 def _facts_of(built: Any, model_type: str) -> ModelFacts:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 from llmtrain.recipe import Part
 
@@ -139,87 +138,6 @@ class Weights(Part):
 def runs_of(layers: Iterable[Sequence[Weight]]) -> tuple[LayerRun, ...]:
     """Returns the layers, with equal neighbours joined."""
     return tuple(LayerRun(layers=len(list(alike)), weights=weights) for weights, alike in groupby(map(tuple, layers)))
-
-
-def gpt2_weights(shape: Any) -> Weights:
-    """Returns GPT-2's weights: biases everywhere, a fused projection of queries, keys and values, learned positions."""
-    width, inner = shape.width, shape.inner
-    layer = [
-        *_norm("ln_1", width, bias=True),
-        *_linear("attn.c_attn", width, 3 * width, bias=True, transposed=True),
-        *_linear("attn.c_proj", width, width, bias=True, transposed=True),
-        *_norm("ln_2", width, bias=True),
-        *_linear("mlp.c_fc", width, inner, bias=True, transposed=True),
-        *_linear("mlp.c_proj", inner, width, bias=True, transposed=True),
-    ]
-    table = Weight(name="transformer.wte.weight", shape=(shape.vocab, width))
-    return Weights(
-        prefix="transformer.h",
-        embedding=(table, Weight(name="transformer.wpe.weight", shape=(shape.positions or 0, width))),
-        runs=runs_of([layer] * shape.layers),
-        outside=_norm("transformer.ln_f", width, bias=True),
-        head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
-        tied=shape.tied,
-    )
-
-
-def rotary_weights(
-    shape: Any,
-    *,
-    biases: tuple[bool, bool, bool],
-    query_key_norm: str,
-    norms: Sequence[str],
-    experts: Any,
-    router_first: bool,
-) -> Weights:
-    """Returns the Llama line's weights (`families.RotaryDecoder`).
-
-    biases: of queries, keys and values; of the output; of the MLP.
-    """
-    attention = [
-        *_linear("self_attn.q_proj", shape.width, shape.heads * shape.head_dim, bias=biases[0]),
-        *_linear("self_attn.k_proj", shape.width, shape.kv_heads * shape.head_dim, bias=biases[0]),
-        *_linear("self_attn.v_proj", shape.width, shape.kv_heads * shape.head_dim, bias=biases[0]),
-        *_linear("self_attn.o_proj", shape.heads * shape.head_dim, shape.width, bias=biases[1]),
-    ]
-    if query_key_norm != "none":
-        whole = query_key_norm == "full"
-        attention += _norm("self_attn.q_norm", shape.head_dim * (shape.heads if whole else 1))
-        attention += _norm("self_attn.k_norm", shape.head_dim * (shape.kv_heads if whole else 1))
-    over_residual = [weight for name in norms for weight in _norm(name, shape.width)]
-    dense = [
-        *_linear("mlp.gate_proj", shape.width, shape.inner, bias=biases[2]),
-        *_linear("mlp.up_proj", shape.width, shape.inner, bias=biases[2]),
-        *_linear("mlp.down_proj", shape.inner, shape.width, bias=biases[2]),
-    ]
-    router = _linear("mlp.gate", shape.width, experts.number)
-    sparse = [
-        *(router if router_first else ()),
-        Weight(name="mlp.experts.gate_up_proj", shape=(experts.number, 2 * experts.inner, shape.width)),
-        Weight(name="mlp.experts.down_proj", shape=(experts.number, shape.width, experts.inner)),
-        *(() if router_first else router),
-    ]
-    table = Weight(name="model.embed_tokens.weight", shape=(shape.vocab, shape.width))
-    return Weights(
-        prefix="model.layers",
-        embedding=(table,),
-        runs=runs_of([*attention, *(sparse if one else dense), *over_residual] for one in experts.sparse(shape.layers)),
-        outside=_norm("model.norm", shape.width),
-        head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
-        tied=shape.tied,
-    )
-
-
-def _linear(
-    name: str, inputs: int, outputs: int, *, bias: bool = False, transposed: bool = False
-) -> tuple[Weight, ...]:
-    weight = Weight(name=f"{name}.weight", shape=(outputs, inputs), transposed=transposed)
-    return (weight, Weight(name=f"{name}.bias", shape=(outputs,))) if bias else (weight,)
-
-
-def _norm(name: str, width: int, *, bias: bool = False) -> tuple[Weight, ...]:
-    weight = Weight(name=f"{name}.weight", shape=(width,))
-    return (weight, Weight(name=f"{name}.bias", shape=(width,))) if bias else (weight,)
 
 
 def packed_bytes(elements: int) -> int:
