@@ -48,15 +48,12 @@ class Device(Part):
         return self.name == "cpu"
 
 
-def _device(
-    name: str, gib: int | None, gigabytes: tuple[float, float, float, float] | None = None, **tflops: float
-) -> Device:
+def _device(name: str, gib: int, gigabytes: tuple[float, float, float, float], **tflops: float) -> Device:
     """Creates a device. gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
-    links: tuple[float | None, ...] = (None,) * 4 if gigabytes is None else tuple(rate * 1e9 for rate in gigabytes)
-    memory, node, network, host = links
+    memory, node, network, host = (rate * 1e9 for rate in gigabytes)
     return Device(
         name=name,
-        memory_bytes=gib and gib * GIB,
+        memory_bytes=gib * GIB,
         peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         memory_bandwidth=memory,
         node_bandwidth=node,
@@ -80,9 +77,9 @@ DEVICES = {
         _device("b200", 180, (8000, 900, 50, 64), bf16=2250, fp16=2250, fp32=75),
         _device("mi300x", 192, (5300, 448, 50, 64), bf16=1307, fp16=1307, fp32=163.4),
         # A CPU's performance depends on the host: to have its times predicted, describe it (`own_devices`).
-        _device("cpu", None),
+        Device(name="cpu", memory_bytes=None, peak_flops={}),
         # A GPU that is not in this table can train, but has no MFU.
-        _device("gpu", None),
+        Device(name="gpu", memory_bytes=None, peak_flops={}),
     )
 }
 

@@ -42,7 +42,14 @@ def render(plan: Plan) -> dict[str, Any]:
         **_run_time(),
     }
     if "nvme" in (plan.recipe.parallel.offload_optimizer, plan.recipe.parallel.offload_param):
-        config["aio"] = _aio()
+        config["aio"] = {
+            "block_size": 1_048_576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        }
     return config
 
 
@@ -188,17 +195,6 @@ def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
     if device == "nvme":
         block["nvme_path"] = nvme_path
     return block
-
-
-def _aio() -> Block:
-    return {
-        "block_size": 1_048_576,
-        "queue_depth": 8,
-        "intra_op_parallelism": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
-    }
 
 
 def _parallelism(plan: Plan) -> Block:

@@ -23,10 +23,6 @@ Limits = Callable[["Draft"], Iterator[tuple[str, int]]]
 """Yields the numbers that a degree has to divide, each with its description."""
 
 
-def _nothing(draft: Draft) -> Iterator[tuple[str, int]]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class Axis:
     """A row of the table of axes."""
@@ -38,7 +34,7 @@ class Axis:
     divides: frozenset[Divided]
     why: str = ""
     """The reason for `limits`."""
-    limits: Limits = _nothing
+    limits: Limits = lambda draft: iter(())
     has_ranks: bool = True
     """False if its groups are subsets of the ranks that hold the same layers, and its degree is no factor of them."""
 

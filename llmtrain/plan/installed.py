@@ -40,18 +40,14 @@ def missing_packages(plan: Plan) -> list[Problem]:
         package, command = PACKAGES[backend]
         message = f"'{backend}' was given, but the package {package} is not installed"
         problems.append(Problem("backend.installed", "parallel.backend", message, command))
-    named = {"model.attention": plan.recipe.model.attention, **_kernels(plan)}
     for (field, value), (packages, command) in KERNELS.items():
         missing = [" or ".join(any_of) for any_of in packages if not any(map(find_spec, any_of))]
-        if named[field] == value and missing:
+        part, _, name = field.partition(".")
+        if getattr(getattr(plan.recipe, part), name) == value and missing:
             message = f"'{value}' was given, but not installed: {' and '.join(missing)}"
             fix = f"{command}, or --set {field}={INSTEAD[field]}"
             problems.append(Problem("kernels.installed", field, message, fix))
     return problems
-
-
-def _kernels(plan: Plan) -> dict[str, str]:
-    return {f"kernels.{name}": str(value) for name, value in plan.recipe.kernels.model_dump().items()}
 
 
 def check_runnable(plan: Plan, workers: int | None = None) -> None:

@@ -223,6 +223,7 @@ class Plan(Part):
 
     def summary(self) -> dict[str, Any]:
         """Returns the plan as `llmtrain plan --json` prints it, without the engine's configuration."""
+        stages = [stage.model_dump(mode="json") for stage in self.stages]
         return {
             "legal": True,
             "recipe": self.recipe.name,
@@ -230,13 +231,10 @@ class Plan(Part):
             "backend": self.recipe.parallel.backend,
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
-            "layout": self.layout() | self._stages(),
+            "layout": self.layout() | ({"stages": stages} if stages else {}),
             "region_ranks": self.region_ranks,
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,
             "notes": list(self.notes),
         }
-
-    def _stages(self) -> dict[str, Any]:
-        return {"stages": [stage.model_dump(mode="json") for stage in self.stages]} if self.stages else {}

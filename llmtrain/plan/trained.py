@@ -45,16 +45,13 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
         head=embedding[:1] if weights.tied else tuple(change(weights.head, "", is_table=True)),
         tied=weights.tied,
     )
-    added = [_elements(layer) - before for layer, before in zip(layers, facts.layer_parameters, strict=True)]
     total = changed.elements
     return facts.model_copy(
         update={
             "weights": changed,
             "parameters": total,
             "active_parameters": facts.active_parameters + total - facts.parameters,
-            "layer_parameters": tuple(
-                before + more for before, more in zip(facts.layer_parameters, added, strict=True)
-            ),
+            "layer_parameters": tuple(map(_elements, layers)),
             "trained_parameters": _trained(changed.of_layers(0, changed.layers, first=True, last=True)),
             "layer_trained_parameters": tuple(map(_trained, layers)),
             "trains_embedding": _trained(embedding) > 0,

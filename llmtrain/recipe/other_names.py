@@ -26,9 +26,7 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "optim.decay_steps": ("num_decay_steps", "lr_decay_steps"),
     "optim.min_lr_ratio": ("cosine_min_lr_ratio", "min_lr", "min_lr_rate", "cos_min_ratio"),
     "optim.clip_grad_norm": ("max_grad_norm", "gradient_clipping", "grad_clip", "gradient_clip_val", "clip_grad"),
-    "batch.global_batch_size": (
-        *("train_batch_size", "total_batch_size", "gradient_accumulation_steps", "batch_size"),
-    ),
+    "batch.global_batch_size": ("train_batch_size", "total_batch_size", "gradient_accumulation_steps", "batch_size"),
     "batch.micro_batch_size": (
         *("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "per_device_batch_size"),
         *("micro_batch_size_per_gpu", "per_gpu_train_batch_size"),
@@ -53,11 +51,7 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "train.epochs": ("num_train_epochs", "num_epochs"),
     "train.seed": ("data_seed", "random_seed"),
     "evaluation.every_steps": (
-        "eval_steps",
-        "evals_per_epoch",
-        "eval_strategy",
-        "evaluation_strategy",
-        "eval_interval",
+        *("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "eval_interval"),
     ),
     "evaluation.max_sequences": ("max_eval_samples", "eval_max_samples"),
     "checkpoint.every_steps": ("save_steps", "saves_per_epoch", "save_strategy", "save_interval"),
