@@ -78,16 +78,10 @@ def never(draft: Draft) -> Iterator[Fault]:
     if evaluation.every_steps:
         return
     fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps or 100)
-    if evaluation.sources:
-        yield Fault(
-            "evaluation.sources", "sources were given, but evaluation.every_steps is 0: there is no evaluation", fix
-        )
-    if evaluation.sets:
-        yield Fault("evaluation.sets", "sets were given, but evaluation.every_steps is 0: there is no evaluation", fix)
-    if evaluation.at_start:
-        yield Fault(
-            "evaluation.at_start", "true was given, but evaluation.every_steps is 0: there is no evaluation", fix
-        )
+    for field, given in (("sources", "sources were"), ("sets", "sets were"), ("at_start", "true was")):
+        if getattr(evaluation, field):
+            message = f"{given} given, but evaluation.every_steps is 0: there is no evaluation"
+            yield Fault(f"evaluation.{field}", message, fix)
 
 
 @rule("evaluation.fraction", "If `evaluation.sources` are given, no training data are held out.", "arithmetic")

@@ -18,10 +18,6 @@ def divisors_near(number: int, value: int) -> list[int]:
     return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
 
 
-def _nearest(number: int, value: int) -> str:
-    return " or ".join(str(divisor) for divisor in divisors_near(number, value))
-
-
 @rule(
     "layout.world",
     "pipeline × tensor × sequence ranks share one replica, so their product must divide the number of devices.",
@@ -54,7 +50,7 @@ def _divides(axis: Axis) -> Rule:
         for what, number in axis.limits(draft):
             if number % degree:
                 message = f"{degree} does not divide {what}"
-                yield Fault(axis.field, message, f"use {_nearest(number, degree)}")
+                yield Fault(axis.field, message, f"use {_or(divisors_near(number, degree))}")
 
     return divides
 
@@ -122,20 +118,11 @@ def divides(draft: Draft) -> Iterator[Fault]:
         f"{total} = {micro} × {total / per_pass:g} × {dp}; nearest global batch sizes: {_or(totals)}"
     )
     fixes = [assignment(batch__global_batch_size=min(totals, key=lambda size: abs(size - total)))]
-    micros = _nearest_micro(total, micro, dp)
+    micros = [] if total % dp else divisors_near(total // dp, micro)
     if micros:
         message += f"; or at {total}, micro batch sizes: {_or(micros)}"
         fixes.append(assignment(batch__micro_batch_size=min(micros, key=lambda size: abs(size - micro))))
     yield Fault("batch.global_batch_size", message, ", or ".join(fixes))
-
-
-def _nearest_micro(total: int, micro: int, dp: int) -> list[int]:
-    """Returns the nearest divisors of a replica's batch: the largest ≤ `micro` and the smallest ≥ `micro`."""
-    if total % dp:
-        return []
-    share = total // dp
-    sizes = divisors(share)
-    return [*[size for size in sizes if size <= micro][-1:], *[size for size in sizes if size >= micro][:1]]
 
 
 def _or(values: list[int]) -> str:

@@ -9,38 +9,12 @@ from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.rules.rule import Fault, assignment, rule
 
-MIXES_DOCUMENTS = frozenset(
-    [
-        "bailing_hybrid",
-        "bamba",
-        "biogpt",
-        "cpmant",
-        "deepseek_v4",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "lfm2_moe",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "openai-gpt",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "qwen4_exp_text",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    ]
+_MIXING = (
+    "bailing_hybrid bamba biogpt cpmant deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba "
+    "kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text "
+    "qwen3_next qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
 )
+MIXES_DOCUMENTS = frozenset(_MIXING.split())
 """Families in which packed documents influence each other (`docs/reference/families_documents.md`).
 
 The causes are recurrences, convolutions or custom masks.
