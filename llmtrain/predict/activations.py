@@ -121,7 +121,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.region_ranks
         saved += _input(widths) * plan.model.trains_head * elements + lower_copies(plan, weights, weights.head)
     saved += passes * _rotations(plan, weights, tokens)
-    if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
+    if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.keeps_apart:
         saved += passes * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     loss = _loss(plan, tokens) if is_last else 0
     gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
@@ -181,7 +181,7 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
         per_token += _feed_forward(plan, layer, widths)
     of_slice = (of_norms.in_regions + of_adapters.in_regions) * tokens // plan.region_ranks
     of_layer = lower_copies(plan, weights, layer)
-    if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
+    if plan.recipe.model.attention_kernel == "sdpa" and plan.recipe.data.keeps_apart:
         of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
     return per_token * tokens + of_slice + of_layer
 
@@ -265,7 +265,7 @@ def _repeats(plan: Plan) -> bool:
     """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
     kernel, ranks = plan.recipe.model.attention_kernel, plan.parts("tokens")
     own = _key_heads(plan) * _key_copies(plan) // ranks
-    return kernel == "eager" or (kernel == "sdpa" and _has_mask(plan) and own > 1)
+    return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.keeps_apart and own > 1)
 
 
 def _key_heads(plan: Plan) -> int:
@@ -362,7 +362,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 def _is_unfused(plan: Plan) -> bool:
     """Whether torch has no fused kernel: on GPUs in fp32, for keys that several queries share, without a mask."""
     is_fp32 = WIDTHS[plan.recipe.parallel.precision].computed == 4
-    is_shared = plan.model.kv_heads < plan.model.heads and not _has_mask(plan)
+    is_shared = plan.model.kv_heads < plan.model.heads and not plan.recipe.data.keeps_apart
     return plan.recipe.model.attention_kernel == "sdpa" and is_fp32 and is_shared and not plan.cluster.spec.on_cpu
 
 
@@ -418,13 +418,8 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfT
     return BytesOfToken(whole, in_regions)
 
 
-def _has_mask(plan: Plan) -> bool:
-    """Whether a mask separates packed documents; without one, attention is causal and needs none."""
-    return plan.recipe.data.keeps_apart
-
-
 def _mask(plan: Plan) -> int:
-    """Returns the elements of a mask: every query against every key, regardless of sequence parallelism."""
+    """Returns the elements of a mask between packed documents: all queries by all keys, on every sequence rank."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
 
 

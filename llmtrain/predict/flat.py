@@ -212,41 +212,34 @@ def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
 
 
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
-    parallel = plan.parallel
-    ranks = plan.holders
+    parallel, row = plan.parallel, optimizer_of(plan.recipe.optim)
     in_layers = updated_in_layers(plan, weights)
-    kinds = {
-        id(weight): _kind(plan, weights, weight, id(weight) in in_layers)
-        for weight in {id(one): one for one in own}.values()
-    }
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
-    row = optimizer_of(plan.recipe.optim)
-    found: dict[tuple[bool, bool, bool], list[int]] = {}
-    factors: dict[tuple[bool, bool, bool], list[int]] = {}
-    rows: dict[tuple[bool, bool, bool], list[tuple[HeldRows, ...]]] = {}
+    # By what selects a group: not a matrix, not updated in the way of layers, distributed expert.
+    found: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in own:
-        key, sizes = kinds[id(weight)]
-        found.setdefault(key, []).extend(sizes)
-        factors.setdefault(key, []).append(weight.lines)
-        if row.codes and weight.is_matrix:
-            rows.setdefault(key, []).extend([held_rows(plan, weights, weight)] * len(sizes))
+        key = (not weight.is_matrix, id(weight) not in in_layers, parallel.expert > 1 and weight.is_expert)
+        found.setdefault(key, []).append(weight)
     groups = []
-    for key, all_sizes in sorted(found.items()):
-        is_vector, outside, spread = key
-        parts = _cut(all_sizes) if spread else [all_sizes]
+    for (is_vector, outside, spread), members in sorted(found.items(), key=lambda item: item[0]):
+        sizes_of = {
+            number: _expert_sizes(one, parallel.expert) if spread else (sliced(plan, weights, one),)
+            for number, one in {id(one): one for one in members}.items()
+        }
+        sizes = [size for one in members for size in sizes_of[id(one)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
-        holders = ranks * parallel.tensor // parallel.expert if spread else ranks
+        holders = plan.holders * parallel.tensor // parallel.expert if spread else plan.holders
         states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
-        kept = tuple(factors[key]) if row.factors and not spread else ()
-        of_rows = iter(rows.get(key, ()))
-        for part in parts:
-            own_rows = tuple(islice(of_rows, len(part)))
-            codes = len(row.codes) if own_rows else 0
-            groups.append(FlatGroup(tuple(part), holders, states, not outside, kept, codes, own_rows))
+        factors = tuple(one.lines for one in members) if row.factors and not spread else ()
+        codes = 0 if is_vector else len(row.codes)
+        rows = iter([held_rows(plan, weights, one) for one in members for _ in sizes_of[id(one)]] if codes else ())
+        for part in _cut(sizes) if spread else [sizes]:
+            own_rows = tuple(islice(rows, len(part)))
+            groups.append(FlatGroup(tuple(part), holders, states, not outside, factors, codes, own_rows))
     return groups
 
 
@@ -257,18 +250,6 @@ def updated_in_layers(plan: Plan, weights: Weights) -> set[int]:
     named = [(f"0.{one.name}", one) for run in weights.runs for one in run.weights]
     named += [(one.name, one) for one in weights.outside]
     return {id(one) for name, one in named if is_matrix_of_layer(name, len(one.shape))}
-
-
-def _kind(
-    plan: Plan, weights: Weights, weight: Weight, in_layers: bool
-) -> tuple[tuple[bool, bool, bool], tuple[int, ...]]:
-    """Returns the properties that select a weight's group, and its sizes.
-
-    They are: not a matrix, not updated in the way of `in_layers`, distributed expert.
-    """
-    spread = plan.parallel.expert > 1 and weight.is_expert
-    sizes = _expert_sizes(weight, plan.parallel.expert) if spread else (sliced(plan, weights, weight),)
-    return (not weight.is_matrix, not in_layers, spread), sizes
 
 
 def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:

@@ -16,7 +16,13 @@ CONTEXT = GIB
 COMMUNICATORS = GIB
 """Assumed: buffers of NCCL's communicators, if there is more than one rank."""
 
-MOMENTS = ("start", "forward", "backward", "update")
+LABELS = {
+    "start": "while the engine is created",
+    "forward": "as the backward pass begins",
+    "backward": "as the backward pass ends",
+    "update": "in the update",
+}
+MOMENTS = tuple(LABELS)
 
 
 class StageMemory(Part):
@@ -120,14 +126,6 @@ class PlanMemory(Part):
             yield f"         {readable(host)} of host memory per rank"
         if copies := max(stage.host_copies for stage in self.stages):
             yield f"         {readable(copies)} of host memory per rank for a checkpoint on its way to the disk"
-
-
-LABELS = {
-    "start": "while the engine is created",
-    "forward": "as the backward pass begins",
-    "backward": "as the backward pass ends",
-    "update": "in the update",
-}
 
 
 def by_part(parts: Parts) -> str:

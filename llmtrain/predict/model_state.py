@@ -60,10 +60,12 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
         return _zero3(plan, groups, frozen)
     else:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
+    in_passes, in_step = ("forward", "backward"), ("forward", "backward", "update")
     if frozen:  # only ZeRO-3 shards them
-        state = state.with_parameters(weight_bytes(plan) * sum(group.elements for group in frozen))
+        state = state.plus(in_step, parameters=weight_bytes(plan) * sum(group.elements for group in frozen))
     if packed := [weight.elements for weight in rank_weights(plan, weights, stage) if weight.packed]:
-        state = state.with_parameters(sum(map(packed_bytes, packed)) + TABLES).with_live(WORKSPACE * max(packed))
+        state = state.plus(in_step, parameters=sum(map(packed_bytes, packed)) + TABLES)
+        state = state.plus(in_passes, live_parameters=WORKSPACE * max(packed))
     if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})

@@ -67,15 +67,9 @@ class State(Part):
     host: int = 0
     """Bytes of host memory, if something is offloaded."""
 
-    def with_parameters(self, size: int) -> State:
-        """Returns a copy with more bytes of parameters at each moment of a step."""
-        moments = {name: getattr(self, name).plus(parameters=size) for name in ("forward", "backward", "update")}
-        return self.model_copy(update=moments)
-
-    def with_live(self, size: int) -> State:
-        """Returns a copy with more bytes of live parameters during the passes."""
-        moments = {name: getattr(self, name).plus(live_parameters=size) for name in ("forward", "backward")}
-        return self.model_copy(update=moments)
+    def plus(self, moments: tuple[str, ...], **more: int) -> State:
+        """Returns a copy with bytes added to some parts at some moments."""
+        return self.model_copy(update={moment: getattr(self, moment).plus(**more) for moment in moments})
 
 
 @dataclass(frozen=True)

@@ -66,21 +66,25 @@ def predict(
     links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
     groups = CommunicationGroups(plan)
     held = set(held_by_ranks(plan))
-    slowest = max((_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held), key=_slow)
+    stages = (_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held)
+    # All stages run at the pace of the slowest slot; among equal ones the update decides.
+    slowest = max(stages, key=lambda stage: (stage.slot, stage.fixed))
     return slowest.time(rates.peak)
 
 
 def unknown(plan: Plan) -> str | None:
     """Returns what is missing for a prediction, as a sentence, or None."""
-    device, cluster = plan.cluster.spec, plan.cluster
-    if plan.recipe.parallel.strategy == "data_parallel":
+    device, cluster, parallel = plan.cluster.spec, plan.cluster, plan.parallel
+    if parallel.strategy == "data_parallel":
         return "nn.DataParallel copies weights and gradients through one process, which is not modelled"
     missing = []
-    dtype = COMPUTE_DTYPE[plan.recipe.parallel.precision]
+    dtype = COMPUTE_DTYPE[parallel.precision]
     if dtype not in device.peak_flops:
         missing.append(f"peak_flops['{dtype}']")
+    stored = (parallel.offload_optimizer, parallel.offload_param)
+    offloads = stored != ("none", "none") or parallel.offload_activations
     wanted = {"memory_bandwidth": True, "node_bandwidth": cluster.devices_per_node > 1}
-    wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": _offloads(plan)}
+    wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": offloads}
     missing += [name for name, needed in wanted.items() if needed and getattr(device, name) is None]
     return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
 
@@ -163,11 +167,6 @@ def waits_of(
     return summed(waited, gathered, reduced, exposed), summed(step, first, last, {"p2p": sent}), overlapped
 
 
-def _slow(stage: _Stage) -> tuple[float, float]:
-    """All stages run at the pace of the slowest slot; among equal ones the update decides."""
-    return stage.slot, stage.fixed
-
-
 def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], float]:
     """Returns the communication that lasts longer than the window that hides it, and the hidden seconds."""
     total = sum(part.values())
@@ -187,9 +186,3 @@ def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
         return size / worker.bandwidth + products
     rate = worker.assumed.host_update_bandwidth
     return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth)) + products
-
-
-def _offloads(plan: Plan) -> bool:
-    parallel = plan.recipe.parallel
-    states = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
-    return states or parallel.offload_activations

@@ -114,7 +114,9 @@ class CommunicationGroups:
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        found = Traffic(self._within_layers(held), *([] for _ in Traffic._fields[1:]))
+        axes = [axis.name for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
+        within_layers = [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
+        found = Traffic(within_layers, *([] for _ in Traffic._fields[1:]))
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.residual, "cpu"),), inputs))
@@ -173,11 +175,6 @@ class CommunicationGroups:
             ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
             if sliced or divided:
                 yield Transfer("all_reduce", ((4 * group.codes * (sliced + divided), ranks),))
-
-    def _within_layers(self, held: StageParameters) -> list[Transfer]:
-        """Returns the transfers for which every layer waits, axis by axis."""
-        axes = [axis for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
-        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis.name](self, held)]
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
@@ -327,9 +324,9 @@ class CommunicationGroups:
         # Horovod sends every millisecond what it has.
         return flat.DDP_BUCKET_MIB * 2**20 / self.share.gradient_bytes if strategy == "ddp" else 0.0
 
-    def _weights(self, held: StageParameters, times: float = 1.0, part: float = 1.0) -> Transfer:
+    def _weights(self, held: StageParameters, part: float = 1.0) -> Transfer:
         """Returns the all-gathers of a device's weights, or of a part of them."""
-        return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes), times)
+        return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes))
 
     def _gradients(self, kind: Kind, held: StageParameters) -> Transfer:
         """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""

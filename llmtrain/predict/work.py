@@ -72,17 +72,14 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
     """Returns every stage in turn, or the whole model if there are none."""
     if not stages:
         outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
-        experts = _experts(facts, 0, facts.layers)
-        active, trained = facts.active_parameters - outside, facts.trained_parameters
-        share = 1.0 if trained is None else trained / facts.parameters
-        reached = reached_layers(facts) / facts.layers
+        trained = facts.trained_parameters
         whole = StageParameters(
             layers=facts.layers,
-            active=active,
+            active=facts.active_parameters - outside,
             parameters=facts.parameters,
-            experts=experts,
-            trained=share,
-            reached=reached,
+            experts=_experts(facts, 0, facts.layers),
+            trained=1.0 if trained is None else trained / facts.parameters,
+            reached=reached_layers(facts) / facts.layers,
             embedding=True,
             head=True,
         )
@@ -91,22 +88,19 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
     below = facts.layers - reached_layers(facts)
     for number, stage in enumerate(stages):
         first, last = stage.layers[0], stage.layers[1] + 1
-        active = sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last])
-        experts, head = _experts(facts, first, last), number == len(stages) - 1
-        share = 1.0
+        is_last, share = number == len(stages) - 1, 1.0
         if facts.weights is not None and facts.trained_parameters is not None:
-            own = facts.weights.of_layers(first, last, first=number == 0, last=head)
+            own = facts.weights.of_layers(first, last, first=number == 0, last=is_last)
             share = sum(weight.elements for weight in own if weight.trained) / stage.parameters
-        reached = (last - max(first, min(below, last))) / (last - first)
         part = StageParameters(
             layers=last - first,
-            active=active,
+            active=sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last]),
             parameters=stage.parameters,
-            experts=experts,
+            experts=_experts(facts, first, last),
             trained=share,
-            reached=reached,
+            reached=(last - max(first, min(below, last))) / (last - first),
             embedding=number == 0,
-            head=head,
+            head=is_last,
         )
         found.append(part)
     return tuple(found)
