@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
@@ -100,7 +101,7 @@ def fits(draft: Draft) -> Iterator[Fault]:
 
 RULES: tuple[Rule, ...] = (*LEGALITY, fits)
 
-__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", "resolve"]
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", "resolve", "resolves"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
@@ -111,7 +112,7 @@ def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], 
     return refusals, notes
 
 
-def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
+def allowed(draft: Draft, rules: Sequence[Rule]) -> bool:
     """Whether no rule refuses a draft. Stops at the first refusal, because searches check many drafts."""
     return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
 
@@ -140,3 +141,12 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     if faults:
         raise RecipeError(faults)
     return assemble(draft, notes)
+
+
+def resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: dict[str, Any]) -> bool:
+    """Whether a recipe with changed fields resolves to a plan."""
+    try:
+        resolve(recipe.with_(**fields), cluster, facts)
+    except RecipeError:
+        return False
+    return True

@@ -46,7 +46,7 @@ def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[
         error.nearest = nearest_plans(recipe, cluster, forced)
         return
     if ways := cheapest_ways(recipe, cluster, model_facts(recipe.model, recipe.vocab_size)):
-        error.nearest = tuple(way.arguments for way in ways)
+        error.nearest = tuple(as_arguments(way.changes) for way in ways)
         error.nearest_figures = tuple(way.figures for way in ways)
     else:
         error.nearest = nearest_plans(recipe, cluster)
@@ -61,11 +61,6 @@ class Way:
     """The changed fields of the recipe."""
     plan: Plan
     time: StepTime
-
-    @property
-    def arguments(self) -> str:
-        """Returns the `--set` arguments to paste."""
-        return as_arguments(self.changes)
 
     @property
     def figures(self) -> str:

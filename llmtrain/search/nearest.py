@@ -17,7 +17,7 @@ from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import Recipe
-from llmtrain.rules import assemble, broken, resolve
+from llmtrain.rules import assemble, broken, resolves
 from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, changed, choices, value_of
 
 MOST = 3
@@ -101,7 +101,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
             continue  # a found plan with needless additional changes
         draft = Draft(changed(recipe, changes), cluster, facts)
         named = _named(draft)
-        if not named and changes and _resolves(recipe, cluster, facts, changes):
+        if not named and changes and resolves(recipe, cluster, facts, changes):
             found.append(changes)
         ways = ([*_ways(draft, field, values, changes)] for field in named)
         for field, value in min(ways, key=len, default=[]):
@@ -168,24 +168,8 @@ def _distance(field: str, present: Any, value: Any) -> float:
     return WEIGHTS[field] * steps
 
 
-def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
-    """Whether a suggestion resolves to a plan if a user pastes it."""
-    try:
-        resolve(recipe.with_(**fields), cluster, facts)
-    except RecipeError:
-        return False
-    return True
-
-
 def as_arguments(fields: Fields) -> str:
     """Formats changes as `--set` arguments to paste."""
-    return " ".join(f"--set {field}={_text(value)}" for field, value in _sorted(fields))
-
-
-def _sorted(fields: Fields) -> Iterator[tuple[str, Any]]:
     order = list(WEIGHTS)
-    return iter(sorted(fields.items(), key=lambda item: order.index(item[0]) if item[0] in WEIGHTS else len(order)))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    items = sorted(fields.items(), key=lambda item: order.index(item[0]) if item[0] in WEIGHTS else len(order))
+    return " ".join(f"--set {field}={value if isinstance(value, str) else json.dumps(value)}" for field, value in items)

@@ -135,7 +135,8 @@ def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]
 
 def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Timed]:
     """Returns every legal plan with its predicted time, the fastest first; empty if nothing can be predicted."""
-    timed = [(time, fields, draft) for fields, draft in legal_plans(recipe, cluster, facts) if (time := _time(draft))]
+    legal = legal_plans(recipe, cluster, facts)
+    timed = [(time, fields, draft) for fields, draft in legal if (time := predict(assemble(draft)))]
     return sorted(timed, key=lambda item: -item[0].tokens_per_second)
 
 
@@ -190,10 +191,6 @@ def _parts(time: StepTime) -> dict[str, float]:
         "update": time.update_s,
         **time.communication_s,
     }
-
-
-def _time(draft: Draft) -> StepTime | None:
-    return predict(assemble(draft))
 
 
 def changes_of(recipe: Recipe, fields: Fields) -> Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.axes import used
 from llmtrain.plan.plan import Plan
 from llmtrain.search.search import RankedPlan, SearchResult
 from llmtrain.search.variants import offload_name
@@ -48,8 +48,8 @@ def _entry(mark: str, found: RankedPlan) -> list[str]:
 def _layout(plan: Plan) -> str:
     """Formats the layout with the abbreviations of candidates' names, without degrees of 1."""
     parallel = plan.parallel
-    degrees = {axis.short: axis.degree(parallel) for axis in CHOSEN}
-    parts = [f"dp{plan.data_parallel_size}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    degrees = (f"{axis.short}{axis.degree(parallel)}" for axis in used(parallel))
+    parts = [f"dp{plan.data_parallel_size}", *degrees]
     if parallel.hierarchical_partition > 1:
         parts.append(f"hpz{parallel.hierarchical_partition}")
     parts += [f"zero{parallel.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
@@ -62,16 +62,13 @@ def _layout(plan: Plan) -> str:
 
 
 def _as_json(found: RankedPlan) -> dict[str, Any]:
+    parallel = found.plan.parallel
+    stored = ("hierarchical_partition", "activation_checkpointing", "checkpoint_every", "offload_activations")
     return {
         "set": found.arguments,
         "layout": found.plan.layout(),
         "batch": found.plan.batch.model_dump(),
-        "hierarchical_partition": found.plan.recipe.parallel.hierarchical_partition,
-        "activation_checkpointing": found.plan.recipe.parallel.activation_checkpointing,
-        "checkpoint_every": found.plan.recipe.parallel.checkpoint_every,
-        "offload_activations": found.plan.recipe.parallel.offload_activations,
-        "offload_optimizer": found.plan.recipe.parallel.offload_optimizer,
-        "offload_param": found.plan.recipe.parallel.offload_param,
+        **{name: getattr(parallel, name) for name in (*stored, "offload_optimizer", "offload_param")},
         "time": found.time.model_dump(),
         "why": found.why,
     }

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from llmtrain.data.cache import cache_folder, key_of
-from llmtrain.errors import RecipeError
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.kernels import chunks_loss
 from llmtrain.recipe import DataConfig, Recipe
-from llmtrain.rules import resolve
+from llmtrain.rules import resolves
 from llmtrain.run_dir import versions
 from llmtrain.runtime.cpu import matmul_of
 from llmtrain.system.durable import write_atomically
@@ -82,13 +81,12 @@ THREADS, MATMUL = "kernels.threads", "kernels.matmul"
 ATTENTION, BLOCKS, LOSS = "model.attention", "kernels.blocks", "kernels.loss"
 KERNELS = (THREADS, MATMUL, ATTENTION, BLOCKS, LOSS)
 """The fields in which a recipe can leave its kernels open, in the order in which they are chosen."""
-AUTO = "auto"
 
 
 def open_kernels(recipe: Recipe) -> tuple[str, ...]:
     """Returns those of `KERNELS` that a recipe leaves open."""
     values = recipe.dotted()
-    return tuple(field for field in KERNELS if values[field] == AUTO)
+    return tuple(field for field in KERNELS if values[field] == "auto")
 
 
 def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, list[str | int]]]:
@@ -99,7 +97,8 @@ def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, 
     fields = open_kernels(plan.recipe)
     for field, values in _values(plan, on_cpu, threads).items():
         if field in fields:
-            yield field, [values[0], *(value for value in values[1:] if _is_legal(plan, field, value))]
+            legal = (one for one in values[1:] if resolves(plan.recipe, plan.cluster, plan.model, {field: one}))
+            yield field, [values[0], *legal]
 
 
 def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]]:
@@ -127,11 +126,3 @@ def _halves(threads: int) -> Iterator[int]:
     while threads > 1:
         threads //= 2
         yield threads
-
-
-def _is_legal(plan: Plan, field: str, value: str | int) -> bool:
-    try:
-        resolve(plan.recipe.with_(**{field: value}), plan.cluster, plan.model)
-    except RecipeError:
-        return False
-    return True

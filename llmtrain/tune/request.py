@@ -108,7 +108,6 @@ def _answer(request: Request, output: TextIO) -> None:
     import torch
 
     from llmtrain.data import Schedule, prepare
-    from llmtrain.plan import Plan
     from llmtrain.tune.search import tune
     from llmtrain.tune.trial import BusyError
 

@@ -43,6 +43,11 @@ class Tuning:
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
+    def trial(self, dotted: str, value: str | int) -> Trial:
+        """Returns a trial of the values chosen so far, and one more. Raises RecipeError as the engines do."""
+        recipe = self.plan.recipe.with_(**self.values | {dotted: value})
+        return Trial(self.plan.model_copy(update={"recipe": recipe}), self.current.batch, self.current.device)
+
 
 def tune(
     plan: Plan, batch: MicroBatch, device: torch.device, threads: int, always: bool, say: Callable[[str], None]
@@ -60,17 +65,17 @@ def tune(
     tuning = Tuning(plan, trial, trial.warm())
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
-        _compare_fp8(tuning, device)
+        _compare_fp8(tuning)
         why = f"by the rules: a run of about {expected:,.0f} s is too short to measure; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})
     for dotted, values in alternatives(plan, on_cpu, threads):
         tuning.values[dotted] = values[0]
         for value in values[1:]:
             say(f"{dotted}={value}")
-            _try(tuning, dotted, value, device)
-    _compare_fp8(tuning, device)
+            _try(tuning, dotted, value)
+    _compare_fp8(tuning)
     if on_cpu and always:
-        _compare_precisions(tuning, device, say)
+        _compare_precisions(tuning, say)
     return KernelChoice(
         key=key,
         device=name,
@@ -87,12 +92,11 @@ def run_seconds(plan: Plan, seconds: float) -> float:
     return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.steps
 
 
-def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) -> None:
+def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     """Measures a value against the best so far, and keeps it if it is faster."""
-    plan = tuning.plan.model_copy(update={"recipe": tuning.plan.recipe.with_(**tuning.values | {dotted: value})})
     try:
-        trial = Trial(plan, tuning.current.batch, device)
-        _check(trial.warm(), tuning.loss, plan)
+        trial = tuning.trial(dotted, value)
+        _check(trial.warm(), tuning.loss, tuning.plan)
         compared = in_turn(tuning.current, trial)
     except BusyError:
         raise
@@ -109,11 +113,11 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
     gc.collect()
-    if device.type == "cuda":
+    if tuning.current.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str], None]) -> None:
+def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
     """Measures other precisions for people.
 
     Whether a processor is faster in bf16 depends on its instructions. The recipe's precision is kept.
@@ -124,9 +128,8 @@ def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str
         if precision == own:
             continue
         say(f"{PRECISION}={precision}")
-        recipe = tuning.plan.recipe.with_(**tuning.values | {PRECISION: precision})
         try:
-            trial = Trial(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+            trial = tuning.trial(PRECISION, precision)
             trial.warm()
             taken[precision] = round(trial.seconds() * 1000, 3)
         except Exception as error:  # any library may raise
@@ -134,7 +137,7 @@ def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str
     tuning.milliseconds[PRECISION] = taken
 
 
-def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
+def _compare_fp8(tuning: Tuning) -> None:
     """Measures matrix products in fp8 against bf16 if a recipe chooses fp8, with the other kernels as chosen.
 
     Raises RecipeError if fp8 is slower.
@@ -142,8 +145,7 @@ def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
     kind = tuning.plan.recipe.kernels.fp8
     if kind == "off":
         return
-    recipe = tuning.plan.recipe.with_(**tuning.values | {FP8: "off"})
-    plain = Trial(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+    plain = tuning.trial(FP8, "off")
     plain.warm()
     compared = in_turn(plain, tuning.current)
     bf16, in_fp8 = compared.seconds, compared.seconds * compared.ratio
