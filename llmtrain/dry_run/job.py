@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
+
+JOB_FILE = "dry_run_job.json"
+"""The file that the ranks read."""
+FINDINGS_FILE = "findings.json"
+"""The file that rank 0 writes."""
 
 
 class DryRunJob(Part):
@@ -62,13 +66,3 @@ class Findings(Part):
     """None if the recipe does not evaluate."""
     checkpoint: Checkpoint
     ranks: tuple[RankFacts, ...]
-
-
-def dry_run_job_file(folder: Path) -> Path:
-    """Returns the file that the ranks read."""
-    return folder / "dry_run_job.json"
-
-
-def findings_file(folder: Path) -> Path:
-    """Returns the file that rank 0 writes."""
-    return folder / "findings.json"

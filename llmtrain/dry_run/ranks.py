@@ -22,7 +22,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.data import Prepared, Schedule
 from llmtrain.data.sampler import rows_of
 from llmtrain.data.synthetic import synthetic
-from llmtrain.dry_run.job import Checkpoint, DryRunJob, DryRunStep, Findings, RankFacts, findings_file
+from llmtrain.dry_run.job import FINDINGS_FILE, Checkpoint, DryRunJob, DryRunStep, Findings, RankFacts
 from llmtrain.dry_run.shrink import STEPS
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
@@ -30,6 +30,7 @@ from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.reference_model import with_references
 from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
+from llmtrain.runtime.agree import gather
 from llmtrain.system.durable import write_atomically
 
 Say = Callable[[str], None]
@@ -68,10 +69,10 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
         steps=tuple(steps),
         eval_loss=eval_loss,
         checkpoint=_measured(checkpoints, saved, loaded),
-        ranks=_gathered(facts),
+        ranks=tuple(gather(facts)),
     )
     if dist.get_rank() == 0:
-        write_atomically(findings_file(folder), findings.model_dump_json())
+        write_atomically(folder / FINDINGS_FILE, findings.model_dump_json())
 
 
 def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryRunStep:
@@ -146,12 +147,6 @@ def _facts(plan: Plan, engine: Engine) -> RankFacts:
         data_rank=replica,
         samples=tuple(rows_of(step, replica, plan.readers, plan.read_size).start for step in micro_steps),
     )
-
-
-def _gathered(mine: RankFacts) -> tuple[RankFacts, ...]:
-    everyone: list[RankFacts | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return tuple(facts for facts in everyone if facts is not None)
 
 
 def _measured(checkpoints: Path, save_s: float, load_s: float) -> Checkpoint:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.dry_run.job import DryRunJob, Findings, dry_run_job_file, findings_file
+from llmtrain.dry_run.job import FINDINGS_FILE, JOB_FILE, DryRunJob, Findings
 from llmtrain.dry_run.report import DryRunReport, ranks
 from llmtrain.dry_run.shrink import layers_kept, shrink_plan
 from llmtrain.errors import Problem, RecipeError
@@ -22,7 +22,7 @@ REPORT = "dry_run.json"
 """The file that is left in the folder."""
 SCRATCH = "scratch"
 """Data and checkpoints, which are always removed."""
-OURS = {REPORT, SCRATCH, "logs", "dry_run_job.json", "findings.json", "launch.json"}
+OURS = {REPORT, SCRATCH, "logs", JOB_FILE, FINDINGS_FILE, "launch.json"}
 """All that a dry run writes to its folder."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of the ranks: there are more of them than cores, and no GPU may be initialised."""
@@ -56,13 +56,13 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
     try:
         job = DryRunJob(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
         synthetic(job.plan.recipe, Path(job.data))
-        dry_run_job_file(folder).write_text(job.model_dump_json() + "\n")
+        (folder / JOB_FILE).write_text(job.model_dump_json() + "\n")
         print(f"dry run: {ranks(job.plan)} on this machine", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "llmtrain.dry_run.worker", str(folder)]
         code = run_workers(command, 1, run_dir, ENVIRONMENT)
         if code:
             sys.exit(code)
-        findings = read_json(findings_file(folder), Findings)
+        findings = read_json(folder / FINDINGS_FILE, Findings)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report = DryRunReport(

@@ -157,7 +157,7 @@ PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"
 
 def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
     """Yields all differences; equal values are left out."""
-    pairs = [*_machine(plan, small), *_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
+    pairs = [*_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
     for what, one, other, untested in pairs:
         if one != other:
             yield Change(what=what, plan=one, dry_run=other, untested=untested)
@@ -166,12 +166,9 @@ def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
 Pair = tuple[str, str, str, str]
 
 
-def _machine(plan: Plan, small: Plan) -> Iterator[Pair]:
+def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     one, other = (f"{p.cluster.nodes} × {p.cluster.devices_per_node} {p.cluster.device}" for p in (plan, small))
     yield "devices", one, other, "kernels, memory and speed of the devices, their links, NCCL, the launcher"
-
-
-def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     for axis in AXES:
         what = axis.name if axis is PIPELINE else f"{axis.name} parallel"
         yield what, str(plan.degree(axis)), str(small.degree(axis)), UNTESTED[axis.name]
@@ -180,10 +177,8 @@ def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
 
 
 def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
-    def named(each: Plan) -> str:
-        return f"{each.model.parameters:,} parameters"
-
-    yield "model", named(plan), named(small), "memory and numerics at full size"
+    one, other = (f"{p.model.parameters:,} parameters" for p in (plan, small))
+    yield "model", one, other, "memory and numerics at full size"
     yield "layers", f"{plan.model.layers}", f"{small.model.layers}", "depth"
     if plan.model.experts:
         one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
@@ -212,17 +207,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _length(recipe: Recipe) -> str:
-    train = recipe.train
-    return f"{train.epochs} epochs" if train.epochs else f"{train.steps:,}"
-
-
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     one, other = plan.recipe, small.recipe
     yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
     yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
     yield "batch", triangle(plan), triangle(small), "larger sums"
-    yield "steps", _length(one), f"{other.train.steps}", "learning, and the learning rate schedule"
+    steps = f"{one.train.epochs} epochs" if one.train.epochs else f"{one.train.steps:,}"
+    yield "steps", steps, f"{other.train.steps}", "learning, and the learning rate schedule"
     yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale and overflows"
     for field, name in PLACES.items():
         places = (getattr(one.parallel, field), getattr(other.parallel, field))

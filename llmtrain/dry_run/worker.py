@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.dry_run.job import DryRunJob, dry_run_job_file
+from llmtrain.dry_run.job import JOB_FILE, DryRunJob
 from llmtrain.errors import Problem, UserError, WorkerError
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
@@ -31,15 +31,11 @@ GRACE_S = 3.0
 
 def _work(_: Rank, folder: Path, output: WorkerOutput) -> None:
     """Does the job in the folder."""
-    job = read_json(dry_run_job_file(folder), DryRunJob)
-    _import()
-    _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
-
-
-def _import() -> None:
-    """Imports what every rank needs. Computes nothing, since threads would not survive a fork."""
-
+    job = read_json(folder / JOB_FILE, DryRunJob)
+    # What every rank needs. It computes nothing, since threads would not survive a fork.
     import llmtrain.dry_run.ranks  # noqa: F401
+
+    _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
 
 
 def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> int:

@@ -11,6 +11,8 @@ from llmtrain.plan import Plan
 from llmtrain.recipe import Part, parse_recipe
 from llmtrain.rules import resolve
 
+JOB_FILE = "measure.json"
+"""The file that the workers read."""
 HEAD_DIM = 128
 
 STEP_S = 0.5
@@ -97,11 +99,6 @@ class DeviceRates(Part):
     """Median seconds of a step."""
     allocated_bytes: int | None
     """Peak of the bytes that torch had allocated during the steps; None on a CPU."""
-
-
-def measure_job_file(folder: Path) -> Path:
-    """Returns the file that the workers read."""
-    return folder / "measure.json"
 
 
 def rates_file(folder: Path, rank: int) -> Path:

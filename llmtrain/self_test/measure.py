@@ -215,15 +215,12 @@ def _repeated(work: Callable[[], object], repeats: int, device: torch.device) ->
 def _host(device: torch.device) -> float:
     """Returns the bytes per second between host and device, in the slower direction."""
 
-    def there(size: int) -> tuple[float, Callable[[], object]]:
+    def made(size: int, back: bool) -> tuple[float, Callable[[], object]]:
         block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        return size, lambda: block.copy_(pinned, non_blocking=True)
+        target, source = (pinned, block) if back else (block, pinned)
+        return size, lambda: target.copy_(source, non_blocking=True)
 
-    def back(size: int) -> tuple[float, Callable[[], object]]:
-        block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        return size, lambda: pinned.copy_(block, non_blocking=True)
-
-    return min(_rate(BYTES, there, device), _rate(BYTES, back, device))
+    return min(_rate(BYTES, partial(made, back=back), device) for back in (False, True))
 
 
 def _steps(plan: Plan, device: torch.device) -> tuple[float, int | None]:

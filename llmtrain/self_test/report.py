@@ -31,8 +31,8 @@ def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
         attention={name: min(one.attention[name] for one in ranks) for name in ranks[0].attention},
         memory_bandwidth=min(one.memory_bandwidth for one in ranks),
         launch_s=max(one.launch_s for one in ranks),
-        host_bandwidth=_slowest([one.host_bandwidth for one in ranks]),
-        node_bandwidth=_slowest([one.node_bandwidth for one in ranks]),
+        host_bandwidth=min(filter(None, (one.host_bandwidth for one in ranks)), default=None),
+        node_bandwidth=min(filter(None, (one.node_bandwidth for one in ranks)), default=None),
     )
 
 
@@ -87,14 +87,11 @@ def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
 def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
     """Compares each rate with the assumed one, and with the rates of the other devices."""
     spec = plan.cluster.spec
-    for name, rate in measured.matmul.items():
-        own = {one.rank: one.matmul[name] for one in ranks}
-        yield _compared(f"compute.{name}", f"matrix products in {name}", own, rate, _assumed(plan, name, "matmul"))
-    for name, rate in measured.attention.items():
-        own = {one.rank: one.attention[name] for one in ranks}
-        yield _compared(
-            f"compute.attention_{name}", f"attention in {name}", own, rate, _assumed(plan, name, "attention")
-        )
+    kinds = (("matmul", "compute.", "matrix products"), ("attention", "compute.attention_", "attention"))
+    for kind, check, what in kinds:
+        for name, rate in getattr(measured, kind).items():
+            own = {one.rank: getattr(one, kind)[name] for one in ranks}
+            yield _compared(f"{check}{name}", f"{what} in {name}", own, rate, _assumed(plan, name, kind))
     memory = spec.memory_bandwidth and spec.memory_bandwidth * EAGER.memory
     own = {one.rank: one.memory_bandwidth for one in ranks}
     yield _compared("memory.bandwidth", "copies within memory", own, measured.memory_bandwidth, memory, "B/s")
@@ -193,11 +190,6 @@ def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> 
         large = held > (1 + TOLERATED) * memory.allocated
         fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
         yield caution("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
-
-
-def _slowest(rates: Sequence[float | None]) -> float | None:
-    known = [rate for rate in rates if rate]
-    return min(known) if known else None
 
 
 def _rate(value: float, unit: str) -> str:

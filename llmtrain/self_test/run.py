@@ -21,7 +21,7 @@ from llmtrain.recipe import parse_recipe
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, enumerate_plans
-from llmtrain.self_test.job import DeviceRates, MeasureJob, measure_job_file, rates_file, timed_plan
+from llmtrain.self_test.job import JOB_FILE, DeviceRates, MeasureJob, rates_file, timed_plan
 from llmtrain.self_test.report import findings, measured_by, measuring_failed, parity
 from llmtrain.system.untrusted import read_json
 from llmtrain.verify.certify import verify
@@ -134,7 +134,7 @@ _OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
 def _measure(cluster: Cluster, folder: Path) -> list[DeviceRates]:
     run_dir = RunDir(folder / "rates")
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    measure_job_file(run_dir.path).write_text(MeasureJob(cluster=cluster).model_dump_json(indent=2) + "\n")
+    (run_dir.path / JOB_FILE).write_text(MeasureJob(cluster=cluster).model_dump_json(indent=2) + "\n")
     command = [sys.executable, "-m", "llmtrain.self_test.worker", str(run_dir.path)]
     if code := run_workers(command, cluster.world_size, run_dir):
         sys.exit(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmtrain.launch import Rank
-from llmtrain.self_test.job import MeasureJob, measure_job_file, rates_file
+from llmtrain.self_test.job import JOB_FILE, MeasureJob, rates_file
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.untrusted import read_json
 from llmtrain.train.console import WorkerOutput, run_worker
@@ -16,7 +16,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
     from llmtrain.runtime.distributed import init_process_group
     from llmtrain.self_test.measure import measure_device
 
-    job = read_json(measure_job_file(folder), MeasureJob)
+    job = read_json(folder / JOB_FILE, MeasureJob)
     device = init_process_group(rank, on_cpu=job.cluster.spec.on_cpu)
     write_atomically(rates_file(folder, rank.rank), measure_device(job.cluster, device).model_dump_json())
 

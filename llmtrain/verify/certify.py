@@ -14,14 +14,15 @@ from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.verify.job import (
+    CURRENT_FILE,
+    JOB_FILE,
+    VERDICTS_FILE,
     Certificate,
     Verdict,
     VerifyJob,
     add_verdict,
-    current_file,
     read_references,
     read_verdicts,
-    verify_job_file,
 )
 
 if TYPE_CHECKING:
@@ -42,13 +43,23 @@ def verify(
         _clear(folder)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         job = VerifyJob(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
-        verify_job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
+        (folder / JOB_FILE).write_text(job.model_dump_json(indent=2) + "\n")
         # One worker first, which trains the reference.
         with Template() as template:
             forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
             for world_size in sorted({1, *(one.plan.workers for one in plans)}):
                 _run(job, world_size, run_dir, forked_from)
-        certificate = _collect(job, refused, folder)
+        certificate = Certificate(
+            recipe=job.recipe,
+            steps=job.steps,
+            device=next(iter(job.plans.values())).cluster.device,
+            started=datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds"),
+            seconds=round(time.time() - job.started, 1),
+            environment=environment(),
+            reference=read_references(folder),
+            verdicts=tuple(read_verdicts(folder)),
+            refused=tuple({"name": one.name, "rule": one.problem.rule} for one in refused),
+        )
         write_json(folder / "certificate.json", certificate.document())
         return certificate
 
@@ -70,7 +81,9 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, template: Template | 
             name = _in_progress(run_dir.path)
             if name is None:
                 raise
-            verdict = _failed(name, job, error, time.monotonic() - started)
+            problem, seconds = error.problems[0], round(time.monotonic() - started, 2)
+            reason = f"{problem.field}: {problem.message}" + (f" [{problem.rule}]" if problem.rule else "")
+            verdict = Verdict(name=name, layout=job.plans[name].layout(), failure=reason, seconds=seconds)
             add_verdict(run_dir.path, verdict)
             _say(f"FAILED: {verdict.failure}\n")
         else:
@@ -84,16 +97,9 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, template: Template | 
 
 def _in_progress(folder: Path) -> str | None:
     """Returns the plan that was begun and has no verdict, or None."""
-    current = current_file(folder)
+    current = folder / CURRENT_FILE
     name = current.read_text() if current.exists() else None
     return None if name in {verdict.name for verdict in read_verdicts(folder)} else name
-
-
-def _failed(name: str, job: VerifyJob, error: UserError, seconds: float) -> Verdict:
-    problem = error.problems[0]
-    reason = f"{problem.field}: {problem.message}" + (f" [{problem.rule}]" if problem.rule else "")
-    layout = job.plans[name].layout()
-    return Verdict(name=name, layout=layout, failure=reason, seconds=round(seconds, 2))
 
 
 def _say(text: str) -> None:
@@ -102,23 +108,9 @@ def _say(text: str) -> None:
 
 def _clear(folder: Path) -> None:
     """Removes the results of an earlier verification from the folder."""
-    if any(folder.glob("[!.]*")) and not verify_job_file(folder).is_file():
+    if any(folder.glob("[!.]*")) and not (folder / JOB_FILE).is_file():
         message = f"{folder} is not empty and contains no verification"
         raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "choose a new folder"))
-    for pattern in ("certificate.json", "reference-*", "verdicts.jsonl", "current", "initial.safetensors"):
+    for pattern in ("certificate.json", "reference-*", VERDICTS_FILE, CURRENT_FILE, "initial.safetensors"):
         for stale in folder.glob(pattern):
             stale.unlink()
-
-
-def _collect(job: VerifyJob, refused: list[RefusedPlan], folder: Path) -> Certificate:
-    return Certificate(
-        recipe=job.recipe,
-        steps=job.steps,
-        device=next(iter(job.plans.values())).cluster.device,
-        started=datetime.fromtimestamp(job.started, UTC).isoformat(timespec="seconds"),
-        seconds=round(time.time() - job.started, 1),
-        environment=environment(),
-        reference=read_references(folder),
-        verdicts=tuple(read_verdicts(folder)),
-        refused=tuple({"name": one.name, "rule": one.problem.rule} for one in refused),
-    )

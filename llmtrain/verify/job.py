@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,18 @@ divided by a wrong number, does not affect its weights; those of SGD are affecte
 
 COMPARABLE = ("fp32", "bf16", "autocast_bf16")
 """Precisions that the reference supports too."""
+NUMBERS = ("loss", "grad_norm", "weights")
+"""The fields of a deviation that are numbers."""
+
+JOB_FILE = "job.json"
+"""The file that the workers read."""
+VERDICTS_FILE = "verdicts.jsonl"
+"""The file of verdicts, one `Verdict` per line, appended as they are found."""
+CURRENT_FILE = "current"
+"""The file with the name of the plan in progress.
+
+A failure of the workers is attributed to that plan until its verdict exists.
+"""
 
 
 class VerifyJob(Part):
@@ -59,7 +71,7 @@ class Deviation(Part):
 
     def within(self, tolerance: Deviation) -> bool:
         """Whether no number exceeds its tolerance."""
-        pairs = ((getattr(self, name), getattr(tolerance, name)) for name in ("loss", "grad_norm", "weights"))
+        pairs = ((getattr(self, name), getattr(tolerance, name)) for name in NUMBERS)
         return self.same_lr and all(ours is not None and ours <= most for ours, most in pairs)
 
 
@@ -119,13 +131,7 @@ class Certificate(Part):
     def document(self) -> dict[str, Any]:
         """Returns the certificate as JSON data."""
         reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
-        return {
-            "recipe": self.recipe.model_dump(mode="json"),
-            "steps": self.steps,
-            "device": self.device,
-            "started": self.started,
-            "seconds": self.seconds,
-            "environment": self.environment,
+        return self.model_dump(mode="json", exclude={"reference", "verdicts", "refused"}) | {
             "reference": {"engine": "plain PyTorch in one process", "probes": reference},
             "plans": [self._plan(verdict) for verdict in self.verdicts],
             "refused": list(self.refused),
@@ -133,10 +139,7 @@ class Certificate(Part):
 
     def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
         """Returns the largest deviations of all probes; None for one that is not finite, or if the plan failed."""
-        probes = verdict.deviations.values()
-        if not probes:
-            return {"loss": None, "grad_norm": None, "weights": None}
-        return {name: worst(getattr(one, name) for one in probes) for name in ("loss", "grad_norm", "weights")}
+        return worst_of(verdict.deviations.values()) if verdict.deviations else dict.fromkeys(NUMBERS)
 
     def _plan(self, verdict: Verdict) -> dict[str, Any]:
         return {
@@ -167,6 +170,11 @@ def worst(values: Iterable[float | None]) -> float | None:
             return None
         largest = max(largest, value)
     return largest
+
+
+def worst_of(deviations: Collection[Deviation]) -> dict[str, float | None]:
+    """Returns the worst of each of the numbers."""
+    return {name: worst(getattr(one, name) for one in deviations) for name in NUMBERS}
 
 
 def comparable(recipe: Recipe, steps: int) -> Recipe:
@@ -240,27 +248,9 @@ def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> P
     )
 
 
-def verify_job_file(folder: Path) -> Path:
-    """Returns the file that the workers read."""
-    return folder / "job.json"
-
-
 def reference_file(folder: Path, probe: str) -> Path:
     """Returns the file of a `Reference`; the weights are next to it, as safetensors."""
     return folder / f"reference-{probe}.json"
-
-
-def verdicts_file(folder: Path) -> Path:
-    """Returns the file of verdicts, one `Verdict` per line, appended as they are found."""
-    return folder / "verdicts.jsonl"
-
-
-def current_file(folder: Path) -> Path:
-    """Returns the file with the name of the plan in progress.
-
-    A failure of the workers is attributed to that plan until its verdict exists.
-    """
-    return folder / "current"
 
 
 def read_references(folder: Path) -> dict[str, Reference]:
@@ -270,11 +260,11 @@ def read_references(folder: Path) -> dict[str, Reference]:
 
 def read_verdicts(folder: Path) -> list[Verdict]:
     """Returns the verdicts found so far."""
-    path = verdicts_file(folder)
+    path = folder / VERDICTS_FILE
     return [Verdict.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def add_verdict(folder: Path, verdict: Verdict) -> None:
     """Appends a verdict."""
-    with verdicts_file(folder).open("a", encoding="utf-8") as file:
+    with (folder / VERDICTS_FILE).open("a", encoding="utf-8") as file:
         file.write(verdict.model_dump_json() + "\n")

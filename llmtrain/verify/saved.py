@@ -15,7 +15,6 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines import Engine
-from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.adapter import is_adapter
@@ -52,16 +51,11 @@ def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     recipe = plan.recipe
     dtype = weight_dtype(recipe.parallel.precision)
     source = state_source(checkpoint, plan)
-    for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
-        if name in weights:  # buffers are not trained
-            _check_whole(name, source, dtype, weights, checkpoint)
-    for name in filter(is_adapter, weights):
-        _check_whole(name, source, dtype, weights, checkpoint)
-
-
-def _check_whole(name: str, source: StateSource, dtype: torch.dtype, weights: Weights, checkpoint: Path) -> None:
-    whole = source.whole(name).to(dtype).view(weights[name].shape)
-    _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
+    stored = stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype))
+    names = [name for name in stored if name in weights]  # buffers are not trained
+    for name in [*names, *filter(is_adapter, weights)]:
+        whole = source.whole(name).to(dtype).view(weights[name].shape)
+        _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
 
 
 def _check_equal(name: str, found: torch.Tensor, weights: Weights, checkpoint: Path, where: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from rich import box
 from rich.table import Table
 
-from llmtrain.verify.job import PROBES, Certificate, Verdict
+from llmtrain.verify.job import NUMBERS, PROBES, Certificate, Verdict
 
 
 def certificate_table(certificate: Certificate) -> Table:
@@ -41,7 +41,7 @@ def certificate_lines(certificate: Certificate) -> list[str]:
 
 
 def _cells(deviation: dict[str, float | None]) -> list[str]:
-    values = (deviation[name] for name in ("loss", "grad_norm", "weights"))
+    values = (deviation[name] for name in NUMBERS)
     return ["not finite" if value is None else f"{value:.1e}" for value in values]
 
 

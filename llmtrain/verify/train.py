@@ -21,11 +21,13 @@ from llmtrain.models.adapter import is_adapter, weight_name
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from llmtrain.runtime.agree import gather
 from llmtrain.runtime.distributed import barrier
 from llmtrain.system.durable import write_atomically
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.verify.job import (
+    CURRENT_FILE,
     PROBES,
     Deviation,
     Reference,
@@ -33,11 +35,10 @@ from llmtrain.verify.job import (
     VerifyJob,
     add_verdict,
     certified,
-    current_file,
     read_references,
     read_verdicts,
     reference_file,
-    worst,
+    worst_of,
 )
 from llmtrain.verify.reference import ReferenceLoop
 from llmtrain.verify.saved import check_saved
@@ -67,7 +68,7 @@ def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) ->
         if name in judged:
             continue
         if dist.get_rank() == 0:
-            write_atomically(current_file(folder), name)
+            write_atomically(folder / CURRENT_FILE, name)
         barrier()  # no rank may be so far ahead that its failure would be attributed to another plan
         minutes, seconds = divmod(int(time.time() - job.started), 60)
         say(f"{minutes:2}:{seconds:02}  {numbers[name]}/{len(numbers)}  {name}  ")
@@ -220,11 +221,5 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBa
 
 def _worst_rank(mine: Deviation) -> Deviation:
     """Returns the worst deviations of all ranks, since replicas may drift apart."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return Deviation(
-        loss=worst(one.loss for one in everyone),
-        grad_norm=worst(one.grad_norm for one in everyone),
-        weights=worst(one.weights for one in everyone),
-        same_lr=all(one.same_lr for one in everyone),
-    )
+    everyone = gather(mine)
+    return Deviation(**worst_of(everyone), same_lr=all(one.same_lr for one in everyone))

@@ -7,7 +7,7 @@ from pathlib import Path
 from llmtrain.launch import Rank
 from llmtrain.system.untrusted import read_json
 from llmtrain.train.console import WorkerOutput, run_worker
-from llmtrain.verify.job import VerifyJob, verify_job_file
+from llmtrain.verify.job import JOB_FILE, VerifyJob
 
 
 def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
@@ -22,7 +22,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
         if rank.is_main:
             print(text, end="", file=output.stderr, flush=True)
 
-    job = read_json(verify_job_file(folder), VerifyJob)
+    job = read_json(folder / JOB_FILE, VerifyJob)
     device = init_process_group(rank, on_cpu=next(iter(job.plans.values())).cluster.spec.on_cpu)
     verify_rank(job, folder, device, say)
     dist.destroy_process_group()
