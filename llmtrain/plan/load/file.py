@@ -57,14 +57,14 @@ def _no_such_file(path: Path) -> Problem:
     folder = path.parent
     if not folder.is_dir():
         return Problem("recipe.file", str(path), f"does not exist: there is no folder '{folder}'")
-    known = [file.name for file in _recipes_in(folder)]
+    known = _recipes_in(folder)
     return Problem("recipe.file", str(path), f"does not exist{nearest(path.name, known)}", _listing(folder))
 
 
-def _recipes_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
+def _recipes_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
 
 
 def _listing(folder: Path) -> str:
-    known = [file.name for file in _recipes_in(folder)][:20]
+    known = _recipes_in(folder)[:20]
     return f"recipes in {folder}: {', '.join(known)}" if known else ""

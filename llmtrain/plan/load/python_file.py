@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +56,7 @@ def _reported(path: Path, what: str, prefix: str) -> Iterator[None]:
         raise
     except ValidationError as error:
         problems = recipe_problems(error)
-        raise RecipeError(Problem(p.rule, prefix + p.field, p.message, p.fix) for p in problems) from None
+        raise RecipeError(replace(one, field=prefix + one.field) for one in problems) from None
     except BaseException as error:
         if _is_of_a_signal(error):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +114,12 @@ class YamlRecipe:
         try:
             check_file(path)
         except RecipeError as error:
-            found = [Problem(one.rule, f"{place}: {one.field}", one.message, one.fix) for one in error.problems]
-            raise RecipeError(found) from None
+            raise RecipeError(replace(one, field=f"{place}: {one.field}") for one in error.problems) from None
         return opened(path, extending), variant
 
     def _located(self, problems: Iterable[Problem], prefix: str = "", variant: str = "") -> RecipeError:
         """Returns an error in which each problem has the line of its field, or of the nearest enclosing one."""
-        return RecipeError(
-            Problem(one.rule, self._place(prefix + one.field, variant), one.message, one.fix) for one in problems
-        )
+        return RecipeError(replace(one, field=self._place(prefix + one.field, variant)) for one in problems)
 
     def _place(self, field: str, variant: str = "") -> str:
         lines, around = self.lines(variant), field
