@@ -43,9 +43,7 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
 def router_precision(draft: Draft) -> Iterator[Fault]:
     """Refuses lower precision for routers that compute in fp32, because tokens would be routed to other experts."""
     facts = draft.facts
-    if facts is None or draft.weight_dtype == "fp32":
-        return
-    if facts.model_type in FP32_ROUTERS:
+    if facts is not None and draft.weight_dtype != "fp32" and facts.model_type in FP32_ROUTERS:
         message = (
             f"'{draft.parallel.precision}' was given: '{facts.model_type}' routes in fp32, but the "
             "engine's experts would route in the data type of the weights"

@@ -88,9 +88,7 @@ def chunks(draft: Draft) -> Iterator[Fault]:
 def interleaved(draft: Draft) -> Iterator[Fault]:
     """Refuses numbers of micro-batches that interleaved stages cannot divide."""
     parallel, micro_batches = draft.parallel, draft.accumulation
-    if parallel.pipeline_schedule != "interleaved" or micro_batches is None:
-        return
-    if micro_batches % parallel.pipeline:
+    if parallel.pipeline_schedule == "interleaved" and micro_batches and micro_batches % parallel.pipeline:
         message = f"{micro_batches} micro-batches in a step are not a multiple of pipeline = {parallel.pipeline}"
         yield Fault("parallel.pipeline_schedule", message, assignment(parallel__pipeline_schedule="1f1b"))
 
@@ -140,9 +138,7 @@ def autocast_fp16(draft: Draft) -> Iterator[Fault]:
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
     """Refuses tied embeddings whose gradients have another data type, unless the bf16 optimizer reduces them."""
     parallel, facts = draft.parallel, draft.facts
-    if facts is None or not facts.tied_embeddings:
-        return
-    if draft.weight_dtype == parallel.grad_accum_dtype:
+    if facts is None or not facts.tied_embeddings or draft.weight_dtype == parallel.grad_accum_dtype:
         return
     takes_them = parallel.precision == "bf16" and parallel.zero_stage == 1 and parallel.offload_optimizer == "none"
     if not takes_them:
