@@ -31,26 +31,21 @@ MOST_DEVICES = 1024
 def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None = None) -> Iterator[None]:
     """Adds the nearest legal plans to a refusal that is raised within the context.
 
-    forced: changes that every suggestion must include, for a fault that no rule describes.
+    If the refused plan only needs too much memory, they are the fastest ones that fit. forced: changes that every
+    suggestion must include, for a fault that no rule describes.
     """
     try:
         yield
     except RecipeError as error:
-        _suggest(error, recipe, cluster, forced)
+        ways = []
+        if not forced and {problem.rule for problem in error.problems} == {"memory.fits"}:
+            ways = cheapest_ways(recipe, cluster, model_facts(recipe.model, recipe.vocab_size))
+            error.nearest = tuple(as_arguments(way.changes) for way in ways)
+            error.nearest_figures = tuple(way.figures for way in ways)
+            error.nearest_title = "cheapest ways to make it fit, with the same global batch"
+        if not ways:
+            error.nearest = nearest_plans(recipe, cluster, forced)
         raise
-
-
-def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None) -> None:
-    """Adds the legal plans nearest to a refused one or, if it only needs too much memory, the fastest that fit."""
-    if forced or {problem.rule for problem in error.problems} != {"memory.fits"}:
-        error.nearest = nearest_plans(recipe, cluster, forced)
-        return
-    if ways := cheapest_ways(recipe, cluster, model_facts(recipe.model, recipe.vocab_size)):
-        error.nearest = tuple(as_arguments(way.changes) for way in ways)
-        error.nearest_figures = tuple(way.figures for way in ways)
-    else:
-        error.nearest = nearest_plans(recipe, cluster)
-    error.nearest_title = "cheapest ways to make it fit, with the same global batch"
 
 
 @dataclass(frozen=True)
