@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -21,20 +21,6 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import OF_A_RANK, dying_with_us
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.tune.choice import write_cached
-
-
-@dataclass(frozen=True)
-class Request:
-    """The input of the measuring process."""
-
-    plan: str
-    """The plan as JSON."""
-    device: str
-    """The device, as torch names it."""
-    threads: int
-    """Number of threads of a rank."""
-    always: bool
-    """Whether to measure for a short run, too."""
 
 
 class NotMeasuredError(Exception):
@@ -48,12 +34,12 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
     with what is being tried. Raises RecipeError if the model cannot be computed, NotMeasuredError if the process dies
     or others use the cores.
     """
-    request = Request(plan.model_dump_json(), device, threads, always)
+    request = {"plan": plan.model_dump_json(), "device": device, "threads": threads, "always": always}
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     environment["DS_ACCELERATOR"] = device.partition(":")[0]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
         file = Path(name) / "request.json"
-        file.write_text(json.dumps(asdict(request)))
+        file.write_text(json.dumps(request))
         command = [sys.executable, "-m", "llmtrain.tune.request", str(file)]
         with subprocess.Popen(
             command,
@@ -95,29 +81,29 @@ def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
 
 def main() -> None:
     """Answers a request, which is a JSON file, as the measuring process."""
-    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    request = json.loads(Path(sys.argv[1]).read_text())
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)  # output of libraries is not part of the answer
         try:
-            _answer(request, output)
+            _answer(output, **request)
         except RecipeError as error:
             _tell(output, problems=[asdict(problem) for problem in error.problems])
 
 
-def _answer(request: Request, output: TextIO) -> None:
+def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) -> None:
+    """Prints what is measured. plan: as JSON; the others as for `measure`."""
     import torch
 
     from llmtrain.data import Schedule, prepare
     from llmtrain.tune.search import tune
     from llmtrain.tune.trial import BusyError
 
-    plan = Plan.model_validate_json(request.plan)
-    device = torch.device(request.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    batch = Schedule.of(plan, prepare(plan.recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    run, where = Plan.model_validate_json(plan), torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    batch = Schedule.of(run, prepare(run.recipe), dp_rank=0).train_batch(0).micro_batches[0]
     try:
-        choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(output, trying=one))
+        choice = tune(run, batch, where, threads, always, lambda one: _tell(output, trying=one))
     except BusyError as error:
         _tell(output, busy=str(error))
     else:
