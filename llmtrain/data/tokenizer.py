@@ -29,7 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token of every trained tokenizer, used as beginning, end and padding."""
 BYTES = 256
 TRAINING_CHARACTERS = 64_000_000
-"""Most characters to train a tokenizer on: more hardly changes the merges, but takes memory and minutes."""
+"""Largest number of characters to train a tokenizer on: more take memory and minutes, but hardly change the merges."""
 PIECE_CHARACTERS = 1 << 17
 """Longer documents are tokenized in pieces, to bound the memory and to use all cores."""
 TOKENIZER_FILES = (

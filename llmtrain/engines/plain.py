@@ -104,7 +104,7 @@ class Distribution:
         return weight.cpu()
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a run records beside the optimizer and the device."""
+        """Returns what a run records in addition to the optimizer and the device."""
         return {"engine": self.name}
 
 

@@ -19,7 +19,7 @@ from llmtrain.errors import Problem, RecipeError, WorkerError
 
 SECRET_VARIABLE = "LLMTRAIN_SECRET"
 SHORTEST_SECRET = 32
-"""Least number of characters of a secret that a user sets."""
+"""Minimum number of characters of a secret that a user sets."""
 CODE_CHARACTERS = 64
 """Number of characters of the hexadecimal HMAC-SHA256 that a sealed text begins with."""
 FORGED_S = 5.0

@@ -37,7 +37,7 @@ IMPORTED = (
 """The modules that workers import, apart from the model's own."""
 READY = b"r"
 MOST_DESCRIPTORS = 16
-"""Most file descriptors that come with one request."""
+"""Largest number of file descriptors that come with one request."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
 
 

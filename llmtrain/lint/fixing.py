@@ -1,4 +1,4 @@
-"""Mends what is mechanical: renamed and misplaced keys, switches and numbers written as text, fractional counts.
+"""Automatic fixes: renamed and misplaced keys, switches and numbers written as text, fractional counts.
 
 The text is edited in place, which keeps comments, order and layout. Keys are only moved in JSON, and in Hjson with
 braces.

@@ -23,11 +23,11 @@ REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
 """Seconds of steps from which the time left is estimated."""
 SPEED_COLUMNS = 72
-"""Least width of a terminal that shows the speed."""
+"""Minimum width of a terminal that shows the speed."""
 ALL_COLUMNS = 100
-"""Least width of a terminal that shows gradient norm and MFU."""
+"""Minimum width of a terminal that shows gradient norm and MFU."""
 END_COLUMNS = 140
-"""Least width of a terminal that shows the end and the cost of the run."""
+"""Minimum width of a terminal that shows the end and the cost of the run."""
 FAR_S = 3600.0
 """Seconds left from which the end is also shown as a time of day."""
 
@@ -214,7 +214,7 @@ def _cost(record: dict[str, Any]) -> str:
 
 
 QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")
-"""Metrics of an evaluation that are shown beside its loss."""
+"""Metrics of an evaluation that are shown next to its loss."""
 
 
 def _evaluations(record: dict[str, Any]) -> Iterator[str]:

@@ -103,7 +103,7 @@ def rates(plan: Plan, window: Window) -> Rates:
 
 
 LOOK_S = 5.0
-"""Least number of seconds between checks."""
+"""Minimum number of seconds between checks."""
 
 
 class BusyCores:

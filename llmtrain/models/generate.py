@@ -71,7 +71,7 @@ class Chat:
     def __init__(
         self, path: Path, tokens: int | None, temperature: float, seed: int, system: str | None = None
     ) -> None:
-        """path: folder of a model, or a run directory. tokens: most tokens of an answer;
+        """path: folder of a model, or a run directory. tokens: largest number of tokens of an answer;
         by default 256, or a quarter of the positions.
 
         Raises RecipeError if it contains no model, and DataError if its tokenizer has no chat template.

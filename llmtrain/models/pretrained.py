@@ -1,4 +1,4 @@
-"""Reads the weights of a model, by name, from a Hugging Face folder or a repository of the hub."""
+"""Reads the weights of a model, by name, from a Hugging Face folder or a repository on the hub."""
 
 from __future__ import annotations
 

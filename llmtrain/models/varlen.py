@@ -32,7 +32,7 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)
 KERNEL_STEP = 8
 """The kernel requires head sizes that are multiples of this number."""
 OLDEST_GPU = (8, 0)
-"""Least compute capability of flash kernels and of torch's copy: Ampere's (`flash_api.cpp` of both)."""
+"""Lowest compute capability of flash kernels and of torch's copy: Ampere's (`flash_api.cpp` of both)."""
 NEWEST_GPU = {"flash_attention_3": (10, 0)}
 """Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
 _UNSUPPORTED = {
@@ -188,7 +188,7 @@ def _kernel(
 
 
 def _window_size(window: int | None, longest: int) -> tuple[int, int]:
-    """Returns how many tokens before and after one are attended to, beside itself; -1 means all of them."""
+    """Returns how many tokens before and after one are attended to, in addition to itself; -1 means all of them."""
     return (-1 if window is None or window >= longest else window - 1), 0
 
 

@@ -56,7 +56,7 @@ _REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 LARGEST_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
 MOST_LAYERS = 1_000
-"""Most decoder layers of a model: each is examined by itself."""
+"""Largest number of decoder layers of a model: each is examined by itself."""
 TRIED_TOKENS = 8
 """Length of the sequence with which a model's own code is tried."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -208,8 +208,9 @@ class Plan(Part):
     def region_ranks(self) -> int:
         """Number of tensor parallel ranks that each hold a slice of the residual stream; 1 if each holds all of it.
 
-        The length of every micro-batch has to be divisible among them. AutoTP, beside distributed experts, has no such
-        slices, and a feed-forward layer in tiles would sum the gradients of its bias once for each tile.
+        The length of every micro-batch has to be divisible among them. AutoTP, which splits attention if experts are
+        distributed, has no such slices, and a feed-forward layer in tiles would sum the gradients of its bias once for
+        each tile.
         """
         ranks, length = self.parallel.split_ranks, self.recipe.data.sequence_length // self.parallel.sequence
         divides = length % ranks == 0 and (self.has_one_shape or SHORTENED_TO % ranks == 0)

@@ -187,7 +187,7 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
 
 
 def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
-    """Returns the bytes of a feed-forward layer's backward pass beside what the layer saves.
+    """Returns the bytes of a feed-forward layer's backward pass in addition to what the layer saves.
 
     These are gradients of its three products, less the saved one that is used by then; or, of few tokens, that of the
     last product's input and its weight's new one. In tiles they are of one tile, as is what is saved; then gradients of
@@ -397,7 +397,7 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 
 
 def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
-    """Returns the bytes that adapters keep beside their layers' inputs.
+    """Returns the bytes that adapters keep in addition to their layers' inputs.
 
     That is what A returns; with dropout its own input and a mask; with DoRA the results of the layer and of B, which
     the trained norms multiply.

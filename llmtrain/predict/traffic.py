@@ -352,7 +352,7 @@ def _sums(weights: Iterable[Weight]) -> int:
 
 
 def _is_in_regions(weight: Weight) -> bool:
-    """Whether a vector belongs to a norm beside attention and feed-forward, or is added to what leaves these."""
+    """Whether a vector belongs to a norm between attention and feed-forward, or is added to what leaves these."""
     is_beside = weight.name.count(".") == 1
     return is_beside or (weight.module in SPLIT_COLUMNS and weight.name.endswith(".bias"))
 

@@ -81,7 +81,7 @@ class ParallelConfig(Part):
 
     @property
     def autotp_ranks(self) -> int:
-        """Number of tensor parallel ranks among which DeepSpeed's AutoTP splits attention, beside distributed experts.
+        """Number of tensor parallel ranks among which DeepSpeed's AutoTP splits attention, if experts are distributed.
 
         1 if experts are not distributed.
         """

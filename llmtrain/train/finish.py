@@ -29,7 +29,7 @@ def finish(
 ) -> None:
     """Compares the evaluation with a unigram model, exports, samples and scores; runs on rank 0 after the last step.
 
-    tasks: if checkpoints were scored beside the run; unfinished scores are waited for.
+    tasks: if checkpoints were scored during the run; unfinished scores are waited for.
     """
     recipe = plan.recipe
     if tasks is not None:

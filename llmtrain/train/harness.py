@@ -44,7 +44,7 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
 def results_of(model: Path, names: Sequence[str], manager: TaskManager, limit: int | None, batch_size: int) -> Results:
     """Returns the results of a model in a Hugging Face folder; on the GPU if it has room there.
 
-    limit: most documents of a task. Raises DataError if the documents of a task cannot be loaded.
+    limit: largest number of documents of a task. Raises DataError if the documents of a task cannot be loaded.
     """
     with utf8_name(model) as named:
         tokenizer = AutoTokenizer.from_pretrained(named)

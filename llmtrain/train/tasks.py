@@ -1,4 +1,4 @@
-"""Scores downstream tasks in a process beside a run, so that training neither waits nor holds another model."""
+"""Scores downstream tasks in a separate process, so that training neither waits nor holds another model."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ ALONE_S = 0.4
 TURN_S = 0.1
 """Seconds of one side's passes before the other's turn: a machine's speed drifts within seconds."""
 TURNS = 5
-"""Least number of turns."""
+"""Minimum number of turns."""
 COMPARE_S = 6.0
-"""Least duration of a comparison in seconds."""
+"""Minimum duration of a comparison in seconds."""
 QUIET_TRIES = 3
 """Number of tries of a comparison, since other processes may end soon."""
 

@@ -1,4 +1,4 @@
-"""A watcher beside each rank, which ends a hanging run after writing all stacks, and reports slow ranks."""
+"""A watcher process for each rank, which ends a hanging run after writing all stacks, and reports slow ranks."""
 
 from llmtrain.watchdog.process import Watch, start
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 WINDOW_S = 5.0
-"""Least time in seconds over which ranks are compared."""
+"""Minimum time in seconds over which ranks are compared."""
 WINDOW_STEPS = 5
-"""Fewest steps over which ranks are compared."""
+"""Minimum number of steps over which ranks are compared."""
 IN_A_ROW = 2
 """Number of windows in which a rank must be slow to be reported, since a single one may be chance."""
 QUIET_S = 300.0

@@ -19,7 +19,7 @@ FORMAT = 1
 QUESTIONS = ("What does {} do?", "What is {}?", "What is {} for?", "Explain {}.")
 FOLLOWING = ("How is it called?", "What are its arguments?", "Show me how to call it.")
 SHORTEST, LONGEST = 12, 240
-"""Fewest and most characters of an answer."""
+"""Smallest and largest number of characters of an answer."""
 SUBJECTS = 2
 """Number of classes and functions in a conversation. With several, a question's position does not tell its kind."""
 ROLES = ("user", "assistant")

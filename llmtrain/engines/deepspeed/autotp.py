@@ -1,4 +1,4 @@
-"""Tensor parallelism by DeepSpeed's AutoTP, for attention beside distributed experts.
+"""Tensor parallelism by DeepSpeed's AutoTP, for attention with distributed experts.
 
 DeepSpeed folds expert groups into tensor groups, which it makes itself (`deepspeed/module_inject/auto_ep_folding.py`).
 All other models are split by llmtrain's own slices (`llmtrain.engines.deepspeed.tensor`).

@@ -1,4 +1,4 @@
-"""What the optimizers of this folder have in common: they can be told on the device to change nothing."""
+"""What the optimizers of this folder have in common: an update can be skipped on the device."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class HasState(Protocol):
         """Yields live pieces, in lists; the pieces of a list are valid until the next list is requested."""
 
     def progress(self) -> dict[str, Any]:
-        """Returns the state beside the tensors as JSON values, equal on all ranks."""
+        """Returns the state other than tensors as JSON values, equal on all ranks."""
 
     def resumed(self, progress: dict[str, Any]) -> None:
         """Continues from loaded pieces and from the values that `progress` returned."""

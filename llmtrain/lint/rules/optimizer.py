@@ -171,7 +171,7 @@ def lamb_scale(document: Configuration) -> Iterator[Fault]:
     before="0.19.8",
 )
 def zero_excludes(document: Configuration) -> Iterator[Fault]:
-    """Reports features of older releases beside ZeRO."""
+    """Reports features of older releases that exclude ZeRO."""
     if document.stage and _optimizer(document) in REMOVED_OPTIMIZERS:
         yield ("optimizer", "type"), f"{document.word('optimizer', 'type')} excludes ZeRO", "AdamW, or stage 0"
     if document.stage and document.on("amp", "enabled"):

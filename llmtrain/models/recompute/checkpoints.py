@@ -32,7 +32,7 @@ PRODUCTS = frozenset(
         *("transformers::grouped_mm_fallback", "torch_attn::_varlen_attn"),
     }
 )
-"""Operations whose results `selective` keeps, beside those of attention."""
+"""Operations whose results `selective` keeps, in addition to those of attention."""
 ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 

@@ -1,4 +1,4 @@
-"""Slices of the residual stream beside split modules (Megatron-LM, arXiv 2205.05198, section 4.2.2).
+"""Slices of the residual stream between split modules (Megatron-LM, arXiv 2205.05198, section 4.2.2).
 
 Between attention and feed-forward, a layer computes each token alone: norms, the residual's sums, dropout. There each
 tensor parallel rank holds a slice of every sequence. What enters attention or feed-forward is gathered, and what leaves
