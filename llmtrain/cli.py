@@ -199,8 +199,8 @@ command(write_recipe, "init")
 def train(request: TrainRequest) -> None:
     """Train a recipe: on this machine, as a worker of the launcher that started this process, or as a submitted job.
 
-    --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; by default it is the recipe's
-    own cluster. A dry run with --nproc plans for that many workers on this machine.
+    --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; default: the recipe's own
+    cluster. A dry run with --nproc plans for that many workers on this machine.
     """
     stop_by_exception()
     from llmtrain.commands.launchers import HERE, check_options, launch
@@ -227,7 +227,9 @@ def data(
     show: Annotated[
         int, typer.Option(metavar="N", help="Show the first N sequences, with the tokens that are trained on.", min=0)
     ] = 0,
-    html: Annotated[Path | None, typer.Option(help="Write these sequences (8 by default) to an HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the first N (--show) or 8 sequences to an HTML page.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tokenize and pack a recipe's data before training, and print statistics."""
@@ -309,7 +311,8 @@ def print_completion(
 ) -> None:
     """Print a shell script that enables completion of commands, recipes, fields and values.
 
-    source <(llmtrain completion bash) loads it in bash and zsh, llmtrain completion fish | source in fish.
+    To load it: source <(llmtrain completion bash) in bash, source <(llmtrain completion zsh) in zsh,
+    llmtrain completion fish | source in fish.
     """
     print(completion.SCRIPTS[shell], end="")
 

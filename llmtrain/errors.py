@@ -1,7 +1,7 @@
 """Errors that a user can cause, as data: the field, the value, the rule and what to do.
 
 Every such error derives from `UserError` and carries the exit code that the command line documents. Any other exception
-that escapes is a bug of ours and keeps its traceback.
+that escapes is a bug in llmtrain and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class UserError(Exception):
         }
 
     def _render_traceback_(self) -> list[str]:
-        """Is what IPython shows in a notebook instead of a traceback."""
+        """Returns what IPython shows in a notebook instead of a traceback."""
         return [self.report()]
 
     @staticmethod
@@ -107,10 +107,10 @@ class MachineError(RecipeError):
 
 
 class FamilyError(RecipeError):
-    """A family of models computes something else under a split or with a kernel; handlers treat it as a result."""
+    """A split or a kernel changes what a family of models computes. Some callers treat this error as a result."""
 
     def __init__(self, rule: str, field: str, working: object, refused: str, reason: str) -> None:
-        """working: the value of the field with which the family works; refused: what it does not do."""
+        """working: a value of the field that works; refused: what is refused, with which the message begins."""
         self.reason = reason
         super().__init__(Problem(rule, field, f"{refused}: {reason}", f"--set {field}={working}"))
 
@@ -140,12 +140,12 @@ class DivergedError(UserError):
 
 
 class StoppedError(UserError):
-    """A signal ended a run, which has printed that; the same call continues it."""
+    """A signal ended a run, which has reported this; the same call continues the run."""
 
     def __init__(self, code: int, run_dir: object) -> None:
         """code: RESUME if everything is saved, INTERRUPTED if it ended at once."""
         self.exit_code = Exit(code)
-        how = "saved what it had" if code == Exit.RESUME else "ended at once"
+        how = "saved its state" if code == Exit.RESUME else "ended at once"
         super().__init__(
             Problem("run.stopped", str(run_dir), f"a signal stopped the run, which {how}", "start it again")
         )
@@ -165,7 +165,7 @@ def printable(text: str, kept: str = "") -> str:
 def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
     """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string.
 
-    similar: the least share of characters in common.
+    similar: the smallest share of characters in common.
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=similar)
     return f"; did you mean '{matches[0]}'?" if matches else ""

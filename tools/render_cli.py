@@ -60,7 +60,7 @@ def _section(name: str, command: Any) -> str:
 
 
 def _argument(parameter: Any) -> str:
-    name = parameter.metavar or parameter.name.upper()
+    name = (parameter.metavar or parameter.name.upper()).removesuffix("…")
     shown = f"{name}..." if parameter.nargs != 1 or parameter.multiple else name
     return str(shown if parameter.required else f"[{shown}]")
 

@@ -54,7 +54,7 @@ SLOW_H100 = Device(
 
 
 def asynchronous_replicas(groups: CommunicationGroups, held: StageParameters) -> Traffic:
-    """Returns the traffic if replicas gather weights and reduce gradients beside the computation of a whole step.
+    """Returns the traffic if replicas gather weights and reduce gradients during the computation of a whole step.
 
     Llama 3 does so (section 3.3.2), and MegaScale (section 3.2); stages of llmtrain wait at the end of a step.
     """
@@ -64,7 +64,7 @@ def asynchronous_replicas(groups: CommunicationGroups, held: StageParameters) ->
 
 
 def asynchronous(groups: CommunicationGroups, held: StageParameters) -> Traffic:
-    """Returns the same if tensor parallel ranks also communicate beside their products (MegaScale, section 3.2)."""
+    """Returns the same if tensor parallel ranks also communicate during their products (MegaScale, section 3.2)."""
     traffic = asynchronous_replicas(groups, held)
     return traffic._replace(waited=[], hidden=[*traffic.hidden, *traffic.waited])
 
@@ -282,11 +282,11 @@ It counts:
   Tensor parallel ranks are numbered innermost, then sequence, then data, and pipeline outermost. This determines
   which groups are within a node. A ring sends (n − 1) / n of the bytes. Across nodes, each device has its
   own network adapter.
-- **Overlap**: ZeRO-3 and FSDP2 gather weights during the pass that uses them. They, DistributedDataParallel,
-  Horovod, and ZeRO-1 and 2 reduce gradients during the backward pass. Not hidden are the embedding and one more
-  message (a bucket, or FSDP2's layer), which are needed first and whose gradients come last. ZeRO-0, ZeRO-1 in bf16,
-  and tensor, sequence and expert groups hide nothing. Interleaved stages hide their messages while the pipeline is
-  full; other schedules wait for the messages on the longest path through a step.
+- **Overlap**: ZeRO-3 and FSDP2 gather weights during the pass that uses them. Both of these,
+  DistributedDataParallel, Horovod, ZeRO-1 and ZeRO-2 reduce gradients during the backward pass. The embedding and one
+  more message (a bucket, or FSDP2's layer) are not hidden: they are needed first, and their gradients come last.
+  ZeRO-0, ZeRO-1 in bf16, and tensor, sequence and expert groups hide nothing. Interleaved stages hide their messages
+  while the pipeline is full; other schedules wait for the messages on the longest path through a step.
 - **The bubble** of the pipeline's [schedule](pipelines.md), at the pace of its slowest stage: for 1F1B,
   (p − 1) / (m + p − 1). Below, it is compared with the engine.
 
@@ -302,7 +302,7 @@ def cluster() -> Cluster:
     return Cluster(nodes=4, devices_per_node=8, device="h100", measured=measured_on("report.json"))
 ```
 
-Otherwise the numbers of devices and links come from datasheets (`llmtrain/cluster.py`). If your links differ, or
+Otherwise the figures of devices and links come from datasheets (`llmtrain/cluster.py`). If your links differ, or
 your device is not in the catalogue, describe the cluster in the recipe file:
 
 ```python
@@ -340,7 +340,8 @@ PUBLISHED = """
 
 Each run is predicted as the most similar llmtrain plan. MegaScale and Llama 3 report that they overlap some
 communication for which llmtrain waits: the weights and gradients of replicas, and in MegaScale also the sums of tensor
-parallel ranks. For these runs, it is predicted as hidden. A positive error means that the prediction is too fast.
+parallel ranks. For these runs, this communication is predicted as hidden. A positive error means that the prediction
+is too fast.
 
 | Run | Devices | Layout | Published, tokens/s a device | Predicted | Error | Source |
 |---|---|---|---|---|---|---|

@@ -114,7 +114,7 @@ def _visit(request: DoctorRequest) -> Visit:
             if value:
                 problems.append(Problem("doctor.options", option, "needs a hostfile", "add --hostfile"))
     elif request.nproc:
-        problems.append(Problem("doctor.options", "--nproc", "is given by the slots of the hostfile", "leave it out"))
+        problems.append(Problem("doctor.options", "--nproc", "is not supported with --hostfile", "set the slots there"))
     if request.recipe and not request.prebuild:
         problems.append(
             Problem("doctor.options", "RECIPE", "is only used with --prebuild", "add --prebuild, or leave it out")

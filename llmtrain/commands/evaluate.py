@@ -35,7 +35,9 @@ class EvalRequest:
     include_path: Annotated[
         Path | None, typer.Option(help="Folder with your own tasks as YAML files; default: the recipe's.")
     ] = None
-    limit: Annotated[int | None, typer.Option(help="Most documents per task; default: the recipe's.", min=1)] = None
+    limit: Annotated[
+        int | None, typer.Option(help="Largest number of documents per task; default: the recipe's.", min=1)
+    ] = None
     batch_size: Annotated[int, typer.Option(help="Number of texts in a forward pass.", min=1)] = 8
     as_json: JsonOption = False
 

@@ -34,16 +34,17 @@ class ExportRequest:
     ] = None
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = SHARD_SIZE
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None
-    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter, of a run or a PEFT folder, to its base.")] = (
-        False
-    )
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge an adapter, of a run or a PEFT folder, into its base.")
+    ] = False
     base: Annotated[
         str | None, typer.Option(help="Folder or hub name of an adapter's base; default: that of the run.")
     ] = None
     into: Annotated[
         Literal["trained", "full"],
         typer.Option(
-            help="With --merge, for a base in 4 bit: add to the rounded values of training, or to those of its files."
+            help="With --merge, for a 4-bit base: add the adapter to the quantized weights of training, or to the "
+            "original ones."
         ),
     ] = "trained"
     push: Annotated[
@@ -82,9 +83,9 @@ def export_model(request: ExportRequest) -> None:
 
 def _conflicts(request: ExportRequest) -> Iterator[Problem]:
     if request.into != "trained" and not request.merge:
-        yield Problem("export.merge", "--into", "is for --merge", "give --merge, too")
+        yield Problem("export.merge", "--into", "is only supported with --merge", "add --merge")
     if request.public and not request.push:
-        yield Problem("export.push", "--public", "is for --push", "give --push OWNER/NAME, too")
+        yield Problem("export.push", "--public", "is only supported with --push", "add --push OWNER/NAME")
     if request.out is None and not request.push:
         yield Problem("export.out", "OUT", "is required", "name a folder to create")
     elif request.out is None:

@@ -29,7 +29,9 @@ class GenerateRequest:
     system: Annotated[str | None, typer.Option(help="With --chat: the system text.")] = None
     tokens: Annotated[
         int | None,
-        typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or 256 per answer with --chat.", min=1),
+        typer.Option(
+            help=f"Largest number of tokens to generate; default: {TOKENS}, or 256 per answer with --chat.", min=1
+        ),
     ] = None
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
@@ -71,7 +73,7 @@ def _chat(request: GenerateRequest) -> None:
             continue
         print(flush=True)
         if left_out:
-            print(f"({left_out} old messages were left out: the model has no room for them)", file=sys.stderr)
+            print(f"({left_out} earlier messages were left out: the model's context is full)", file=sys.stderr)
 
 
 def _questions() -> Iterator[str]:

@@ -31,9 +31,11 @@ WIDTH = 100
 class InitRequest:
     """The options of the command line."""
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.py, or NAME.yaml; NAME is NAME.py.")]
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File to write: NAME.py or NAME.yaml; NAME means NAME.py.")
+    ]
     data: Annotated[
-        str | None, typer.Option(help="What to train on: a file, folder, pattern, or dataset of the hub.")
+        str | None, typer.Option(help="What to train on: a file, folder, pattern, or dataset on the hub.")
     ] = None
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name of pretrained weights; default: a new, small Llama.")
@@ -61,7 +63,7 @@ def write_recipe(request: InitRequest) -> None:
             file.write(text)
     except OSError as error:
         raise RecipeError(Problem("init.file", str(request.file), f"cannot be written: {reason(error)}")) from None
-    where = "" if _is_here(request.data) else ", a dataset of the hub, since there is no such file or folder here"
+    where = "" if _is_here(request.data) else ", a dataset on the hub, since there is no such file or folder here"
     print(f"wrote {request.file}: {kind} from {request.data}{where}")
     look = " --show 1" if kind != "text" else ""
     name = shlex.quote(str(request.file))
@@ -72,7 +74,7 @@ def _asked(request: InitRequest) -> InitRequest:
     """Asks for missing options on a terminal."""
     if not sys.stdin.isatty():
         raise RecipeError(Problem("init.data", "--data", "is required", "--data FILE, FOLDER or NAME of a hub dataset"))
-    data = typer.prompt("What to train on (a file, a folder, a pattern, or a dataset of the hub)")
+    data = typer.prompt("What to train on (a file, a folder, a pattern, or a dataset on the hub)")
     model = (
         request.model or typer.prompt("Pretrained weights (a folder or hub name; empty for a new model)", "") or None
     )

@@ -214,7 +214,7 @@ def _unsupported(request: TrainRequest) -> Iterator[Problem]:
             fix = f"leave it out, or use --launcher {' or '.join(launchers)}"
             yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
         elif when == "with --dry-run" and not request.dry_run:
-            message = f"is supported only with --dry-run by --launcher {launcher}"
+            message = f"is only supported with --dry-run (--launcher {launcher})"
             yield Problem("launch.options", option, message, "add --dry-run, or leave it out")
         elif when == "without --dry-run" and request.dry_run:
             yield Problem("launch.options", option, "is not supported with --dry-run", "leave it out")

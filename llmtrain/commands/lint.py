@@ -36,12 +36,14 @@ class LintRequest:
         typer.Option("--for", help="The program that reads the files; by default it is guessed for each file."),
     ] = None
     world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for this many ranks.", min=1)] = None
-    data_parallel: Annotated[int | None, typer.Option(help="Check them for this many data parallel ranks.", min=1)] = (
-        None
-    )
+    data_parallel: Annotated[
+        int | None, typer.Option(help="Check the batch sizes for this many data parallel ranks.", min=1)
+    ] = None
     deepspeed: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Check for this DeepSpeed: a version, or a range such as '>=0.17,<0.19'."),
+        typer.Option(
+            metavar="VERSION", help="Check for this version of DeepSpeed, or for a range such as '>=0.17,<0.19'."
+        ),
     ] = None
     assignments: Annotated[
         list[str],

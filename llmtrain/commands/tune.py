@@ -64,7 +64,7 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)
     if not open_kernels(declared):
-        message = "names all of its kernels, so there is nothing to measure"
+        message = "are all set in the recipe, so there is nothing to measure"
         raise RecipeError(Problem("kernels.open", ", ".join(KERNELS), message, "--set kernels.blocks=auto"))
     plan = resolve(declared, cluster)
     console = Console(stderr=True)

@@ -212,7 +212,7 @@ def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
     """Returns the accelerator. Raises RecipeError if it sees another group: its workers would train separate models."""
     seen, group = (accelerator.process_index, accelerator.num_processes), (dist.get_rank(), dist.get_world_size())
     if seen != group:
-        message = f"accelerate has this process as {seen[0]} of {seen[1]}, but its group as {group[0]} of {group[1]}"
+        message = f"accelerate reports rank {seen[0]} of {seen[1]}, but the process group rank {group[0]} of {group[1]}"
         raise RecipeError(Problem("launch.alone", "parallel.backend", message, "--set parallel.backend=deepspeed"))
     return accelerator
 

@@ -76,7 +76,7 @@ def _loss(plan: Plan) -> str:
 def chosen_line(choice: KernelChoice) -> str:
     """Describes the kernels of a choice, and its origin."""
     values = ", ".join(f"{field}={value}" for field, value in choice.values.items())
-    return f"kernels  {values or 'as the rules have them'} ({choice.why})"
+    return f"kernels  {values or 'the defaults'} ({choice.why})"
 
 
 def kernel_choice_lines(choice: KernelChoice) -> list[str]:

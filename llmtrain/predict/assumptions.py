@@ -45,13 +45,13 @@ class Assumptions(Part):
     attention_eager: Share = 0.1
     """Share of the device's peak that attention reaches if it writes its scores to memory."""
     memory: Share = 0.8
-    """Share of the memory bandwidth that kernels reach which only read and write."""
+    """Share of the memory bandwidth that is reached by kernels that only read and write."""
     link: Share = 0.8
     """Share of a link's bandwidth that large NCCL messages reach: 360 to 370 of 450 GB/s within an H100's node."""
     overlap: Share = 0.8
     """Share of the computation that communication can hide behind, if the engine overlaps the two at all."""
     residual_passes: PositiveFloat = 44.0
-    """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass beside
+    """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass outside
     attention and feed-forward, in units of the model's width: two norms in fp32 (2 × 19) and the residual sums (2 × 3).
     """
     end_passes: PositiveFloat = 26.0

@@ -16,10 +16,10 @@ NewTokens = Many[Annotated[str, Field(min_length=1)]] | Literal["template"]
 
 
 class LoraConfig(Part):
-    """Low-rank adapters (LoRA, arXiv 2106.09685), as PEFT has them; all other weights are frozen."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685), as in PEFT; all other weights are frozen."""
 
     rank: PositiveInt | None = None
-    """Rank r of the update B·A of a matrix. Required, unless `pretrained` decides it."""
+    """Rank r of the update B·A of a matrix. Required, unless `pretrained` is set."""
     alpha: PositiveFloat | None = None
     """Numerator of the update's scale, alpha / r. Default: r, for a scale of 1."""
     dropout: Fraction = 0.0
@@ -176,8 +176,8 @@ class DataConfig(Part):
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat", "none"] = "best_fit"
-    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T;
-    `none`: one document per sequence, then padding."""
+    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T
+    tokens; `none`: one document per sequence, then padding."""
     mask_documents: bool = True
     """Restart positions at each document, and prevent attention to other documents."""
     special_tokens: Literal["refuse", "text", "parse"] = "refuse"
@@ -278,14 +278,14 @@ class OptimConfig(Part):
     weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
     updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights.
     `adafactor` (arXiv 1804.04235) keeps a value for each row and each column of a matrix in place of moments; its
-    learning rate is relative to the root mean square of a weight, and not above 1/√t in step t. `adamw_8bit` (arXiv
-    2110.02861) is `adamw` with the moments of matrices in 8 bit, by blocks of a row."""
+    learning rate is relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv
+    2110.02861) is `adamw` with 8-bit moments for matrices, in blocks of a row."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moments; `sgd` uses the first as momentum. For `lion`, the share of the momentum in
     the direction of an update, and the decay of the momentum; for `schedule_free_adamw`, the share of the averaged
-    weights where gradients are taken, and the decay of the second moment."""
+    weights in the trained ones, and the decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -308,10 +308,10 @@ class OptimConfig(Part):
     """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
     that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
     `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)). `adafactor`: `beta2_decay`
-    (−0.8), the power of the number of updates that is the share of a new gradient in the second moment; `eps1` (fp32's
-    ε), the least root of a second moment; `eps2` (1e-3), the least root mean square of a weight that counts; and `d`
-    (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that share a
-    scale."""
+    (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment; `eps1` (fp32's ε), a lower
+    bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root mean square of a weight; and
+    `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that
+    share a scale."""
 
     @model_validator(mode="before")
     @classmethod

@@ -25,10 +25,10 @@ RECENT_ROWS = 20
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is at least this many times the median rank's."""
 MOST_SLOW = 5
-BESIDE_STEPS = "beside the steps"
+BESIDE_STEPS = "outside the steps"
 """Label of the time for starting, evaluations, samples, and steps that were repeated after a restart."""
 MOST_NAME, MOST_TEXT = 40, 2000
-"""Most characters of an event's name and text that are shown."""
+"""Largest number of characters of an event's name and text that are shown."""
 Fact = tuple[str, str]
 """A label and a text."""
 

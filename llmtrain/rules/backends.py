@@ -112,7 +112,7 @@ def offload(draft: Draft) -> Iterator[Fault]:
     for name, unused in (("offload_optimizer", "none"), ("offload_param", "none"), ("nvme_path", None)):
         given = getattr(parallel, name)
         if given != unused:
-            message = f"'{given}' was given: {parallel.strategy} offloads nothing here"
+            message = f"'{given}' was given: offload is not supported with {parallel.strategy}"
             fix = assignment(**{f"parallel__{name}": unused or "null"})
             yield Fault(f"parallel.{name}", message, f"{fix}, or {_DEEPSPEED}")
 
@@ -157,12 +157,12 @@ def slow(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.backend", message, _DEEPSPEED)
 
 
-@rule("backend.hierarchical", "hpZ is a part of DeepSpeed's ZeRO 3; others ignore it.", "run")
+@rule("backend.hierarchical", "hpZ is a part of DeepSpeed's ZeRO 3; other strategies ignore it.", "run")
 def hierarchical(draft: Draft) -> Iterator[Fault]:
     """Refuses hpZ, which would be ignored."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.hierarchical_partition > 1:
-        message = f"{parallel.hierarchical_partition} was given: {parallel.strategy} has no such groups"
+        message = f"{parallel.hierarchical_partition} was given: {parallel.strategy} does not support hpZ"
         fix = assignment(parallel__hierarchical_partition=1)
         yield Fault("parallel.hierarchical_partition", message, f"{fix}, or {_DEEPSPEED}")
 

@@ -63,7 +63,7 @@ def liger_device(draft: Draft) -> Iterator[Fault]:
 def liger_blocks(draft: Draft) -> Iterator[Fault]:
     """Refuses Liger's layers if the engine copies modules."""
     if draft.recipe.kernels.blocks == "liger" and draft.parallel.strategy == "data_parallel":
-        message = "liger was given, but nn.DataParallel does not copy its methods correctly"
+        message = "liger was given, but nn.DataParallel does not correctly copy the methods that Liger replaces"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -138,7 +138,7 @@ def matmul(draft: Draft) -> Iterator[Fault]:
         return
     reasons = []
     if not draft.cluster.spec.on_cpu:
-        reasons.append(f"an {draft.cluster.device} is not a CPU")
+        reasons.append(f"the device is '{draft.cluster.device}'")
     if draft.parallel.precision != "fp32":
         reasons.append(f"parallel.precision is '{draft.parallel.precision}'")
     if reasons:

@@ -35,46 +35,48 @@ def options(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "optim.schedule_free_mean",
-    "Schedule-free AdamW finds its mean from the weights and a second point, whose mixture is the first of `betas`.",
+    "Schedule-free AdamW computes the averaged weights from the trained ones, in which they have the share `betas[0]`.",
     "arithmetic",
 )
 def schedule_free_mean(draft: Draft) -> Iterator[Fault]:
-    """Refuses schedule-free AdamW with weights that contain nothing of the mean."""
+    """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and not optim.betas[0]:
-        message = f"{shown(list(optim.betas))} was given: the first has to be above 0"
+        message = f"{shown(list(optim.betas))} was given: the first must be greater than 0"
         yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
 
 
 @rule(
     "optim.schedule_free_kto",
-    "KTO's estimate is taken in passes of an evaluation, and these read the mean of schedule-free AdamW instead of the "
-    "weights that are trained.",
+    "KTO estimates its divergence in evaluation passes, which read the averaged weights of schedule-free AdamW "
+    "instead of the trained ones.",
     "read",
 )
 def schedule_free_kto(draft: Draft) -> Iterator[Fault]:
     """Refuses KTO with schedule-free AdamW."""
     recipe = draft.recipe
     if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
-        message = "'schedule_free_adamw' was given, with which KTO's estimate would be that of other weights"
+        message = "'schedule_free_adamw' was given, but KTO would estimate its divergence with the averaged weights"
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
 @rule(
     "optim.schedule_free_rate",
-    "The mean of schedule-free AdamW takes the place of a decaying learning rate; both together average too little.",
+    "The averaging of schedule-free AdamW replaces a decaying learning rate; with both, it averages too little.",
     "read",
     refuses=False,
 )
 def schedule_free_rate(draft: Draft) -> Iterator[Fault]:
-    """Notes a learning rate that decays beside schedule-free AdamW."""
+    """Gives a note for a decaying learning rate with schedule-free AdamW."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
         message = f"'{optim.schedule}' was given; 'schedule_free_adamw' needs no decay"
         yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
 
 
-@rule("optim.muon_experts", "Muon with experts distributed over ranks trained other weights than the reference.", "run")
+@rule(
+    "optim.muon_experts", "With experts distributed over ranks, Muon trained other weights than the reference.", "run"
+)
 def muon_experts(draft: Draft) -> Iterator[Fault]:
     """Refuses Muon for mixtures of experts."""
     if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
@@ -98,11 +100,11 @@ def adafactor_experts(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "optim.adamw_8bit_nvme",
-    "DeepSpeed swaps an optimizer's states through buffers of fp32, in which bytes become numbers of four bytes.",
+    "DeepSpeed swaps optimizer states through fp32 buffers, in which each byte becomes a number of four bytes.",
     "run",
 )
 def adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
-    """Refuses states on disks for moments in 8 bit."""
+    """Refuses states on disks for 8-bit moments."""
     if optimizer_of(draft.recipe.optim).codes and draft.recipe.parallel.offload_optimizer == "nvme":
         message = f"'nvme' was given, but the moments of '{draft.recipe.optim.name}' are bytes"
         yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))

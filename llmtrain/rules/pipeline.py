@@ -14,7 +14,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
 @rule(
     "pipeline.zero_stage",
     "The pipeline engine asserts ZeRO stage 0 or 1, after launch. It reduces gradients once a step, but ZeRO 2 has to "
-    "reduce them after each pass, and fails at the second one without that. At stage 0 the engine clips by the norm of "
+    "reduce them after each pass, and otherwise fails at the second one. At stage 0 the engine clips by the norm of "
     "the first pipeline stage alone.",
     "run",
     axis=PIPELINE,
@@ -49,7 +49,7 @@ def layers(draft: Draft) -> Iterator[Fault]:
             f"{parallel.pipeline_chunks} was given: {parallel.pipeline} × {parallel.pipeline_chunks} stages are more "
             f"than the model's {facts.layers} layers"
         )
-        yield Fault("parallel.pipeline_chunks", message, "fewer devices in the pipeline, or fewer stages on each")
+        yield Fault("parallel.pipeline_chunks", message, "use fewer devices, or fewer stages on each device")
 
 
 @rule(

@@ -37,7 +37,7 @@ def selective(draft: Draft) -> Iterator[Fault]:
     if kernels.blocks == "compiled" and attention not in TRACED:
         reasons.append(f"'{attention}' breaks the graph of a compiled layer")
     if draft.parallel.strategy == "data_parallel":
-        reasons.append("nn.DataParallel does not copy its methods correctly")
+        reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
     if reasons:
         yield Fault("parallel.activation_checkpointing", f"'selective' was given, but {'; '.join(reasons)}", FULL)
 
@@ -80,7 +80,7 @@ def tiles(draft: Draft) -> Iterator[Fault]:
     if parallel.activation_checkpointing == "selective":
         reasons.append("selective checkpoints would keep the products of all tiles")
     if parallel.strategy == "data_parallel":
-        reasons.append("nn.DataParallel does not copy its methods correctly")
+        reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
     if reasons:
         message = f"was given, but {'; '.join(reasons)}"
         yield Fault("parallel.tiled_mlp", message, assignment(parallel__tiled_mlp="false"))

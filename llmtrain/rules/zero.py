@@ -109,7 +109,7 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "zero.hierarchical_nvme",
-    "hpZ allocates its copies where parameters are offloaded to, and torch has no tensors on disks.",
+    "hpZ allocates its copies on the device to which parameters are offloaded, and torch has no tensors on disks.",
     "read",
 )
 def hierarchical_nvme(draft: Draft) -> Iterator[Fault]:

@@ -44,12 +44,12 @@ class Stopped(BaseException):
 
 def before_the_first_step(number: int) -> str:
     """Returns the message for a run that has nothing to save."""
-    return f"stopped on {signal.Signals(number).name} before the first step; the same command starts it again"
+    return f"stopped on {signal.Signals(number).name} before the first step; the same command starts the run again"
 
 
 def after_step(number: int, step: int) -> str:
     """Returns the message for a run that has saved."""
-    return f"stopped on {signal.Signals(number).name} after step {step:,}; the same command continues"
+    return f"stopped on {signal.Signals(number).name} after step {step:,}; the same command continues the run"
 
 
 def say(line: str) -> None:

@@ -78,7 +78,7 @@ def train_with_restarts(
         if (stopped_by := wait_for_signal(pause_s)) is not None:
             if stopped_by == QUIT:
                 return Exit.INTERRUPTED
-            say(f"stopped on {Signals(stopped_by).name}; the same command continues")
+            say(f"stopped on {Signals(stopped_by).name}; the same command continues the run")
             return Exit.RESUME
 
 

@@ -50,7 +50,7 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(folder, name):
 
 def test_a_hub_lookup_is_reported(folder, capsys):
     _init("mine.yaml", "--data", "owner/name")
-    assert "text from owner/name, a dataset of the hub" in capsys.readouterr().out
+    assert "text from owner/name, a dataset on the hub" in capsys.readouterr().out
     _init("here.yaml", "--data", "texts.jsonl")
     assert "the hub" not in capsys.readouterr().out
 

@@ -208,7 +208,7 @@ def test_ipv6_addresses():
         ({"TF_CONFIG": "[1, 2]"}, "the required fields `cluster` and `task`"),
         (tf_config("evaluator", 0), "'evaluator', which does not train"),
         (tf_config("worker", 9), "says that this is worker 9, but there are only 3"),
-        (tf_config("worker", 0, worker=["a:1", "b:2"], ps=["c:1"]), "tasks of the kind ps"),
+        (tf_config("worker", 0, worker=["a:1", "b:2"], ps=["c:1"]), "tasks of the type ps"),
         (tf_config("worker", 0, worker=["a:1", "b"]), "names 'b', which is not host:port"),
         (tf_config("worker", 0, worker=["a:1", "b:99999"]), "not host:port"),
     ],

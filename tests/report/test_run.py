@@ -159,7 +159,7 @@ def test_time_outside_of_steps_counts_while_the_run_is_active(folder):
     _write(folder, "metrics.jsonl", *({**line, "data_wait_s": 1.0, "save_blocked_s": 2.0} for line in lines))
     spent = {one.label: one.value for one in time_spent(read_run(folder))}
     # five minutes until the last line of the first start, ten minutes from the second one to the end
-    assert spent == {"steps": 100, "waiting for data": 20, "blocked by saves": 4, "beside the steps": 900 - 124}
+    assert spent == {"steps": 100, "waiting for data": 20, "blocked by saves": 4, "outside the steps": 900 - 124}
 
 
 def test_the_command_of_a_run_can_be_repeated(folder):

@@ -174,7 +174,7 @@ def test_a_signal_after_the_last_save_is_reported(capfd, monkeypatch, is_first):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert capfd.readouterr().err == "stopped on SIGHUP after step 60; the same command continues\n"
+    assert capfd.readouterr().err == "stopped on SIGHUP after step 60; the same command continues the run\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_a_recipe_that_sets_all_kernels_is_refused(tmp_path):
     words = [part for one in named for part in ("--set", one)]
     done = llmtrain("tune", write_small_recipe(tmp_path), *words)
     assert done.returncode == 2
-    assert "names all of its kernels" in done.stderr
+    assert "are all set in the recipe" in done.stderr
 
 
 BESIDE = """
