@@ -100,8 +100,8 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     if wrong:
         name = wrong[0]
         message = (
-            f"{source.pretrained} has {len(wrong)} weights of another shape than the model, as '{name}': "
-            f"{list(incoming.shape(name))} for {list(shapes[name])}"
+            f"{source.pretrained} has {len(wrong)} weights whose shape differs from the model's, such as '{name}': "
+            f"{list(incoming.shape(name))}, not {list(shapes[name])}"
         )
         fix = "leave out the fields of model.config that change sizes"
         problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))

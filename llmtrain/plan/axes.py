@@ -83,8 +83,8 @@ TENSOR = Axis(
     "tensor",
     "tp",
     frozenset({"matrices", "experts"}),
-    "A tensor parallel rank holds whole heads. If the degree does not divide the heads, AutoTP "
-    "gives some ranks more heads than others, or none at all, and all ranks wait for the slowest.",
+    "Each tensor parallel rank holds equally many whole heads. With distributed experts, AutoTP would otherwise "
+    "give some ranks more heads than others, or none at all, and all ranks would wait for the slowest.",
     _tensor_limits,
 )
 SEQUENCE = Axis(

@@ -210,5 +210,5 @@ def test_layers_without_a_checkpointing_switch_are_refused():
     layers[1] = torch.nn.Identity()
     for fields in ({"parallel.checkpoint_every": 2}, {"parallel.offload_activations": True}):
         parallel = tiny_recipe(**{"parallel.activation_checkpointing": "full"}, **fields).parallel
-        with pytest.raises(FamilyError, match="all together"):
+        with pytest.raises(FamilyError, match="recomputed together"):
             use_recomputation(model, parallel)

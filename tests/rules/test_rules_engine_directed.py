@@ -31,8 +31,8 @@ REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("zero.nvme_path", 1, ON_DISK, {}, "TypeError: expected str"),
     ("zero.nvme_path", 1, {"parallel.nvme_path": "/nvme"}, {}, "ignores parallel.nvme_path"),
     ("zero.expert", 4, STAGES | {"parallel.expert": 2}, EXPERTS, "no MoE layers detected"),
-    ("tensor.divides", 2, {"parallel.tensor": 2}, {"intermediate_size": 33}, "does not divide by 2"),
-    ("tensor.divides", 4, STAGES | {"parallel.tensor": 2}, {"intermediate_size": 33}, "does not divide by 2"),
+    ("tensor.divides", 2, {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
+    ("tensor.divides", 4, STAGES | {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
 ]
 
 

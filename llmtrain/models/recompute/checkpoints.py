@@ -71,7 +71,7 @@ def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None
     """Raises FamilyError if layers have no switches of their own, as in some models with code of their own."""
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         refused = f"was given for {model.config.model_type}, or offload_activations"
-        reason = "its layers can only be recomputed all together"
+        reason = "its layers can only be recomputed together"
         raise FamilyError("recompute.every", "parallel.checkpoint_every", 1, refused, reason)
 
 

@@ -307,7 +307,7 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
         shard = STYLES[style].shard(len(shape))
         if shard is not None and shape[shard.dim] % (shard.blocks * degree):
             if not STYLES[style].alone:
-                reason = f"dimension {shard.dim} of {name} {list(shape)} does not divide by {degree}"
+                reason = f"dimension {shard.dim} of {name} {list(shape)} is not divisible by {degree}"
                 raise no_split(model.config, reason)
             shard = None
         wanted[name] = shard
@@ -315,7 +315,7 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
         return next(iter(wanted.values()))
     for name, shard in wanted.items():
         if shard is not None and not STYLES[uses[name]].alone:
-            raise no_split(model.config, f"{name} is tied to a weight that is not split alike")
+            raise no_split(model.config, f"{name} is tied to a weight that is split in another way")
     return None
 
 
