@@ -92,7 +92,7 @@ def figures(run: RunData) -> list[Figure]:
         _figure("step time", _recent(run, "step_time_s"), _seconds),
         _figure("peak memory of rank 0", metrics.last("peak_memory_bytes"), _bytes),
         _figure("skipped updates", metrics.last("skipped_steps"), _counted),
-        _figure("roll-backs", metrics.last("rollbacks"), _counted),
+        _figure("rollbacks", metrics.last("rollbacks"), _counted),
         _figure("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1)), _counted),
         *_forecast(run),
         *(_figure(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),

@@ -113,7 +113,7 @@ class RunDir:
     metrics_file = _Inside("metrics.jsonl")
     """One JSON object per logged step or evaluation."""
     events_file = _Inside("events.jsonl")
-    """One JSON object for each start, stop, death, skipped update and roll-back."""
+    """One JSON object for each start, stop, death, skipped update and rollback."""
     samples_file = _Inside("samples.jsonl")
     """One JSON object for each text that the model wrote during training."""
     trackers_file = _Inside("trackers.json")
