@@ -34,7 +34,8 @@ def tune_kernels(
 ) -> None:
     """Measure which kernels are fastest for a recipe on this machine, and store the result for its runs.
 
-    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss, CPU threads.
+    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss; on a CPU
+    also matrix products and threads.
     """
     from rich.console import Console
 
