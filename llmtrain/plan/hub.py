@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.system.untrusted import expanded
+from llmtrain.system.untrusted import expanded, is_file, is_folder
 
 ANSWER_S = 3.0
 """Timeout of a request to the hub, in seconds."""
@@ -36,8 +36,8 @@ def hub_has(name: str, revision: str | None = None, repo_type: str = "model") ->
 def stored_file(name: str | Path, file: str, revision: str | None = None) -> Path | None:
     """Returns a file of a folder, or of a repository on the hub or in its local cache; None if it is not there."""
     folder = expanded(str(name))
-    if folder.is_dir() or is_path(str(name)):
-        return folder / file if (folder / file).is_file() else None
+    if is_folder(folder) or is_path(str(name)):
+        return folder / file if is_file(folder / file) else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -18,7 +18,7 @@ from llmtrain.plan.plan import ModelFacts
 from llmtrain.plan.trained import with_trained
 from llmtrain.plan.weights import Weight, Weights, runs_of
 from llmtrain.recipe import ModelConfig
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, is_folder, read_json, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -60,7 +60,9 @@ MOST_LAYERS = 1_000
 TRIED_TOKENS = 8
 """Length of the sequence with which a model's own code is tried."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_EXPERT_SIZES = (
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+)
 
 
 def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
@@ -94,7 +96,7 @@ def pretrained_vocabulary(model: ModelConfig) -> int | None:
     """
     assert model.pretrained is not None
     folder = expanded(model.pretrained)
-    path = folder / "config.json" if folder.is_dir() else _kept_config(model)
+    path = folder / "config.json" if is_folder(folder) else _kept_config(model)
     config = {} if path is None else _read_config(path)
     text_config = config.get("text_config")
     rows = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
@@ -151,8 +153,7 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         parameters=total,
         active_parameters=total - sum(idle),
         embedding_parameters=sum(weight.elements for weight in weights.embedding),
-        # A dense layer counts even if every layer has experts.
-        largest_parameter=max(shape.width * shape.inner, *(weight.elements for weight in every)),
+        largest_parameter=max(weight.elements for weight in every),
         layers=shape.layers,
         layer_parameters=tuple(sum(weight.elements for weight in layer) for layer in layers),
         layer_idle_parameters=tuple(idle),
@@ -211,18 +212,30 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
 
 def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
     """Returns problems with sizes that are not positive integers; None is valid if the family derives the size."""
-    problems = []
     required = ["vocab_size", *(family.aliases.get(key, key) for key in _REQUIRED_SIZES)]
-    optional = [family.inner_key, "num_key_value_heads", *(key for key in _OPTIONAL_SIZES if key in config)]
+    required += [key for key in _EXPERT_SIZES if key in family.defaults]
+    positions = family.aliases.get("max_position_embeddings", "max_position_embeddings")
+    optional = [family.inner_key, "num_key_value_heads", "head_dim", positions]
     if family.inner_key == "intermediate_size":
         required.append(optional.pop(0))
+    problems = []
+
+    def check(key: str, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            message = f"{value!r} was given: must be a positive integer"
+            problems.append(Problem("model.size", f"model.config.{key}", message))
+
     for key in (*required, *optional):
-        value = config.get(key)
-        wrong = not isinstance(value, int) or isinstance(value, bool) or value < 1
-        if wrong and not (value is None and key in optional):
-            problems.append(
-                Problem("model.size", f"model.config.{key}", f"{value!r} was given: must be a positive integer")
-            )
+        if config.get(key) is not None or key in required:
+            check(key, config.get(key))
+    for rotary in ("rope_parameters", "rope_scaling"):
+        for parameters in _rotary(config.get(rotary)):
+            if "original_max_position_embeddings" in parameters:
+                check(f"{rotary}.original_max_position_embeddings", parameters["original_max_position_embeddings"])
+    dense = config.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list | tuple) and all(isinstance(one, int) for one in dense)):
+        message = f"{dense!r} was given: must be a list of layers"
+        problems.append(Problem("model.size", "model.config.mlp_only_layers", message))
     return problems or _too_large(config)
 
 

@@ -16,7 +16,7 @@ from llmtrain.errors import DataError, Problem, RecipeError, shown
 from llmtrain.plan.hub import stored_file
 from llmtrain.plan.model_facts import pretrained_config
 from llmtrain.recipe import NewTokens, Recipe
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, is_file, read_json, read_text, why
 
 FIELD = "model.new_tokens"
 TEMPLATE_FIELD = "data.chat_template"
@@ -166,7 +166,7 @@ def named_template(wanted: str) -> str:
     if "{" in wanted:
         return wanted
     path = expanded(wanted)
-    if path.is_file():
+    if is_file(path):
         return _template_in(path)
     message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
     fix = f"--set {TEMPLATE_FIELD}=null takes that of the tokenizer"

@@ -87,6 +87,8 @@ def fits(draft: Draft) -> Iterator[Fault]:
     facts, stages = draft.facts, draft.parallel.stages
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
+    if draft.parallel.expert > draft.cluster.world_size // stages:
+        return
     memory = memory_of(assemble(draft))
     if memory is None or memory.fits or memory.capacity is None:
         return

@@ -58,6 +58,16 @@ def expanded(name: str) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises RuntimeError
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a path that a user named is a folder; False for a name that is too long, where pathlib's raises."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path that a user named is a file; False for a name that is too long, where pathlib's raises."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
 @contextmanager
 def utf8_name(folder: Path) -> Iterator[Path]:
     """Yields a folder under a UTF-8 name, which libraries written in Rust require."""

@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from llmtrain.cluster import MOST_RANKS, Cluster
-from llmtrain.errors import RecipeError
+from llmtrain.errors import DataError, RecipeError
 from llmtrain.plan import model_facts as facts_module
+from llmtrain.plan import vocabulary
+from llmtrain.plan.hub import stored_file
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
 from llmtrain.plan.stages import balance
@@ -52,6 +54,22 @@ def test_numbers_of_a_recipe_have_bounds(llama, field, value):
     (problem,) = caught.value.problems
     assert problem.field == field
     assert str(value) in problem.message
+
+
+def test_more_experts_than_ranks_that_could_hold_them():
+    """The memory of such a plan is not computed."""
+    recipe = load_recipe(str(ROOT / "recipes/tiny.py:moe"), [])[0]
+    found = refusal(recipe, Cluster(devices_per_node=8, device="h100"), parallel__pipeline=4, parallel__expert=4)
+    assert "layout.expert_divides" in {one.rule for one in found}
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000])
+def test_names_that_are_too_long_for_a_path(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="is neither a file"):
+        vocabulary.named_template(name)
+    assert stored_file(name, "tokenizer.json") is None
+    assert facts_module.pretrained_vocabulary(ModelConfig(pretrained=name)) is None
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"])

@@ -155,6 +155,22 @@ def test_invalid_sizes_are_refused():
     assert set(found) == {f"model.config.{key}" for key in given}
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        *(("mixtral", "num_local_experts", value) for value in ("8", 2.5, None, -1)),
+        ("mixtral", "num_experts_per_tok", None),
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("llama", "max_position_embeddings", "many"),
+        ("llama", "rope_parameters.original_max_position_embeddings", "long"),
+    ],
+)
+def test_what_else_is_no_size_is_refused(family, field, value):
+    key, _, inner = field.partition(".")
+    config = {"vocab_size": 8, key: {"rope_type": "longrope", inner: value} if inner else value}
+    assert set(problems(architecture=family, config=config)) == {f"model.config.{field}"}
+
+
 def test_heads_that_do_not_divide():
     config = {"vocab_size": 8, "hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 3}
     assert set(problems(architecture="llama", config=config)) == {
