@@ -126,7 +126,7 @@ def test_a_hub_that_is_not_reached_loses_nothing(hub, folder):
     ("arguments", "words"),
     [
         (["--push", "me/tiny", "--dtype", "float16"], "--dtype: needs OUT"),
-        (["--public"], "--public: is for --push"),
+        (["--public"], "--public: is only supported with --push"),
         ([], "OUT: is required"),
     ],
 )

@@ -312,7 +312,7 @@ def _alone(rank: int):
 
 def test_a_worker_that_accelerate_treats_as_a_single_process_fails():
     for rank, message in enumerate(run_ranks(2, _alone)):
-        assert f"process as {rank} of 1" in message
+        assert f"rank {rank} of 1" in message
 
 
 def _shared_layers(rank: int):
