@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.loss import target_loss_sum, target_losses
-from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.models.varlen import VARLEN, varying_documents
@@ -167,8 +167,8 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
-    except MODEL_ERRORS + trace_errors() as error:
-        raise _refused(config, f" ({type(error).__name__}: {_first_line(error)})") from error
+    except COPY_ERRORS + trace_errors() as error:
+        raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
         torch.compiler.reset()
     if deviation > TOLERANCE:
@@ -204,7 +204,3 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
         elif one is not None or other is not None:
             return float("inf")
     return worst
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

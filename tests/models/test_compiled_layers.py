@@ -59,6 +59,11 @@ def test_experts_are_refused_before_anything_is_compiled():
         check_layers(AutoConfig.for_model("mixtral", num_hidden_layers=2), "sdpa")
 
 
+def test_a_family_without_a_tiny_copy_is_refused():
+    with pytest.raises(RecipeError, match=r"layers of xlnet cannot be compiled .*`d_head` "):
+        check_layers(AutoConfig.for_model("xlnet"), "eager")
+
+
 def test_too_many_kinds_of_layers_are_refused(monkeypatch):
     monkeypatch.setattr(compiled, "KINDS", 2)
     forward = LlamaDecoderLayer.forward
