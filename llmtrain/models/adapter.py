@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
@@ -34,6 +34,7 @@ from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.plan.hub import stored_file
 from llmtrain.plan.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
@@ -44,6 +45,8 @@ ADAPTER = "default"
 """PEFT's name of a model's only adapter."""
 ADAPTER_FILE = "adapter_model.safetensors"
 """File of the weights in a folder of PEFT."""
+OLD_ADAPTER_FILE = "adapter_model.bin"
+"""The same in folders of earlier versions of PEFT."""
 FILE_PREFIX = "base_model.model."
 """Prefix of the names of all weights in the file of an adapter."""
 DORA = "lora_magnitude_vector"
@@ -385,10 +388,15 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
     """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError."""
     from peft.utils.save_and_load import load_peft_weights
 
+    assert adapter.pretrained is not None
+    files = (stored_file(adapter.pretrained, name, adapter.revision) for name in (ADAPTER_FILE, OLD_ADAPTER_FILE))
+    file = next(filter(None, files), None)
+    if file is None:
+        raise _unreadable(adapter, f"it has neither {ADAPTER_FILE} nor {OLD_ADAPTER_FILE}")
     try:
-        stored = load_peft_weights(adapter.pretrained, device="cpu", revision=adapter.revision, use_safetensors=True)
+        stored = load_peft_weights(str(file.parent), device="cpu")
     except (OSError, ValueError) as error:
-        raise _unreadable(adapter, error) from error
+        raise _unreadable(adapter, reason(error)) from error
     return {
         name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
@@ -401,7 +409,7 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     try:
         found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
     except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(adapter, error) from error
+        raise _unreadable(adapter, reason(error)) from error
     field = "model.adapter.pretrained"
     if not isinstance(found, peft.LoraConfig):
         message = f"{adapter.pretrained} is an adapter of the kind {found.peft_type}, and only LoRA is supported"
@@ -416,8 +424,8 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     return found
 
 
-def _unreadable(adapter: LoraConfig, error: Exception) -> RecipeError:
-    message = f"{adapter.pretrained} is not a readable adapter: {str(error).strip().splitlines()[0]}"
+def _unreadable(adapter: LoraConfig, why: str) -> RecipeError:
+    message = f"{adapter.pretrained} is not a readable adapter: {why}"
     return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, "name a folder of PEFT's"))
 
 
