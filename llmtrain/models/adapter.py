@@ -395,8 +395,8 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
         raise _unreadable(adapter, f"it has neither {ADAPTER_FILE} nor {OLD_ADAPTER_FILE}")
     try:
         stored = load_peft_weights(str(file.parent), device="cpu")
-    except (OSError, ValueError) as error:
-        raise _unreadable(adapter, reason(error)) from error
+    except Exception as error:  # what torch and safetensors raise depends on the damage
+        raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     return {
         name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
@@ -408,8 +408,8 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
 
     try:
         found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
-    except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(adapter, reason(error)) from error
+    except Exception as error:  # likewise; a kind of adapter that PEFT does not know is a KeyError
+        raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     field = "model.adapter.pretrained"
     if not isinstance(found, peft.LoraConfig):
         message = f"{adapter.pretrained} is an adapter of the kind {found.peft_type}, and only LoRA is supported"
