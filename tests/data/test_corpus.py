@@ -17,6 +17,7 @@ import pytest
 from llmtrain.data.cache import Cache
 from llmtrain.data.progress import Progress
 from llmtrain.data.sources.corpus import ConversationCorpus, held_out, open_corpora
+from llmtrain.data.sources.formats import READERS
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Source
@@ -189,6 +190,19 @@ def test_a_missing_column_is_named_with_the_existing_ones(cache: Cache, tmp_path
     for suffix in ("jsonl", "parquet", "arrow"):
         message = fault(cache, tmp_path / f"a.{suffix}", "data.column", text_column="texts")
         assert "no column 'texts'; did you mean 'text'? (columns: id, text)" in message
+
+
+@pytest.mark.parametrize("column", ["text", None])
+def test_several_columns_of_one_name_are_refused(column: str | None, tmp_path: Path) -> None:
+    written = pyarrow.Table.from_arrays([pyarrow.array([text]) for text in "abc"], names=["text", "text", "other"])
+    pyarrow.parquet.write_table(written, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", written.schema) as stream:
+        stream.write(written)
+    for path in tmp_path.iterdir():
+        reader = READERS[path.suffix]
+        with pytest.raises(DataError, match="has 2 columns 'text'"):
+            list(reader(path, column))
+        assert [document.text for document in reader(path, "other")] == ["c"]
 
 
 def test_nulls_are_skipped_and_numbers_refused(cache: Cache, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def read_parquet(path: Path, column: str | None) -> Iterator[Document]:
     import pyarrow.parquet
 
     with _arrow_errors(path), path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-        require_column(str(path), column, file.schema_arrow.names)
+        _require_one_column(path, column, file.schema_arrow.names)
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=None if column is None else [column])
         yield from read_batches(with_fraction(batches, file.metadata.num_rows), column, str(path))
 
@@ -88,7 +89,7 @@ def read_arrow(path: Path, column: str | None) -> Iterator[Document]:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        require_column(str(path), column, reader.schema.names)
+        _require_one_column(path, column, reader.schema.names)
         if is_file:
             count = reader.num_record_batches
             batches = ((reader.get_batch(number), (number + 1) / count) for number in range(count))
@@ -185,6 +186,15 @@ def require_column(place: str, column: str | None, known: Any) -> None:
     message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
     fix = "set text_column of the source to the column that contains the text"
     raise DataError(Problem("data.column", place, message, fix))
+
+
+def _require_one_column(path: Path, column: str | None, names: list[str]) -> None:
+    """Raises DataError if a text column is missing, or several have its name; if it is None, this counts for all."""
+    require_column(str(path), column, names)
+    for name, count in Counter(names).items():
+        if count > 1 and column in (None, name):
+            message = f"has {count} columns '{name}'"
+            raise DataError(Problem("data.column", str(path), message, "rename or remove all but one of them"))
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError, offset: int) -> Problem:
