@@ -49,14 +49,15 @@ class ChatReading:
 
 @dataclass
 class _Counts:
-    """Statistics of a pass over the rows: how many were kept, dropped, cut or faulty."""
+    """Statistics of a pass over the rows. `kept`, `dropped` and `cut` count pairs, or else conversations."""
 
     rows: int = 0
+    faulty: int = 0
+    """Number of rows with a fault in any of their conversations."""
     kept: int = 0
     dropped: int = 0
     cut: int = 0
     trained_tokens: int = 0
-    faulty: int = 0
     faults: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -124,6 +125,8 @@ def tokenize_conversations(
     dropped and others remain.
     """
     started, counts, characters = time.perf_counter(), _Counts(), 0
+    row: Document | None = None
+    is_faulty = False
     most, judged = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
     with ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, judged, stack) for split in SPLITS}
@@ -131,14 +134,19 @@ def tokenize_conversations(
         batches = prefetched(_batches(corpus, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
-            encoded = iter(encoder.tokenize([chat for row in batch for chat in row.texts]))
+            encoded = iter(encoder.tokenize([chat for one in batch for chat in one.texts]))
             kept: dict[str, list[tuple[Encoded, int]]] = {split: [] for split in SPLITS}
             for document, texts, desirable in batch:
-                characters += len(document.text)
+                if document is not row:  # rows may have several judged completions
+                    row, is_faulty = document, False
+                    counts.rows += 1
+                    characters += len(row.text)
                 found = [next(encoded) for _ in texts]
                 whole = [one for one in found if not isinstance(one, RowError)]
                 if len(whole) < len(found):
-                    counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
+                    if not is_faulty:
+                        counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
+                    is_faulty = True
                 elif sizes := _sizes(whole, most, reading.too_long, desirable):
                     counts.kept += 1
                     split = "eval" if held_out(document.text, eval_fraction) else "train"
@@ -154,10 +162,9 @@ def tokenize_conversations(
                         labels.append(np.array([desirable]))
                 else:
                     counts.dropped += 1
-                counts.rows += 1
             for split, writer in writers.items():
                 writer.add(kept[split])
-            task.update(batch[-1].document.fraction, f"{counts.rows:,} conversations")
+            task.update(batch[-1].document.fraction, f"{counts.rows:,} rows")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
     if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"

@@ -284,6 +284,17 @@ def test_faults_of_labelled_completions(change: dict[str, Any], fault: str, chat
     assert fault in str(caught.value)
 
 
+def test_rows_with_two_labelled_completions_count_once(chatml: Case) -> None:
+    rows = [pair(number) for number in range(6)]
+    made = recipe(chatml, rows, **{"objective.name": "kto"})
+    found = prepare(made).sources[0].store.meta
+    assert (found["conversations"]["rows"], found["conversations"]["kept"]) == (6, 12)
+    assert found["characters"] == sum(len(json.dumps(row)) for row in rows)
+    rows = [{**row, "prompt": "a"} for row in rows]
+    with pytest.raises(DataError, match=r"6 of 6 rows of (.*\n)*.*line 5: no row near it.*\n *and 1 more"):
+        prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
+
+
 def test_one_prompt_alone_has_no_mismatched_completion(chatml: Case) -> None:
     rows = [{**judged(number), "prompt": "a"} for number in range(6)]
     with pytest.raises(DataError, match="no row near it has another prompt"):
