@@ -43,7 +43,13 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
+    "tiktoken.model",
+    "tekken.json",
 )
+"""Files from which `transformers` makes a fast tokenizer; part of the key of a folder that has them."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,9 @@ def prepare_tokenizer(
         # A hub name keeps the meaning that it had when this folder first used it, as in `hub_corpus`.
         content = _files_hash(source) if source.is_dir() else wanted
         own = source / "chat_template.jinja"
-        chat = [xxhash.xxh3_128_hexdigest(read_bytes(own))] if own.is_file() else []
+        chat: list[Any] = [_hash(own)] if own.is_file() else []
+        if more := {path.name: _hash(path) for path in source.glob("additional_chat_templates/*.jinja")}:
+            chat.append(more)
         template = named_template(data.chat_template) if data.chat_template and new_tokens == "template" else None
         added = [new_tokens if isinstance(new_tokens, str) else list(new_tokens), template] if new_tokens else []
         key = key_of("imported", FORMAT, source.is_dir(), content, *chat, *added)
@@ -284,4 +292,8 @@ def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
 
 def _files_hash(folder: Path) -> str:
     files = (folder / name for name in TOKENIZER_FILES)
-    return key_of({path.name: xxhash.xxh3_128_hexdigest(read_bytes(path)) for path in files if path.exists()})
+    return key_of({path.name: _hash(path) for path in files if path.exists()})
+
+
+def _hash(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(read_bytes(path))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -115,6 +116,37 @@ def test_a_tokenizer_that_adds_a_start_token(make_recipe: MakeRecipe, corpus_fil
     starts = stream.documents[:-1].astype(int)
     assert (stream.tokens[starts] == 0).all()
     assert (stream.tokens == 0).sum() == (stream.tokens == 1).sum() == len(starts)
+
+
+def test_a_changed_vocabulary_of_tekken_is_another_tokenizer(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    special = [{"rank": rank, "token_str": text} for rank, text in enumerate(["<unk>", "<s>", "</s>"])]
+    tokens = [bytes([byte]) for byte in range(256)]
+    for token in (b"th", b"he"):
+        tokens.append(token)
+        vocab = [{"rank": rank, "token_bytes": base64.b64encode(one).decode()} for rank, one in enumerate(tokens)]
+        config = {"pattern": r"\s?\w+|\s+|[^\s\w]+", "default_num_special_tokens": len(special)}
+        content = json.dumps({"config": config, "vocab": vocab, "special_tokens": special})
+        (tmp_path / "tekken.json").write_text(content)
+        prepared = prepare(make_recipe(corpus_file, tokenizer=str(tmp_path)))
+        assert prepared.vocab_size == len(special) + len(tokens)
+
+
+def test_a_changed_additional_template_is_another_tokenizer(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    made = make_recipe(corpus_file, tokenizer=str(folder))
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    identity = prepare(made).tokenizer.identity
+    template.parent.mkdir()
+    for text in ("one", "two"):
+        template.write_text(text)
+        prepared = prepare(made)
+        assert AutoTokenizer.from_pretrained(prepared.tokenizer_dir).chat_template == {"tool_use": text}
+        assert prepared.tokenizer.identity == identity  # the tokens are the same
 
 
 def fault(make_recipe: MakeRecipe, corpus_file: Path, rule: str, **data: Any) -> str:
