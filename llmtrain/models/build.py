@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -16,7 +17,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_choosers
@@ -43,18 +44,18 @@ def model_configuration(recipe: Recipe) -> PreTrainedConfig:
 def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedConfig:
     """Returns the `transformers` configuration of a model, with `values` for some fields.
 
-    Raises RecipeError if the architecture does not exist or the pretrained model cannot be found.
+    Raises RecipeError if the architecture does not exist, the pretrained model cannot be found, or its class refuses a
+    value.
     """
     try:
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
         pretrained_folder(model)
         return pretrained_configuration(model, values)
-    except (ValueError, OSError, TypeError) as error:
+    except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RecipeError(
-            Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {first_line}")
+            Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {reason(error)}")
         ) from error
 
 
