@@ -87,7 +87,7 @@ def fits(draft: Draft) -> Iterator[Fault]:
     facts, stages = draft.facts, draft.parallel.stages
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
-    if draft.parallel.expert > draft.cluster.world_size // stages:
+    if draft.parallel.expert > draft.cluster.world_size // draft.parallel.pipeline:
         return
     memory = memory_of(assemble(draft))
     if memory is None or memory.fits or memory.capacity is None:
