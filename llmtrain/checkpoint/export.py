@@ -142,9 +142,11 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     """Writes the configurations of a model and of generation, and the code of a custom model."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of shards that it does not write
-    model.save_pretrained(folder, state_dict={})
-    if shown:
-        logging.enable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict={})
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_adapter(

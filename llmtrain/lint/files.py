@@ -57,7 +57,7 @@ def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     """
     made: dict[str, bytes | Path] = {}
     problems = []
-    for name in names:
+    for name in dict.fromkeys(names):  # standard input can be read once
         found = list(_expanded(name))
         if not found:
             problems.append(Problem("lint.files", name, "there is no DeepSpeed configuration here"))

@@ -109,12 +109,14 @@ def _moved(text: str, document: Configuration, key: int, value: int, target: Whe
     else:
         rest = re.compile(r"[ \t]*\n?").match(text, stop + 1)
         blank = not text[line:key].strip()
-        whole = rest is not None and blank and text[rest.end() - 1] == "\n"
-        gone = (line if whole else key, rest.end() if rest and whole else stop + 1, "")
+        alone = rest is not None and blank and text[rest.end() - 1] == "\n"
+        gone = (line if alone else key, rest.end() if rest and alone else stop + 1, "")
+    whole = _SKIPPED.match(text)
+    inside = (whole.end() if whole else 0) + 1  # behind the first brace; comments before it may have some, too
     if len(target) == 1:
-        return [gone, _inserted(text, text.index("{") + 1, member)]
+        return [gone, _inserted(text, inside, member)]
     if not document.has(*target[:-1]):
-        return [gone, _inserted(text, text.index("{") + 1, f"{json.dumps(target[0])}: {{{member}}}")]
+        return [gone, _inserted(text, inside, f"{json.dumps(target[0])}: {{{member}}}")]
     places = document.places.get(target[:-1], [])
     starts = [0, *(line.end() for line in re.finditer("\n", text))]
     key = starts[places[0][0] - 1] + places[0][1] - 1 if places else 0

@@ -7,8 +7,9 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from textwrap import indent
 from typing import Any
@@ -85,7 +86,8 @@ class Trackers:
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
         if self._waiting and shutil.disk_usage(self._run_dir.tensorboard).free > ROOM_BYTES:
             self._waiting = False
-            self._trackers["tensorboard"] = _start("tensorboard", self._run_dir, self._recipe, step - 1, {})
+            with self._survived("tensorboard", f"at step {step:,}"):
+                self._trackers["tensorboard"] = _start("tensorboard", self._run_dir, self._recipe, step - 1, {})
         self._each(f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
@@ -98,15 +100,22 @@ class Trackers:
 
     def _each(self, when: str, call: Callable[[Any], object]) -> None:
         for name, tracker in list(self._trackers.items()):
-            try:
+            with self._survived(name, when):
                 call(tracker)
-            except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
-                del self._trackers[name]
-                # Its writer is useless after that; a new one may work once the disk has room again.
-                self._waiting = name == "tensorboard" and getattr(error, "errno", None) in DISK_FULL
-                until = "until the disk has room" if self._waiting else "from now on"
-                lost = f"tracker {name} failed {when}, and is disabled {until}: {error!r}"
-                print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _survived(self, name: str, when: str) -> Iterator[None]:
+        """Disables a tracker that fails, and reports that."""
+        try:
+            yield
+        except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
+            self._trackers.pop(name, None)
+            # Its writer is useless after that; a new one may work once the disk has room again.
+            waits = name == "tensorboard" and getattr(error, "errno", None) in DISK_FULL
+            self._waiting |= waits
+            until = "until the disk has room" if waits else "from now on"
+            lost = f"tracker {name} failed {when}, and is disabled {until}: {error!r}"
+            print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
 
 def _leave_signals() -> None:

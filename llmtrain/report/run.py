@@ -137,7 +137,7 @@ class RunData:
     def max_steps(self) -> int | None:
         """The number of steps of the whole run, if it is known."""
         steps = self.recipe.get("train.max_steps")
-        return steps if isinstance(steps, int) else None
+        return steps if type(steps) is int else None
 
 
 def read_run(path: str | Path) -> RunData:

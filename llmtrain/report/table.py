@@ -65,7 +65,7 @@ class MetricsTable:
     def add(self, record: Mapping[str, Any]) -> bool:
         """Adds a record as a row. Returns False if it has no valid step, or if the table is full."""
         step = record.get("step")
-        if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or len(self) >= MOST_ROWS:
+        if type(step) is not int or not 0 <= step < LARGEST_STEP or len(self) >= MOST_ROWS:
             return False
         length = len(self)
         for name, value in _flat(record):

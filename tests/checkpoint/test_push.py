@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from llmtrain.checkpoint.hub.push import push
 from llmtrain.cli import app
-from llmtrain.errors import RecipeError
+from llmtrain.errors import CheckpointError, RecipeError
 from tests.helpers.hub import TOKEN, running_hub
 
 CARD = '---\nlibrary_name: transformers\n---\n\n# tiny\n\nmodel = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
@@ -120,6 +121,12 @@ def test_a_hub_that_is_not_reached_loses_nothing(hub, folder):
     assert _content(folder) == before
     hub.failing = ""
     assert _export(hub, str(folder), "--push", "me/tiny").returncode == 0
+
+
+def test_a_card_that_cannot_be_read_is_no_fault_of_the_hub(folder):
+    (folder / "README.md").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"export\.read"):
+        push(folder, "me/tiny")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_folders_patterns_and_standard_input(folder, capsys, monkeypatch):
         assert code == 1
         assert "3 files: 1 error, 1 warning" in text  # the others are no configurations
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(WRONG).encode())))
-    assert run(capsys, "-")[0] == 1
+    assert run(capsys, "-", "-")[0] == 1  # which is one input
 
 
 def test_equal_findings_share_a_line(folder, capsys):
@@ -170,6 +170,13 @@ def test_mechanical_errors_are_fixed(folder, capsys):
     assert file.read_text() == TEXT
     assert run(capsys, "ds.json", fix=True)[0] == 0
     assert file.read_text() == MENDED
+
+
+def test_a_brace_in_a_comment_before_the_object_is_left_alone():
+    text = '// sizes {per host}\n{"optimizer": {"type": "AdamW", "weight_decay": 0.1}, "stage": 2}\n'
+    assert fixed(text, schema()).startswith("// sizes {per host}\n{")
+    assert fixed(text, schema()).count("stage") == 1
+    assert "zero_optimization" in fixed(text, schema()).splitlines()[1]
 
 
 def test_links_and_permissions_are_kept_when_a_file_is_fixed(folder, capsys):

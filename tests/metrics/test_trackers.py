@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -6,10 +7,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from llmtrain.errors import RecipeError
+from llmtrain.metrics import trackers as trackers_module
 from llmtrain.metrics.trackers import Trackers, check_trackers
 from llmtrain.run_dir import RunDir
 
@@ -175,6 +178,44 @@ def test_training_neither_waits_for_a_tracker_nor_fails_with_it(plan, run_dir, m
     trackers.close()
     assert seen == [1]
     assert "tracker tensorboard failed at step 2" in capfd.readouterr().err
+
+
+class _Other:
+    """A tracker that gets what TensorBoard cannot."""
+
+    name = "other"
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def log(self, values, step):
+        self.steps.append(step)
+        if step == 3:
+            raise ConnectionError("no server")
+
+
+def test_a_tracker_that_fails_changes_nothing_for_one_that_waits_for_disk_space(plan, run_dir, monkeypatch, capfd):
+    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), start_step=1)
+    trackers._thread.submit(int).result()
+    other = trackers._trackers["other"] = _Other()
+    full = OSError(errno.ENOSPC, "no space")
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", Mock(side_effect=full))
+    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 2**62)
+    for step in (2, 3):
+        trackers.log({"loss": 1.0}, step)
+    trackers._thread.submit(int).result()
+    trackers._trackers["other"] = other
+    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 0)
+    monkeypatch.setattr(trackers_module, "_start", Mock(side_effect=full))
+    trackers.log({"loss": 1.0}, 4)
+    trackers._thread.submit(int).result()
+    assert other.steps == [2, 3, 4]
+    assert capfd.readouterr().err.count("disabled until the disk has room") == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 0)
+    trackers.log({"loss": 1.0}, 5)
+    trackers.close()
+    assert "tensorboard" in trackers._trackers
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from the writer's thread

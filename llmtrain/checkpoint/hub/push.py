@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.hub.model_card import FOLDER, portable
-from llmtrain.errors import HubError, Problem, RecipeError, reason
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
+from llmtrain.errors import CheckpointError, HubError, Problem, RecipeError, reason
+from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
 
 CARD = "README.md"
 _TRY_AGAIN = (408, 429)
@@ -82,8 +82,11 @@ def push(folder: Path, name: str) -> str:
             return str(path)
         return read_text(path).replace(f'"{FOLDER}"', f'"{name}"').encode()
 
-    with _answers(name, f"llmtrain export {folder} --push {name}"):
+    try:
         files = [CommitOperationAdd(str(path.relative_to(folder)), content(path)) for path in _content(folder)]
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("export.read", str(folder), f"cannot be read: {why(error)}")) from None
+    with _answers(name, f"llmtrain export {folder} --push {name}"):
         return str(HfApi().create_commit(name, files, commit_message="Add the model and its card").commit_url)
 
 
