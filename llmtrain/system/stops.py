@@ -52,10 +52,10 @@ def after_step(number: int, step: int) -> str:
     return f"stopped on {signal.Signals(number).name} after step {step:,}; the same command continues the run"
 
 
-def say(line: str) -> None:
-    """Prints a line for the user, if standard error is still open."""
+def say(line: str, descriptor: int = 2) -> None:
+    """Prints a line for the user, if standard error is still open. descriptor: what it was before it was redirected."""
     with suppress(OSError, ValueError):
-        os.write(2, f"{line}\n".encode())
+        os.write(descriptor, f"{line}\n".encode())
 
 
 def leave(code: int) -> NoReturn:

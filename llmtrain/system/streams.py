@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from rich.console import Console
 
+ERASE_LINE = "\r\x1b[2K"
+"""Erases the line of a terminal that the cursor is on."""
+
 
 class _Lossy(io.FileIO):
     """A file that drops what it cannot write."""

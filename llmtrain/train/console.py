@@ -20,9 +20,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import is_terminal, lossy, open_closed
-
-ERASE_LINE = "\r\x1b[2K"
+from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from llmtrain.errors import Exit
 from llmtrain.launch.seal import Seal, read_sealed
 from llmtrain.system.stops import STOPS, after_step, leave, say
+from llmtrain.system.streams import ERASE_LINE, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,7 +34,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal."""
-        self._saved: int | None = None
+        self._saved: tuple[int, TextIO] | None = None
+        """The last step, which is saved, and the user's standard error."""
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
                 signal.signal(number, self._note)
@@ -47,14 +49,19 @@ class StopSignals:
             self.received = signal.Signals(number)
         self._leave_if_saved()
 
-    def leave_at_once(self, step: int) -> None:
-        """Makes the process exit at once on a signal, past or future. step: the last one, which is saved."""
-        self._saved = step
+    def leave_at_once(self, step: int, stderr: TextIO) -> None:
+        """Makes the process exit at once on a signal, past or future.
+
+        step: the last one, which is saved. stderr: standard error before it was redirected to the rank's log.
+        """
+        self._saved = step, stderr
         self._leave_if_saved()
 
     def _leave_if_saved(self) -> None:
         if self._saved is not None and self.received is not None:
-            say(after_step(self.received, self._saved))
+            step, stderr = self._saved
+            # There may be a spinner on this line.
+            say((ERASE_LINE if is_terminal(stderr) else "") + after_step(self.received, step), stderr.fileno())
             leave(Exit.RESUME)
 
 

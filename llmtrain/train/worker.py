@@ -207,7 +207,7 @@ class _Worker:
         is_finished = state.step == plan.recipe.train.steps
         self._note_event("finished" if is_finished else "stopped", state.step, "" if is_finished else "by --max-steps")
         if self.rank.is_main:
-            self.signals.leave_at_once(state.step)
+            self.signals.leave_at_once(state.step, self.output.stderr)
             from llmtrain.train.finish import finish
 
             del engine, data, saver  # the sample is generated on the same GPU

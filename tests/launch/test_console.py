@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from llmtrain.launch.failure import Failure
 
 # Every way in which a library may talk.
@@ -90,6 +92,20 @@ def test_the_other_ranks_are_silent(script, run_dir):
     done = run(script, run_dir, "chatter()\noutput.console.print('a line of ours')", rank=1)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "noise from C" in run_dir.log_file(1).read_text()
+
+
+@pytest.mark.parametrize("signalled_first", [True, False])
+def test_a_signal_after_the_last_save_is_reported_to_the_user(script, run_dir, signalled_first):
+    """While the run is exported: nothing is lost, but the exit code is that of a run that was stopped."""
+    steps = ["raise_signal(SIGHUP)", "signals.leave_at_once(60, output.stderr)"]
+    body = """
+from signal import SIGHUP, raise_signal
+from llmtrain.train.signals import StopSignals
+signals = StopSignals()
+"""
+    done = run(script, run_dir, body + "\n".join(steps if signalled_first else reversed(steps)))
+    message = "stopped on SIGHUP after step 60; the same command continues the run\n"
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", message)
 
 
 def test_a_second_attempt_appends(script, run_dir):

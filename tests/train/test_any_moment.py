@@ -11,14 +11,11 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmtrain.system.stops import QUIT, STOPS, caught_signals
-from llmtrain.train import signals as stop_signals
-from llmtrain.train.signals import StopSignals
 
 MARK = "LLMTRAIN_TEST_MARK"
 """Every process of a run inherits it."""
@@ -157,24 +154,6 @@ def test_a_second_interrupt_is_handled_as_a_quit():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert [events.get_nowait() for _ in range(3)] == [signal.SIGINT, signal.SIGTERM, QUIT]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_signal_after_the_last_save_is_reported(capfd, monkeypatch, is_first):
-    """While the run is exported: nothing is lost, but the exit code is that of a run that was stopped."""
-    monkeypatch.setattr(stop_signals, "leave", sys.exit)
-    before = {number: signal.getsignal(number) for number in STOPS}
-    try:
-        signals = StopSignals()
-        told, saved = partial(signal.raise_signal, signal.SIGHUP), partial(signals.leave_at_once, 60)
-        first, last = (told, saved) if is_first else (saved, told)
-        first()
-        with pytest.raises(SystemExit, match="75"):
-            last()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert capfd.readouterr().err == "stopped on SIGHUP after step 60; the same command continues the run\n"
 
 
 @pytest.mark.parametrize(
