@@ -6,14 +6,17 @@ braces.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
-from llmtrain.lint.reading import BYTE_ORDER_MARK, read_configuration
+from llmtrain.lint.reading import BYTE_ORDER_MARK, TOKEN, read_configuration
 from llmtrain.lint.rules.structure import fits, home, known, meaning
 from llmtrain.lint.schema import RENAMED, Node, Schema, Where
 
@@ -24,23 +27,46 @@ _SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
 
 
 def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
-    """Returns the text with all automatic fixes for a release of DeepSpeed."""
+    """Returns the text with all automatic fixes for a release of DeepSpeed.
+
+    Each is checked: the new text must contain the values that it should, and JSON must remain JSON. Otherwise the fault
+    is left alone, as where a comment looks like a part of the object.
+    """
     text = text.removeprefix(BYTE_ORDER_MARK)
-    for _ in range(len(text)):  # each pass fixes at least one key, or is the last
-        try:
-            document = replace(read_configuration(text, yaml), schema=schema)
-        except (Unreadable, NotOurs):
-            return text
-        edits = next(_mended(text, document, yaml), [])
-        if not edits:
-            return text
-        for start, end, new in sorted(edits, reverse=True):
-            text = text[:start] + new + text[end:]
+    document = _read(text, schema, yaml)
+    for _ in range(len(text)):  # each pass fixes one fault, or is the last
+        if document is None or (better := next(_better(text, document, yaml), None)) is None:
+            break
+        text, document = better
     return text
 
 
-def _mended(text: str, document: Configuration, yaml: bool) -> Iterator[list[Edit]]:
-    """Yields the edits of one fault after the other."""
+def _better(text: str, document: Configuration, yaml: bool) -> Iterator[tuple[str, Configuration]]:
+    """Yields the text with one of its faults fixed."""
+    for edits, expected in _fixes(text, document, yaml):
+        changed = text
+        for start, end, new in sorted(edits, reverse=True):
+            changed = changed[:start] + new + changed[end:]
+        read = _read(changed, document.schema, yaml)
+        if read and bool(read.no_json) <= bool(document.no_json) and _same(read.values, expected):
+            yield changed, read
+
+
+def _read(text: str, schema: Schema, yaml: bool) -> Configuration | None:
+    try:
+        return replace(read_configuration(text, yaml), schema=schema)
+    except (Unreadable, NotOurs):
+        return None
+
+
+def _same(values: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether values are equal: NaN equals itself, and 1 is not true."""
+    one, other = (json.dumps(each, sort_keys=True, default=str) for each in (values, others))
+    return one == other
+
+
+def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[tuple[list[Edit], dict[str, Any]]]:
+    """Yields the edits for one fault after the other, with the values that the text has afterwards."""
     starts = [0, *(line.end() for line in re.finditer("\n", text))]
     for where, value, node in known(document):
         places = document.places.get(where, [])
@@ -55,13 +81,25 @@ def _mended(text: str, document: Configuration, yaml: bool) -> Iterator[list[Edi
             continue
         target = _target(where, document) if node is None else None
         if target and target[:-1] == where[:-1]:
-            yield [(key, end, f"{quote}{target[-1]}{quote}")]
-        elif target and not yaml and (moved := _moved(text, document, key, colon.end(), target)):
-            yield moved
+            yield [(key, end, f"{quote}{target[-1]}{quote}")], _with(document.values, where, target, value)
+        elif target and not yaml:
+            for moved in _moves(text, document, key, colon.end(), target):
+                yield moved, _with(document.values, where, target, value)
         elif node is not None and (new := _value(value, node)) is not None:
             old = _SCALAR.match(text, colon.end())
             if old and _spells(old[0], value):
-                yield [(old.start(), old.end(), json.dumps(new))]
+                yield [(old.start(), old.end(), json.dumps(new))], _with(document.values, where, where, new)
+
+
+def _with(values: dict[str, Any], where: Where, target: Where, value: Any) -> dict[str, Any]:
+    """Returns a copy in which `target` has the value, and `where` is gone unless it is the target."""
+    copied = copy.deepcopy(values)
+    del reduce(getitem, where[:-1], copied)[where[-1]]
+    block = copied
+    for key in target[:-1]:
+        block = block.setdefault(key, {})
+    block[target[-1]] = value
+    return copied
 
 
 def _target(where: Where, document: Configuration) -> Where | None:
@@ -91,37 +129,41 @@ def _spells(token: str, value: Any) -> bool:
         return False
 
 
-def _moved(text: str, document: Configuration, key: int, value: int, target: Where) -> list[Edit] | None:
-    """Returns the edits that move a member into the block of its target, which is made if it does not exist."""
+def _moves(text: str, document: Configuration, key: int, value: int, target: Where) -> Iterator[list[Edit]]:
+    """Yields the edits that move a member into the block of its target, which is made if it does not exist.
+
+    The tidiest comes first.
+    """
     end = _end(text, value)
     if end is None:
-        return None
+        return
     member = f"{json.dumps(target[-1])}: {text[value:end]}"
+    if len(target) > 1 and document.has(*target[:-1]):
+        places = document.places.get(target[:-1], [])
+        starts = [0, *(line.end() for line in re.finditer("\n", text))]
+        block = starts[places[0][0] - 1] + places[0][1] - 1 if places else 0
+        opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, block)
+    else:
+        opened = re.compile(rf"{_SKIPPED.pattern}{{", re.DOTALL).match(text)
+        member = f"{json.dumps(target[0])}: {{{member}}}" if len(target) > 1 else member
+    if opened is None:
+        return
+    inserted = _inserted(text, opened.end(), member)
     after = _SKIPPED.match(text, end)
     stop = after.end() if after else end
-    last = text[stop : stop + 1] != ","
     line = text.rfind("\n", 0, key) + 1
-    if last:  # the comma before it goes, too
-        comma = text.rstrip().rfind(",", 0, key)
-        if comma < 0 or text[comma + 1 : key].strip():
-            return None
-        gone = (comma, end, "")
+    blank = not text[line:key].strip()
+    if text[stop : stop + 1] != ",":  # it is the last one: the comma before it goes, too
+        comma = text.rfind(",", 0, key)
+        comments = (token.span() for token in TOKEN.finditer(text, 0, key) if token["comment"])
+        if comma >= 0 and not text[comma + 1 : key].strip() and not any(a < comma < b for a, b in comments):
+            yield [(comma, end, ""), inserted]
+        # A comment may lie between them: the text is Hjson then, which allows a last comma.
+        yield [(line if blank else key, end, ""), inserted]
     else:
         rest = re.compile(r"[ \t]*\n?").match(text, stop + 1)
-        blank = not text[line:key].strip()
         alone = rest is not None and blank and text[rest.end() - 1] == "\n"
-        gone = (line if alone else key, rest.end() if rest and alone else stop + 1, "")
-    whole = _SKIPPED.match(text)
-    inside = (whole.end() if whole else 0) + 1  # behind the first brace; comments before it may have some, too
-    if len(target) == 1:
-        return [gone, _inserted(text, inside, member)]
-    if not document.has(*target[:-1]):
-        return [gone, _inserted(text, inside, f"{json.dumps(target[0])}: {{{member}}}")]
-    places = document.places.get(target[:-1], [])
-    starts = [0, *(line.end() for line in re.finditer("\n", text))]
-    key = starts[places[0][0] - 1] + places[0][1] - 1 if places else 0
-    opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, key) if places else None
-    return [gone, _inserted(text, opened.end(), member)] if opened else None
+        yield [(line if alone else key, rest.end() if rest and alone else stop + 1, ""), inserted]
 
 
 def _inserted(text: str, at: int, member: str) -> Edit:

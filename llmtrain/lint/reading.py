@@ -177,7 +177,7 @@ def _repeated(values: _Object) -> list[Where]:
     return found
 
 
-_TOKEN = re.compile(
+TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*+|\#[^\n]*+|/\*.*?(?:\*/|\Z))
       |(?P<block>'''.*?(?:'''|\Z))
       |(?P<name>"(?:[^"\\\n]|\\.)*+"?|'(?:[^'\\\n]|\\.)*+'?|\w[\w.-]*+)
@@ -195,7 +195,7 @@ def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
     places: dict[Where, list[tuple[int, int]]] = {}
     path: list[str] = []  # the keys whose values are the open brackets
     key, line, line_start, done = "", 1, 0, 0
-    for token in _TOKEN.finditer(text):
+    for token in TOKEN.finditer(text):
         start = token.start()
         line += text.count("\n", done, start)
         line_start = text.rfind("\n", done, start) + 1 or line_start
@@ -220,7 +220,7 @@ _WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}
 def _swallowed(text: str) -> str:
     """Explains the first unquoted text that contains a bracket: Hjson reads it up to the end of the line."""
     end = 0
-    for token in _TOKEN.finditer(text):
+    for token in TOKEN.finditer(text):
         colon = _COLON.match(text, token.end()) if token["name"] and token.start() >= end else None
         word = _WORD.match(text, colon.end()) if colon else None
         if word is None:

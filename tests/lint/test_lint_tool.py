@@ -179,6 +179,30 @@ def test_a_brace_in_a_comment_before_the_object_is_left_alone():
     assert "zero_optimization" in fixed(text, schema()).splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("bf16: {enabled: true}\nstage: 2\n", None),  # no braces to put a block into
+        ('{"bf16": {"enabled": true}, "stage": 2}', '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'),
+        ('{"stage": 2}', None),  # a comma would be left, which JSON does not allow
+        (
+            '{\n  "bf16": {"enabled": true}, // a, b\n  "stage": 2 // c\n}\n',
+            '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}, // a, b\n // c\n}\n',
+        ),
+        (
+            '{\n  // a,\n  "stage": 2,\n  "bf16": {"enabled": true}\n}\n',
+            '{\n  "zero_optimization": {"stage": 2},\n  // a,\n  "bf16": {"enabled": true}\n}\n',
+        ),
+        (
+            "{\n  bf16: {enabled: true} # a,\n  stage: 2\n}\n",
+            '{\n  "zero_optimization": {"stage": 2},\n  bf16: {enabled: true} # a,\n\n}\n',
+        ),
+    ],
+)
+def test_keys_are_moved_only_where_nothing_else_changes(text, after):
+    assert fixed(text, schema()) == (after or text)
+
+
 def test_links_and_permissions_are_kept_when_a_file_is_fixed(folder, capsys):
     (folder / "real.json").write_text(TEXT)
     (folder / "real.json").chmod(0o640)

@@ -196,8 +196,8 @@ def untested_optimizer(document: Configuration) -> Iterator[Fault]:
 @error(
     "scheduler_steps",
     "refuses",
-    "A schedule's numbers of steps: required ones are present, and all are positive integers; before 0.19.3, 0 was"
-    " read as 2.",
+    "A schedule's numbers of steps: required ones are present, and all are positive integers; before 0.19.3, any number"
+    " was accepted.",
 )
 def scheduler_steps(document: Configuration) -> Iterator[Fault]:
     """Checks total_num_steps and warmup_num_steps."""
