@@ -61,7 +61,7 @@ REMOVALS = (
     Removal(
         "_average_expert_grad_norms",
         *_removed("optimizer._average_expert_grad_norms = count"),
-        f"{DEEPSPEED}test_expert_tensor.py",
+        f"{DEEPSPEED}test_expert_tensor.py -m breadth -k fp32_matches",
     ),
     Removal(
         "clear_autoep_folding_gradient_corrected",
