@@ -1,7 +1,7 @@
-"""`python -m benchmarks NAME` answers a question and writes the result to `results/NAME.json`.
+"""`python -m benchmarks NAME` runs a benchmark and writes the result to `results/NAME.json`.
 
-Without a NAME, it lists the questions. A result is kept only if the whole measurement ran on an otherwise idle machine.
-With fewer `--pairs` than the question needs, with `--only`, `--short` or `--force`, the verdicts are only printed; the
+Without a NAME, it lists the benchmarks. A result is kept only if all of it was measured on an otherwise idle machine.
+With fewer `--pairs` than the benchmark needs, with `--only`, `--short` or `--force`, the verdicts are only printed; the
 result is written only if `--out` names a file.
 """
 
@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.benchmark import Benchmark, Script
+from benchmarks.definitions import BENCHMARKS
 from benchmarks.machine import facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
-from benchmarks.question import Question, Script
-from benchmarks.questions import QUESTIONS
 from llmtrain.cluster import visible_gpus
 from llmtrain.system.host import cores_of_others, most_cores_of_others, own_cores
 
@@ -30,11 +30,11 @@ LOOK_S = 3.0
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Lists the questions, or measures one."""
+    """Lists the benchmarks, or runs one."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", choices=QUESTIONS)
+    parser.add_argument("name", nargs="?", choices=BENCHMARKS)
     parser.add_argument("--pairs", type=int, help="runs of each side, in turn; what a result needs if not given")
     parser.add_argument("--only", help="cases whose name has this in it")
     parser.add_argument("--short", action="store_true", help="small sizes: shows that all of it runs")
@@ -42,23 +42,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the JSON goes, instead of results/NAME.json")
     options = parser.parse_args(arguments)
     if options.name is None:
-        for question in QUESTIONS.values():
-            where = ", on a GPU" if question.needs_gpu else ""
-            print(f"{question.name:15} about {question.minutes:3} min  {question.title}{where}")
+        for benchmark in BENCHMARKS.values():
+            where = ", on a GPU" if benchmark.needs_gpu else ""
+            print(f"{benchmark.name:15} about {benchmark.minutes:3} min  {benchmark.title}{where}")
         return
-    question = QUESTIONS[options.name]
-    if question.needs_gpu and not visible_gpus():
-        sys.exit(f"{question.name} is measured on a GPU, and this machine shows none")
+    benchmark = BENCHMARKS[options.name]
+    if benchmark.needs_gpu and not visible_gpus():
+        sys.exit(f"{benchmark.name} is measured on a GPU, and this machine shows none")
     if not options.force:
         _refuse_busy()
-    if isinstance(question, Script):
-        _run_script(question, RESULTS / f"{question.name}.json")
+    if isinstance(benchmark, Script):
+        _run_script(benchmark, RESULTS / f"{benchmark.name}.json")
         return
-    pairs = options.pairs or question.pairs
-    is_whole = pairs >= question.pairs and not (options.short or options.force or options.only)
-    out = options.out or (RESULTS / f"{question.name}.json" if is_whole else None)
-    document = measure(question, pairs, options.short, options.only)
-    for verdict in [] if options.only else question.verdicts(document):
+    pairs = options.pairs or benchmark.pairs
+    is_whole = pairs >= benchmark.pairs and not (options.short or options.force or options.only)
+    out = options.out or (RESULTS / f"{benchmark.name}.json" if is_whole else None)
+    document = measure(benchmark, pairs, options.short, options.only)
+    for verdict in [] if options.only else benchmark.verdicts(document):
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.aim}: {verdict.found}")
     if out is None:
         print("not kept: a result needs all its pairs, whole sizes, every case and an idle machine")
@@ -68,18 +68,18 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{out}; now `python -m benchmarks.render`")
 
 
-def measure(question: Question, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
-    """Runs all cases of a question and returns the result. Exits if a command fails."""
-    words = ["python", "-m", "benchmarks", question.name]
-    words += [*(["--pairs", str(pairs)] if pairs != question.pairs else []), *(["--short"] if short else [])]
-    document: dict[str, Any] = {"question": question.name, "command": " ".join(words), **facts(), "pairs": pairs}
+def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
+    """Runs all cases of a benchmark and returns the result. Exits if a command fails."""
+    words = ["python", "-m", "benchmarks", benchmark.name]
+    words += [*(["--pairs", str(pairs)] if pairs != benchmark.pairs else []), *(["--short"] if short else [])]
+    document: dict[str, Any] = {"benchmark": benchmark.name, "command": " ".join(words), **facts(), "pairs": pairs}
     started = time.monotonic()
 
     def say(line: str) -> None:
-        print(f"[{time.monotonic() - started:6.0f} s of about {60 * question.minutes}] {line}", flush=True)
+        print(f"[{time.monotonic() - started:6.0f} s of about {60 * benchmark.minutes}] {line}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-        cases = [case for case in question.cases(short) if only is None or only in case.name]
+        cases = [case for case in benchmark.cases(short) if only is None or only in case.name]
         try:
             document["cases"] = [run_case(case, pairs, Path(name), say) for case in cases]
         except SideFailedError as error:

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/chaos.json"
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
+from benchmarks.benchmark import sets  # noqa: E402
 from benchmarks.machine import short_facts  # noqa: E402
-from benchmarks.question import sets  # noqa: E402
 from llmtrain.system.host import own_cores  # noqa: E402
 from tests.helpers import killing  # noqa: E402
 from tests.helpers.commands import llmtrain, losses, metrics, workers  # noqa: E402

@@ -30,7 +30,7 @@ class Side:
 
     name: str
     command: Sequence[str]
-    """`python` stands for the running interpreter, `{work}` for a folder that all commands of a question share."""
+    """`python` stands for the running interpreter, `{work}` for a folder that all commands of a benchmark share."""
     env: dict[str, str] = field(default_factory=dict)
 
 

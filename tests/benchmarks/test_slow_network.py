@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.definitions import BENCHMARKS
 from benchmarks.programs.slow_network import BACKWARD_S, BUCKET_MIB, LAYERS, MICRO_BATCHES, PLANS, plan_of
-from benchmarks.questions import QUESTIONS
 from benchmarks.slow_network import ASSUMED, RATE, on_gloo, predicted, row_of
 from llmtrain.predict.links import sent
 from llmtrain.predict.traffic import CommunicationGroups, by_kind
@@ -63,7 +63,7 @@ def test_a_row_has_prediction_and_measurement():
     row = row_of("DDP", free, {"step_s": 1.0 + waiting, "cable_bytes": 10.0})
     assert row["step_error"] == pytest.approx(0.0, abs=1e-3)
     assert row["measured_hidden"] == pytest.approx(row["predicted_hidden"], abs=1e-3)
-    [verdict] = QUESTIONS["slow_network"].verdicts({"rows": [row]})
+    [verdict] = BENCHMARKS["slow_network"].verdicts({"rows": [row]})
     assert verdict.met
-    [verdict] = QUESTIONS["slow_network"].verdicts({"rows": [row | {"step_error": 0.2}]})
+    [verdict] = BENCHMARKS["slow_network"].verdicts({"rows": [row | {"step_error": 0.2}]})
     assert not verdict.met

@@ -1,9 +1,9 @@
-"""The question of what recomputing activations costs and saves."""
+"""What recomputing activations costs and saves."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program, sets
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, sets
 
 MOST_TIME, MOST_KEPT = 1.05, 0.6
 FIELDS = (
@@ -30,10 +30,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     ]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="recompute",
     title="What recomputation costs, on a CPU",
-    asks=(
+    description=(
         "Forward and backward passes of two layers and the head, in fp32, with and without recomputation "
         "(`parallel.activation_checkpointing`), alternate in one process. The layers have the proportions of Llama 3 "
         "8B at a quarter of its width. The share of activations is that of the plan; tests compare it with tensors. "

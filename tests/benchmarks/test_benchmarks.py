@@ -1,4 +1,4 @@
-"""Every question has its commands, and is rendered from its result file alone."""
+"""Every benchmark has its commands, and is rendered from its result file alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import render
+from benchmarks.benchmark import Benchmark
+from benchmarks.definitions import BENCHMARKS
 from benchmarks.pairs import OTHERS, ROOT, summary
 from benchmarks.programs.interleaved import result_of
-from benchmarks.question import Question
-from benchmarks.questions import QUESTIONS
 
-PAIRED = [question for question in QUESTIONS.values() if isinstance(question, Question)]
+PAIRED = [benchmark for benchmark in BENCHMARKS.values() if isinstance(benchmark, Benchmark)]
 FACTS = {
     "command": "python -m benchmarks x",
     "commit": "0123456789abcdef",
@@ -26,22 +26,22 @@ FACTS = {
 }
 
 
-def made_up(question: Question, value: float = 1.0, others: float = 0.0) -> dict:
+def made_up(benchmark: Benchmark, value: float = 1.0, others: float = 0.0) -> dict:
     """A result in which every number of every side is the same."""
-    runs = [{**dict.fromkeys(question.columns, value), OTHERS: others}] * 2
+    runs = [{**dict.fromkeys(benchmark.columns, value), OTHERS: others}] * 2
     cases = []
-    for case in question.cases(False):
+    for case in benchmark.cases(False):
         sides = [{"name": side.name, "runs": runs, "summary": summary(runs)} for side in case.sides]
         ratio = {"median": 1.0, "lowest": 1.0, "highest": 1.0}
-        against = {side.name: dict.fromkeys(question.columns, ratio) for side in case.sides[1:]}
+        against = {side.name: dict.fromkeys(benchmark.columns, ratio) for side in case.sides[1:]}
         cases.append({"name": case.name, "sides": sides, "against": against})
-    return {**FACTS, "question": question.name, "cases": cases, OTHERS: others}
+    return {**FACTS, "benchmark": benchmark.name, "cases": cases, OTHERS: others}
 
 
-@pytest.mark.parametrize("question", PAIRED, ids=lambda question: question.name)
-def test_commands_name_programs_that_exist(question):
+@pytest.mark.parametrize("benchmark", PAIRED, ids=lambda benchmark: benchmark.name)
+def test_commands_name_programs_that_exist(benchmark):
     for short in (False, True):
-        cases = question.cases(short)
+        cases = benchmark.cases(short)
         assert len({case.name for case in cases}) == len(cases)
         for side in (side for case in cases for side in (*case.setup, *case.sides)):
             assert side.command[0] == "python" or side.command[0].startswith("{work}/")  # of a peer's own environment
@@ -52,46 +52,46 @@ def test_commands_name_programs_that_exist(question):
                     assert (ROOT / word).is_file()
 
 
-@pytest.mark.parametrize("question", PAIRED, ids=lambda question: question.name)
-def test_a_result_is_shown_with_its_aims(question):
-    result = json.loads(json.dumps(made_up(question)))
-    page = render.render({**dict.fromkeys(QUESTIONS), question.name: result}, "tried")
-    section = page.partition(f"## {question.title}\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize("benchmark", PAIRED, ids=lambda benchmark: benchmark.name)
+def test_a_result_is_shown_with_its_aims(benchmark):
+    result = json.loads(json.dumps(made_up(benchmark)))
+    page = render.render({**dict.fromkeys(BENCHMARKS), benchmark.name: result}, "tried")
+    section = page.partition(f"## {benchmark.title}\n")[2].partition("\n## ")[0]
     assert "Measured by" in section
     assert "commit 0123456789ab with changes" in section
     assert "2 × A processor, 24 GiB" in section
-    for verdict in question.verdicts(result):
+    for verdict in benchmark.verdicts(result):
         assert f"- {verdict.aim}: **{'met' if verdict.met else 'missed'}**, {verdict.found}" in section
     for case in result["cases"]:
         for side in case["sides"]:
             assert f"| {case['name']} | {side['name']} |" in section
     assert "The machine was busy" not in section
-    busy = render.render({**dict.fromkeys(QUESTIONS), question.name: made_up(question, others=1.5)}, "")
+    busy = render.render({**dict.fromkeys(BENCHMARKS), benchmark.name: made_up(benchmark, others=1.5)}, "")
     assert "The machine was busy" in busy
 
 
 def test_missing_measurements_are_marked():
-    page = render.render(dict.fromkeys(QUESTIONS), "")
-    on_gpu = sum(question.needs_gpu for question in QUESTIONS.values())
+    page = render.render(dict.fromkeys(BENCHMARKS), "")
+    on_gpu = sum(benchmark.needs_gpu for benchmark in BENCHMARKS.values())
     assert on_gpu >= 4
-    assert page.count("**Not measured.**") == len(QUESTIONS) - on_gpu
+    assert page.count("**Not measured.**") == len(BENCHMARKS) - on_gpu
     assert page.count("**Not measured on a GPU.**") == on_gpu
 
 
 def test_the_committed_page_is_up_to_date():
-    results = {name: render.found(name) for name in QUESTIONS}
+    results = {name: render.found(name) for name in BENCHMARKS}
     shown = render.render(results, render.TRIED.read_text(encoding="utf-8"))
     assert (ROOT / "benchmarks/README.md").read_text(encoding="utf-8") == shown
 
 
 def test_stored_results_are_complete():
-    for question in PAIRED:
-        result = render.found(question.name)
+    for benchmark in PAIRED:
+        result = render.found(benchmark.name)
         if result is None:
             continue
-        assert [case["name"] for case in result["cases"]] == [case.name for case in question.cases(False)]
+        assert [case["name"] for case in result["cases"]] == [case.name for case in benchmark.cases(False)]
         runs = [side["runs"] for case in result["cases"] for side in case["sides"]]
-        assert min(map(len, runs)) >= question.pairs
+        assert min(map(len, runs)) >= benchmark.pairs
 
 
 def test_the_difference_of_loops_in_turn_is_found_in_noise():
@@ -112,7 +112,7 @@ def test_a_busy_machine_is_refused(monkeypatch):
         command.main(["scale"])
 
 
-def test_questions_that_need_a_gpu_are_refused_without_one(monkeypatch):
+def test_benchmarks_that_need_a_gpu_are_refused_without_one(monkeypatch):
     monkeypatch.setattr(command, "visible_gpus", lambda: ())
     with pytest.raises(SystemExit, match="mfu is measured on a GPU"):
         command.main(["mfu"])
@@ -121,9 +121,9 @@ def test_questions_that_need_a_gpu_are_refused_without_one(monkeypatch):
 def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(command, "cores_of_others", lambda seconds: 0.0)
-    monkeypatch.setattr(command, "measure", lambda question, *_: made_up(question))
+    monkeypatch.setattr(command, "measure", lambda benchmark, *_: made_up(benchmark))
     command.main(["scale", "--pairs", "2"])
     assert "not kept" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     command.main(["scale"])
-    assert json.loads((tmp_path / "scale.json").read_text())["question"] == "scale"
+    assert json.loads((tmp_path / "scale.json").read_text())["benchmark"] == "scale"

@@ -1,8 +1,8 @@
-"""Questions that are answered by separate programs."""
+"""Benchmarks that run separate programs."""
 
 from collections.abc import Sequence
 
-from benchmarks.question import Result, Script, Verdict
+from benchmarks.benchmark import Result, Script, Verdict
 
 IDEAL = {("interleaved", 4, 2, 8): 0.82, ("zero_bubble", 4, 4, 8): 0.95}
 """Schedule, ranks, stages per rank and micro-batches → smallest share of a step in which ranks should not wait."""

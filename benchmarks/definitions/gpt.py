@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, program, sets, tuned
+from benchmarks.definitions.trainer import SAME_KERNELS, SPEED, ahead
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, program, sets, tuned
-from benchmarks.questions.trainer import SAME_KERNELS, SPEED, ahead
 
 FIELDS = (
     "model.architecture=gpt2",
@@ -41,10 +41,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     return ahead(result, LOOP)
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="gpt",
     title="Against a small GPT in plain PyTorch, on a CPU",
-    asks=(
+    description=(
         "GPT-2 as `transformers` has it, with the kernels that `llmtrain tune` chose before, is compared with a GPT "
         "and a loop that are written out as in nanoGPT (`benchmarks/programs/gpt_loop.py`): 4 layers, a width of 128, "
         "12 sequences of 64 tokens a step, the same sequences and optimizer, in fp32. A step takes a few tens of "

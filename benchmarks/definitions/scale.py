@@ -1,9 +1,9 @@
-"""The question of the cost at ten thousand ranks and a trillion tokens."""
+"""The cost at ten thousand ranks and a trillion tokens."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
 RANKS = (256, 2048, 10000)
 PARTS = {
@@ -34,10 +34,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     return found
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="scale",
     title="10,000 ranks, 10¹² tokens",
-    asks=(
+    description=(
         "Simulated in one process: `recipes/llama3_70b.py` planned for this many H100s; the sampler in the middle of "
         "10¹² tokens in sequences of 8,192, whose order is computed and stored nowhere; a manifest of three files "
         "per rank; a hostfile with eight devices per host, and the job script; and the store through which ranks "

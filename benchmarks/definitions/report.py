@@ -1,9 +1,9 @@
-"""The question of how long the page of long runs takes to open."""
+"""How long the page of long runs takes to open."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
 PROGRAM = program("report_page")
 MOST_S, MOST_MB = 2.0, 2.0
@@ -35,10 +35,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     ]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="report",
     title="The page of long runs",
-    asks=(
+    description=(
         "`llmtrain report` of runs with 100,000 logged steps each. A Chromium without a window or a GPU, just "
         "started, opens the page: the time from the navigation until the first curves are on the screen. Curves "
         "further down are drawn on scrolling; the time to draw all curves is shown, too."

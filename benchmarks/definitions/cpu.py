@@ -1,4 +1,4 @@
-"""Questions about a CPU: the gains of kernels, memory allocators and matrix products."""
+"""Benchmarks on a CPU: the gains of kernels, memory allocators and matrix products."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, program, sets
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, program, sets
 
 BASE = "as transformers has it"
 NAMED = (
@@ -109,10 +109,10 @@ COLUMNS = {
     "page_faults": ("page faults a pass", ",.0f"),
     "peak_gib": ("peak memory, GiB", ".2f"),
 }
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="cpu",
     title="What each choice brings on a CPU",
-    asks=(
+    description=(
         "Forward and backward pass of a micro-batch of `recipes/tiny.py` through two layers and the head, with "
         "packed documents masked, on two threads unless stated otherwise: as `transformers` does it (sdpa with a "
         "mask, logits of all tokens), and with one change at a time. `auto` tries the kernels among these; the "
@@ -123,10 +123,10 @@ QUESTION = Question(
     verdicts=verdicts,
     minutes=28,
 )
-HOST = Question(
+HOST = Benchmark(
     name="host",
     title="How a rank on a CPU gets its memory",
-    asks=(
+    description=(
         "The same passes, with glibc configured as in a rank whose host has room, and with glibc's default. By "
         "default glibc returns the pages of a large tensor to the system, which clears new ones for the next tensor. "
         "tcmalloc is included where it is installed. In the second case the vocabulary has 32,000 tokens and a "
@@ -164,13 +164,13 @@ def product_verdicts(result: Result) -> Sequence[Verdict]:
     ]
 
 
-PRODUCTS = Question(
+PRODUCTS = Benchmark(
     name="products",
     title="Matrix products on a CPU, by oneDNN and by MKL",
-    asks=(
+    description=(
         "The three products of a linear layer in fp32: its result, the gradient of its inputs and the gradient of its "
         "weight, by `kernels.matmul=onednn` and by `kernels.matmul=torch`. MKL uses AVX-512 on Intel's processors "
-        "only, so the answer depends on the processor."
+        "only, so the result depends on the processor."
     ),
     cases=product_cases,
     columns={

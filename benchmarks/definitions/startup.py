@@ -1,9 +1,9 @@
-"""The question of the time from the command to the first step."""
+"""The time from the command to the first step."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, program, script, sets
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, program, script, sets
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -37,10 +37,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     ]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="startup",
     title="From the command to the first step",
-    asks=(
+    description=(
         "`llmtrain train recipes/tiny.py`, with prepared data, until the first step is logged, compared with a bare "
         "DeepSpeed script that loads its batches from a file. The times at which files of the run directory appear "
         "show where the seconds go: planned (the recipe is checked and planned), worker (a rank runs Python), engine "

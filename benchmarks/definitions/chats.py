@@ -1,9 +1,9 @@
-"""Questions about conversations: tokenizing them with masks, and training on them."""
+"""Benchmarks of conversations: tokenizing them with masks, and training on them."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, program
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, program
 
 PROGRAM = program("chats")
 FOLDER = "{work}/chats"
@@ -60,10 +60,10 @@ def sft_verdicts(result: Result) -> Sequence[Verdict]:
     return found
 
 
-TOKENS = Question(
+TOKENS = Benchmark(
     name="chat_tokens",
     title="Tokenizing conversations",
-    asks=(
+    description=(
         "Tokenizing a file of conversations to disk, including the checked loss mask, is compared with rendering rows "
         "in memory with `apply_chat_template` and tokenizing them with `encode_batch`, without files and without a "
         "mask. Both render in one thread and tokenize on all cores."
@@ -73,10 +73,10 @@ TOKENS = Question(
     verdicts=token_verdicts,
     minutes=5,
 )
-SFT = Question(
+SFT = Benchmark(
     name="sft",
     title="Fine-tuning on conversations, beside TRL",
-    asks=(
+    description=(
         "Trained tokens per second on the same conversations, model and batches in fp32 on two cores: `llmtrain train` "
         "and TRL's `SFTTrainer`, packed, one conversation per sequence, and packed with LoRA of rank 16 on all linear "
         "layers, for which TRL uses PEFT. Packed, `llmtrain` keeps conversations apart; TRL does so with flash "

@@ -1,13 +1,13 @@
-"""Questions about one GPU: its MFU, and comparisons with peers."""
+"""Benchmarks on one GPU: its MFU, and comparisons with peers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, median_of, program, sets, tuned
+from benchmarks.definitions import trainer, wrapper
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, median_of, program, sets, tuned
-from benchmarks.questions import trainer, wrapper
 
 LEAST_MFU = 0.55
 LEAST_SPEEDUP, MOST_MEMORY = 1.5, 0.6
@@ -81,10 +81,10 @@ def mfu_verdicts(result: Result) -> Sequence[Verdict]:
     return found
 
 
-MFU = Question(
+MFU = Benchmark(
     name="mfu",
     title="MFU of one GPU",
-    asks=(
+    description=(
         "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, with measured kernels, as a share of "
         "989 TFLOP/s (the peak of an H100 or H200). FLOPs are 6·N + 12·L·d·T per token: nothing is subtracted for "
         "causal attention, and nothing is added for recomputation. The first case shows step by step what each "
@@ -92,7 +92,7 @@ MFU = Question(
         "first."
     ),
     cases=mfu_cases,
-    columns={"mfu": ("MFU", ".1%"), **trainer.QUESTION.columns, "peak_gib": PEAK},
+    columns={"mfu": ("MFU", ".1%"), **trainer.BENCHMARK.columns, "peak_gib": PEAK},
     verdicts=mfu_verdicts,
     minutes=25,
     pairs=1,
@@ -114,16 +114,16 @@ def wrapper_verdicts(result: Result) -> Sequence[Verdict]:
     return [wrapper.verdict(case, median_of(case, case["sides"][0]["name"], "peer_ms"))]
 
 
-WRAPPER = Question(
+WRAPPER = Benchmark(
     name="wrapper_gpu",
     title="What the wrapper costs on a GPU",
-    asks=(
+    description=(
         "As on a CPU, with `recipes/llama_1b.py` in bf16: the worker of llmtrain with data, metrics, guard and "
         "watcher, and a bare DeepSpeed loop with the same model, kernels, tokens and configuration, alternating in "
         "one process."
     ),
     cases=wrapper_cases,
-    columns=wrapper.QUESTION.columns,
+    columns=wrapper.BENCHMARK.columns,
     verdicts=wrapper_verdicts,
     minutes=10,
     pairs=3,
@@ -151,17 +151,17 @@ def trainer_verdicts(result: Result) -> Sequence[Verdict]:
     ]
 
 
-TRAINER = Question(
+TRAINER = Benchmark(
     name="trainer_gpu",
     title="Against Hugging Face's Trainer on a GPU",
-    asks=(
+    description=(
         "`recipes/llama_1b.py` is compared with a script that uses `transformers.Trainer` with its defaults and "
         "`bf16=True`: the same sequences, batch, optimizer and schedule. llmtrain runs in bf16 with ZeRO-1 and the "
         "kernels that were measured for the device. Whole commands alternate; the speed is that of the steps after "
         "the first ten."
     ),
     cases=trainer_cases,
-    columns={**trainer.QUESTION.columns, "peak_gib": PEAK},
+    columns={**trainer.BENCHMARK.columns, "peak_gib": PEAK},
     verdicts=trainer_verdicts,
     minutes=20,
     pairs=5,

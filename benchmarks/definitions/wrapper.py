@@ -1,10 +1,10 @@
-"""The question of what our training loop costs in comparison with a bare one."""
+"""What our training loop costs in comparison with a bare one."""
 
 from collections.abc import Sequence
 from statistics import median, stdev
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program, script, sets
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, script, sets
 
 MOST_MS, MOST = 1.0, 0.005
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -71,10 +71,10 @@ def verdict(case: Result, step_ms: float) -> Verdict:
     )
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="wrapper",
     title="What the wrapper costs",
-    asks=(
+    description=(
         "The worker as `llmtrain train` starts it, with data, metrics, guard, watcher and the agreement on stopping, "
         "is compared with a typical hand-written loop: the same model, attention, positions, tokens and DeepSpeed "
         "configuration, with its batches ready in memory, and one thread per rank. Both alternate in one process, "

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, program, sets, tuned
+from benchmarks.definitions.trainer import FIELDS, SPEED, ahead
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, program, sets, tuned
-from benchmarks.questions.trainer import FIELDS, SPEED, ahead
 
 VERSION = "0.5.13"
 FOLDER = "{work}/subject"
@@ -39,10 +39,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     return ahead(result, "litgpt")
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="litgpt",
     title="Against litgpt, on a CPU",
-    asks=(
+    description=(
         "`llmtrain train recipes/tiny.py`, with the kernels that `llmtrain tune` chose before, is compared with "
         f"`litgpt pretrain` of litgpt {VERSION}, which compiles its model as a whole: a Llama of the same sizes with "
         "its own weights, the same sequences, batch and optimizer, in fp32. With several ranks, litgpt uses FSDP, "

@@ -1,9 +1,9 @@
-"""The question about data preparation, and about the time that training waits for data."""
+"""Benchmarks of data preparation, and of the time that training waits for data."""
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program
 
 MEGABYTES, LARGE_MEGABYTES, WHOLE_MEGABYTES = 40, 1_000, 10_000
 SHORT_MEGABYTES = 24
@@ -129,10 +129,10 @@ def _bounded(case: Result) -> Verdict:
     )
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="data",
     title="Data",
-    asks=(
+    description=(
         "Tokenizing from a jsonl file to the token store, including reading, splitting and writing, is compared with "
         "`tokenizers` alone on texts in memory, 1,000 at once; a byte-level BPE of 16,384 tokens, documents of 3,000 "
         "characters on average. Then best-fit packing. Then the first call of a new process, which has imported its "
@@ -162,10 +162,10 @@ QUESTION = Question(
     minutes=45,
 )
 
-WHOLE = Question(
+WHOLE = Benchmark(
     name="corpus",
     title="A corpus of 10 GB",
-    asks=(
+    description=(
         "The peak memory of one process that tokenizes a corpus of 10 GB on two cores and packs it, recorded during "
         "one run; this takes 16 GB in the folder for temporary files. Training the tokenizer, on at most 64 MB of "
         "the text, is not included."

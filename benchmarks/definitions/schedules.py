@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, case_of, median_of, program, sets
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, case_of, median_of, program, sets
 
 CASE, SIDE = "2 ranks, 8 micro-batches", "1F1B / others"
 FIELDS = (
@@ -30,10 +30,10 @@ def verdicts(result: Result) -> Sequence[Verdict]:
     return found
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="schedules",
     title="The pipeline's schedules beside each other, on CPUs that compute",
-    asks=(
+    description=(
         "A pipeline of two ranks with eight layers takes steps under every schedule in turn. Each rank has its own "
         "core. In theory, 1F1B idles for one ninth of a step with eight micro-batches. In the benchmark of the bubble, "
         "ranks sleep instead of computing. Here they compute, so the overhead of the other schedules costs time, and "

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from benchmarks.benchmark import Benchmark, Result, Verdict, program, script, sets, tuned
 from benchmarks.pairs import Case, Side
-from benchmarks.question import Question, Result, Verdict, program, script, sets, tuned
 
 FIELDS = ("data.packing=concat", "data.mask_documents=false")
 """The usual data format with the Trainer: one stream of tokens cut into sequences, and attention across documents."""
@@ -89,10 +89,10 @@ def _smaller(result: Result, peer: str) -> Sequence[Verdict]:
     ]
 
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="trainer",
     title="Against Hugging Face's Trainer, on a CPU",
-    asks=(
+    description=(
         "`llmtrain train recipes/tiny.py`, with the kernels that `llmtrain tune` chose before, is compared with a "
         "script that uses `transformers.Trainer` with its defaults: the same model, the same sequences (cut from one "
         "stream, with attention across documents, as usual with the Trainer), the same batch, optimizer and "
@@ -105,10 +105,10 @@ QUESTION = Question(
     minutes=26,
 )
 
-MIXED = Question(
+MIXED = Benchmark(
     name="trainer_bf16",
     title="Against Hugging Face's Trainer in mixed precision, on a CPU",
-    asks=(
+    description=(
         "The same as `trainer`, with weights in fp32 and products in bf16: the Trainer's `bf16=True`, and llmtrain's "
         "`parallel.precision=autocast_bf16`. The Trainer does not offer bf16 with DeepSpeed on a CPU."
     ),

@@ -1,4 +1,4 @@
-"""A question of the benchmarks: the commands to compare, the aims, and the presentation of the result."""
+"""A benchmark: the commands to compare, the aims, and the presentation of the result."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question that is answered by running commands alternately."""
+class Benchmark:
+    """A benchmark that runs commands alternately."""
 
     name: str
     title: str
-    asks: str
+    description: str
     """A paragraph that explains what is compared and how."""
     cases: Callable[[bool], Sequence[Case]]
     """Returns the cases of the whole measurement. If the argument is true, returns those of a short one, which only
@@ -44,11 +44,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Script:
-    """A question that is answered by a separate program, which was written before pairs were introduced."""
+    """A benchmark that runs a separate program, which was written before pairs were introduced."""
 
     name: str
     title: str
-    asks: str
+    description: str
     command: Sequence[str]
     verdicts: Callable[[Result], Sequence[Verdict]]
     minutes: int
