@@ -197,7 +197,10 @@ command(write_recipe, "init")
 
 @command
 def train(request: TrainRequest) -> None:
-    """Train a recipe: on this machine, as a worker of the launcher that started this process, or as a submitted job.
+    """Train a recipe, or continue its run.
+
+    The command starts the workers on this machine, or submits a job (--launcher). If another launcher started it, it
+    becomes one of the workers.
 
     --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; default: the recipe's own
     cluster. A dry run with --nproc plans for that many workers on this machine.
@@ -232,7 +235,10 @@ def data(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tokenize and pack a recipe's data before training, and print statistics."""
+    """Tokenize and pack a recipe's data before training.
+
+    Prints how many documents, tokens and sequences there are.
+    """
     from rich.console import Console
 
     from llmtrain.data import Progress, data_summary, prepare, report
@@ -269,7 +275,9 @@ def verify(
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-verify.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check on this machine that every plan trains the same as plain PyTorch; exit with 1 if one does not.
+    """Check that every plan trains the same run as plain PyTorch.
+
+    All plans that this machine can run are checked. Exits with 1 if one deviates or fails.
 
     Without a variant, the recipe's variant `verify` is used if it exists.
     """
@@ -309,7 +317,9 @@ command(evaluate_tasks, "eval")
 def print_completion(
     shell: Annotated[completion.Shell, typer.Argument(help="Shell that you use.")],
 ) -> None:
-    """Print a shell script that enables completion of commands, recipes, fields and values.
+    """Print a script that enables completion in a shell.
+
+    The shell then completes commands, options, recipes, fields and their values.
 
     To load it: source <(llmtrain completion bash) in bash, source <(llmtrain completion zsh) in zsh,
     llmtrain completion fish | source in fish.

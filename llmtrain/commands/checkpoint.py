@@ -32,7 +32,10 @@ PathArgument = Annotated[
 
 @app.command("list")
 def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
-    """List the checkpoints of a run in the order they were written, as described by their manifests."""
+    """List the checkpoints of a run, in the order written.
+
+    Reads only the manifests; `llmtrain checkpoint verify` reads the files.
+    """
     from llmtrain.checkpoint.folder import find, newest
 
     checkpoints = checkpoints_of(path)
@@ -47,9 +50,10 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
 
 @app.command("verify")
 def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Compare every file with the manifest, and report pickles without loading them; exit with 4 on damage.
+    """Check whether checkpoints are complete.
 
-    For a run, all of its checkpoints are verified.
+    Compares the size and hash of every file with the manifest. Reports pickles, and does not load them. For a run, all
+    of its checkpoints are checked. Exits with 4 if one is damaged.
     """
     from llmtrain.checkpoint.folder import find
 
@@ -78,7 +82,7 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
 @app.command("convert")
 def convert_checkpoint(
     path: PathArgument,
-    out: Annotated[Path, typer.Argument(help="Folder to create.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the new plan. Repeatable.")
     ] = [],  # noqa: B006  (typer copies it)
@@ -88,9 +92,10 @@ def convert_checkpoint(
     ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)] = None,
 ) -> None:
-    """Rewrite a checkpoint for another plan, so that its ranks only read their own files; needs no GPU.
+    """Rewrite a checkpoint for another plan. This needs no GPU.
 
-    Any plan can continue from any checkpoint without this. It helps if each rank has its own disk, or disks are slow.
+    Any plan can continue from any checkpoint without a conversion. After one, each rank reads only its own files. This
+    helps if each rank has its own disk, or if disks are slow.
     """
     if nproc and (nodes or gpus_per_node):
         message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"

@@ -54,7 +54,9 @@ class DoctorRequest:
 
 
 def visit_doctor(request: DoctorRequest) -> None:
-    """Check this machine, or each host of a hostfile: report what would break a run, and how to fix it.
+    """Check this machine, or each host of a hostfile.
+
+    Reports what would make a run fail, and how to fix it.
 
     Exits with 0 if no fault is found, 5 if there is one, and 2 if the command line is wrong.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class EvalRequest:
     """All options of the command line."""
 
-    run: Annotated[Path, typer.Argument(help="Run directory.")]
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
     tasks: Annotated[str | None, typer.Option(help="Names of tasks, separated by commas; default: the recipe's.")] = (
         None
     )
@@ -43,7 +43,10 @@ class EvalRequest:
 
 
 def evaluate_tasks(request: EvalRequest) -> None:
-    """Score a checkpoint of a run on downstream tasks of lm-evaluation-harness, and write eval/step_N.json."""
+    """Score a checkpoint of a run on downstream tasks.
+
+    The tasks are those of lm-evaluation-harness. The scores are written to eval/step_N.json in the run directory.
+    """
     from llmtrain.checkpoint.folder import step_of
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table

@@ -27,7 +27,7 @@ class ExportRequest:
             help="Run directory or checkpoint folder; with --push and without OUT, an exported folder.",
         ),
     ]
-    out: Annotated[Path | None, typer.Argument(help="Folder to create.")] = None
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.")] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Data type of the weights; default: that of the forward pass."),
@@ -57,7 +57,9 @@ class ExportRequest:
 
 
 def export_model(request: ExportRequest) -> None:
-    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card.
+    """Write a checkpoint as a Hugging Face folder.
+
+    The folder contains the weights (safetensors), configuration, tokenizer and model card.
 
     --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
     """

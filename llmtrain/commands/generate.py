@@ -40,7 +40,10 @@ class GenerateRequest:
 
 
 def generate_text(request: GenerateRequest) -> None:
-    """Continue a text with an exported model or the export of a run, or chat with it (--chat)."""
+    """Continue a text with an exported model, or chat with it.
+
+    The model is an exported folder, or the export of a run.
+    """
     if request.chat:
         _chat(request)
         return

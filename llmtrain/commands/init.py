@@ -47,7 +47,10 @@ class InitRequest:
 
 
 def write_recipe(request: InitRequest) -> None:
-    """Write a recipe for your data, as a Python file or as YAML, from a few options or answers."""
+    """Write a recipe for your data.
+
+    The file is Python or YAML. Without --data, the command asks for what it needs.
+    """
     if request.file.name and not request.file.suffix:
         request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:

@@ -69,7 +69,9 @@ class LintRequest:
 
 
 def lint_files(request: LintRequest) -> None:
-    """Find settings of DeepSpeed configurations that are refused, ignored, changed or misread.
+    """Check DeepSpeed configurations.
+
+    Reports settings that are refused, ignored, changed or misread.
 
     Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
     """

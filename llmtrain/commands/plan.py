@@ -115,7 +115,10 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
+    """Show the plan of a recipe on a cluster, or why it is refused.
+
+    Prints parallel degrees, batch, memory and predicted time. --json and --write also give the DeepSpeed configuration.
+    """
     from llmtrain.plan.load import load_recipe
 
     try:

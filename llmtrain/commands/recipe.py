@@ -19,7 +19,10 @@ def show_recipe(
     with_defaults: Annotated[bool, typer.Option("--all", help="Also show fields that have their default.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a recipe as YAML, including what it inherits and its cluster. The output is itself a recipe."""
+    """Print a recipe as YAML, including what it inherits.
+
+    The output includes the cluster, and is itself a recipe.
+    """
     from llmtrain.plan.load import load_recipe
     from llmtrain.plan.load.yaml_file import as_yaml
 
@@ -32,7 +35,10 @@ def show_recipe(
 
 @app.command("schema")
 def print_schema() -> None:
-    """Print the JSON schema of YAML recipes, for completion and checks in editors."""
+    """Print the JSON schema of YAML recipes, for editors.
+
+    Editors complete and check recipes with it.
+    """
     from llmtrain.plan.load.yaml_file import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))

@@ -33,9 +33,10 @@ class ReportRequest:
 
 
 def report_runs(request: ReportRequest) -> None:
-    """Write an HTML page with the curves and tables of a run, or a comparison of several runs.
+    """Write an HTML page with the curves and tables of runs.
 
-    A run writes its own page when it ends. The page of several runs is report.html in the working directory.
+    A run writes its own page when it ends. The page of several runs compares them. It is written to report.html in the
+    working directory.
     """
     from llmtrain.report.page import write_report
     from llmtrain.run_dir import RunDir
@@ -77,7 +78,10 @@ def _serve(request: ReportRequest) -> None:
 
 
 def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a summary of a run, active or finished: progress, curves, events and checkpoints."""
+    """Show a summary of a run in the terminal.
+
+    The run may be active or finished. The summary contains its progress, curves, events and checkpoints.
+    """
     from rich.console import Console
 
     from llmtrain.report import read_run
@@ -96,7 +100,10 @@ def compare_runs(
     b: Annotated[Path, typer.Argument(metavar="B", help="Run directory to compare it with.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what differs between two runs: recipe, data, plan, environment and metrics."""
+    """Show what differs between two runs, in the terminal.
+
+    Compares their recipes, data, plans, environments and metrics.
+    """
     from rich.console import Console
 
     from llmtrain.report import read_run
@@ -145,12 +152,15 @@ def _document(run: RunData) -> dict[str, Any]:
 
 
 def request_profile(
-    run: Annotated[Path, typer.Argument(help="Run directory of a job that is running.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a job that is running.")],
     steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1)] = 3,
     ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
 ) -> None:
-    """Record steps of a running job with torch's profiler, starting after its next logged step."""
+    """Record steps of a running job with torch's profiler.
+
+    The recording starts after the next logged step.
+    """
     from llmtrain.recipe import ProfileConfig
     from llmtrain.run_dir import RunDir, write_json
 

@@ -32,7 +32,9 @@ def tune_kernels(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure which kernels are fastest for a recipe on this machine, and store the result for its runs.
+    """Measure which kernels are fastest for a recipe here.
+
+    The result is stored on this machine, and used by runs of the recipe.
 
     Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss; on a CPU
     also matrix products and threads.
