@@ -67,13 +67,13 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     problems = {folder: _problems(folder) for folder in folders}
     if as_json:
         checked = [
-            {"folder": str(folder), "whole": not found, "problems": [problem.as_dict() for problem in found]}
+            {"folder": str(folder), "complete": not found, "problems": [problem.as_dict() for problem in found]}
             for folder, found in problems.items()
         ]
         print(json.dumps({"checkpoints": checked}, indent=2))
     else:
         for folder, found in problems.items():
-            print(f"{folder} is {'damaged' if found else 'whole'}")
+            print(f"{folder} is {'damaged' if found else 'complete'}")
             for problem in found:
                 print(f"    {problem}")
     sys.exit(Exit.CHECKPOINT if any(problems.values()) else Exit.DONE)

@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_loses_one_interval_and_is_reported(small_recipe, u
     listed = llmtrain("checkpoint", "verify", interrupted, "--json")
     assert listed.returncode == 4
     checked = {Path(one["folder"]).name: one for one in json.loads(listed.stdout)["checkpoints"]}
-    assert {name: one["whole"] for name, one in checked.items()} == {
+    assert {name: one["complete"] for name, one in checked.items()} == {
         "step_00000004": True,
         "step_00000008": True,
         "step_00000010": False,
