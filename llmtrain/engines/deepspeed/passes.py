@@ -46,14 +46,17 @@ class PassRunner:
         stages: RankStages,
         links: PipeLinks,
         device: torch.device,
+        computing: Callable[[], AbstractContextManager[object]],
         accumulating: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """accumulating: the context in which gradients are computed, at whose end they are added to the step's."""
+        """computing: the context of forward passes. accumulating: that of backward passes, at whose end gradients are
+        added to the step's."""
         self.schedule = schedule
         held: list[Any] = list(stages)
         self._stages: dict[int, Stage] = dict(zip(schedule.stages_of(links.rank), held, strict=True))
         self._links = links
         self._device = device
+        self._computing = computing
         self._accumulating = accumulating
         self.delayed = DelayedWeights(stages) if schedule.splits_backward else None
 
@@ -97,7 +100,8 @@ class PassRunner:
             received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
             inputs = stage.inputs(received, tokens, positions)
         stage.context, stage.bounds = documents_known(batch), bounds_for(stage.model, batch, self._device)
-        results = self._loss(stage, inputs, own) if stage.is_last else _floating(stage(inputs))
+        with self._computing():
+            results = self._loss(stage, inputs, own) if stage.is_last else _floating(stage(inputs))
         if torch.is_grad_enabled():
             self._running[one.stage, one.micro_batch] = _Running(received, results)
         if not stage.is_last:

@@ -27,7 +27,7 @@ from llmtrain.engines.forward import Places, loss_of
 from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
-from llmtrain.models.precision import weight_dtype
+from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.exchanges import GroupRanks
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
@@ -111,6 +111,7 @@ class PipelineAxis(SlicedAxis):
             self._stages,
             PipeLinks(self._grid.pipe_groups, self.device),
             self.device,
+            partial(autocast, self.plan.parallel.precision, self.device.type),
             partial(accumulating, engine.engine),
         )
 
