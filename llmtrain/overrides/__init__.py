@@ -70,7 +70,7 @@ _GROUPS = "deepspeed.utils.groups:"
 OVERRIDES = (
     Override(
         ("deepspeed.runtime.compiler:compile",),
-        "With ZeRO, each rank imports inductor for DeepSpeed's Muon: half a second of every start.",
+        "With ZeRO, each rank imports inductor for DeepSpeed's Muon, which adds half a second to every start.",
         "tests/engines/test_imports.py",
     ),
     Override(
@@ -80,7 +80,7 @@ OVERRIDES = (
     ),
     Override(
         (f"{_ENGINE}.clip_fp32_gradients",),
-        "At ZeRO-0 the norm is taken twice, and averaged over ranks that have different experts.",
+        "At ZeRO-0, the norm is computed twice, and averaged over ranks that have different experts.",
         "tests/engines/deepspeed/test_expert.py",
         "deepspeedai/DeepSpeed#8475",
     ),
@@ -90,37 +90,37 @@ OVERRIDES = (
             f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
             f"{_ZERO}._zero_padding",
         ),
-        "The norm takes a sum over ranks for each group of parameters, and the loss one more.",
+        "The norm needs an all-reduce for each group of parameters, and the loss needs another one.",
         "tests/engines/test_norm.py",
     ),
     Override(
         (f"{_BF16}._global_grad_norm", f"{_ZERO}._global_grad_norm", f"{_ZERO_3}._global_grad_norm"),
-        "The engine has the previous step's norm when the guard judges a step.",
+        "When the guard decides about an update, the engine still has the norm of the previous step.",
         "tests/engines/test_guard.py",
     ),
     Override(
         (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms",),
-        "With experts and tensor slices over the same ranks, only the experts of each group's first rank are counted.",
+        "If experts and tensor slices share ranks, the norm counts only the experts of each group's first rank.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",),
-        "BF16_Optimizer leaves a mark on gradients, and those of later micro-batches are not scaled.",
+        "BF16_Optimizer keeps the mark of scaled gradients, so the gradients of later micro-batches are not scaled.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         (f"{_BF16}is_invalid_grad_norm", f"{_ZERO}is_invalid_grad_norm", f"{_ZERO_3}is_invalid_grad_norm"),
-        "The host waits for the device in each step; the guard's verdict is on the device.",
+        "The host waits for the device in each step. The guard decides on the device instead.",
         "tests/engines/test_host_waits.py",
     ),
     Override(
         (f"{_BF16}clip_tensors_by_global_norm",),
-        "The host waits for the device to learn whether the gradient is clipped.",
+        "In each step, the host waits for the device to determine whether the gradient has to be clipped.",
         "tests/engines/test_host_waits.py",
     ),
     Override(
         tuple(f"{module}mask_nan_or_inf_with_val_inplace" for module in ("deepspeed.runtime.utils:", _ZERO, _ZERO_3)),
-        "A constant is copied to the device for each norm, and the host waits for all that is queued there.",
+        "A constant is copied to the device for each norm, and the host waits until all queued work is done.",
         "tests/cuda_on_host/test_waits.py",
     ),
     Override(
@@ -134,7 +134,7 @@ OVERRIDES = (
             f"{_ZERO}DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue",
             f"{_ZERO}DeepSpeedZeroOptimizer.reduce_ipg_grads",
         ),
-        "ZeRO-2 frees a gradient that is larger than a bucket while it is reduced, and the host waits for reductions.",
+        "ZeRO-2 frees gradients larger than a bucket before their reduction ends, and the host waits for reductions.",
         "tests/cuda_on_host/test_overlap.py",
     ),
     Override(
@@ -160,7 +160,7 @@ OVERRIDES = (
     ),
     Override(
         (f"{_GROUPS}_init_tp_mesh_device",),
-        "Tensor parallel groups are needed before the model is built.",
+        "Tensor parallel groups would not exist yet when the model is built.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
@@ -170,7 +170,7 @@ OVERRIDES = (
     ),
     Override(
         (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
-        "A rank cannot tell which experts it holds, to save and gather them.",
+        "A rank cannot determine which experts it holds, so it can neither save nor gather them.",
         "tests/engines/deepspeed/test_expert.py",
     ),
     Override(
@@ -188,17 +188,17 @@ OVERRIDES = (
             f"{_ZERO}DeepSpeedZeroOptimizer.fill_grad_accum_attribute",
             "deepspeed.runtime.engine:._running_engine_backward",
         ),
-        "DeepSpeed's pipelines have one schedule, and one stage on each rank.",
+        "Pipelines would have only the schedule 1F1B, and only one stage on each rank.",
         "tests/engines/deepspeed/test_pipeline.py",
     ),
     Override(
         ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
-        "Its public adapter drops attention masks, so packed documents would see each other.",
+        "Packed documents would see each other, because DeepSpeed's public adapter drops attention masks.",
         "tests/engines/deepspeed/test_sequence.py",
     ),
     Override(
         ("deepspeed.ops:__compatible_ops__",),
-        "Its collective for CPUs is compiled for a minute at the first start.",
+        "At the first start, DeepSpeed compiles its operator for collectives on CPUs, which takes a minute.",
         "tests/engines/test_overrides.py",
     ),
     Override(
@@ -216,12 +216,13 @@ OVERRIDES = (
                 )
             ),
         ),
-        "The parts of parameters that a rank trains are unknown; checkpoints cannot be read under another plan.",
+        "It is unknown which parts of the parameters a rank trains, so a checkpoint cannot be read under another plan.",
         "tests/checkpoint/test_elastic.py",
     ),
     Override(
         ("transformers.masking_utils:_preprocess_mask_arguments",),
-        "Some families give their masks no positions, and packed documents see each other; slices need whole masks.",
+        "Some families create masks without positions, so packed documents see each other. Sequence parallel ranks "
+        "would create masks only for their slices.",
         "tests/engines/test_documents.py",
     ),
     Override(
@@ -241,7 +242,7 @@ OVERRIDES = (
     ),
     Override(
         ("transformers.models.llama.modeling_llama:.apply_rotary_pos_emb",),
-        "Liger's own functions would change rotations for every model of the process.",
+        "Liger's own functions would replace rotary positions in every model of the process.",
         "tests/models/test_liger.py",
     ),
     Override(
@@ -271,7 +272,7 @@ OVERRIDES = (
     ),
     Override(
         ("accelerate.tracking:logger",),
-        "Trackers set the thread count, and treat every worker as a single process on a CPU.",
+        "Trackers change the number of threads, and make each worker on a CPU look like a run of one process.",
         "tests/metrics/test_trackers.py",
     ),
     Override(
@@ -291,12 +292,12 @@ OVERRIDES = (
     ),
     Override(
         ("torch:_foreach_norm",),
-        "The norm of gradients takes a call per tensor, or is off by 3e-3 on CPUs.",
+        "The norm of gradients needs a call for each tensor, or is off by up to 3e-3 on CPUs.",
         "tests/engines/test_norm.py",
     ),
     Override(
         ("torch:_fused_sgd_",),
-        "SGD's fused kernel takes no DTensors, and only fused kernels let the guard skip an update on the device.",
+        "SGD's fused kernel accepts no DTensors, and only fused kernels let the guard skip an update on the device.",
         "tests/engines/test_guard.py",
     ),
     Override(
@@ -316,7 +317,7 @@ OVERRIDES = (
     ),
     Override(
         ("torch.testing._internal.distributed.fake_pg:FakeStore",),
-        "A plan's division of a model could be examined only with as many processes as it has ranks.",
+        "To examine how a plan divides a model, llmtrain would need as many processes as the plan has ranks.",
         "tests/checkpoint/test_convert.py",
     ),
     Override(
@@ -342,7 +343,7 @@ OVERRIDES = (
     ),
     Override(
         ("torch._dynamo:.mark_dynamic",),
-        "Each number of documents in a micro-batch would be compiled into another graph of a layer.",
+        "A layer would be compiled again for each number of documents in a micro-batch.",
         "tests/models/test_compiled_layers.py",
     ),
     Override(
@@ -362,8 +363,8 @@ OVERRIDES = (
             "torch._dynamo.eval_frame:._torchdynamo_disable",
             "torch.utils._triton:has_triton",
         ),
-        "Compilation would not be checked first on a tiny copy, would use all cores in each rank, and would die by a "
-        "signal that is meant for the rank.",
+        "Compilation would not be tested on a tiny copy first. Each rank would use all cores for it, and a signal "
+        "meant for the rank would kill it.",
         "tests/models/test_compiled_layers.py",
     ),
 )
@@ -377,7 +378,7 @@ def check_overrides() -> None:
             "versions.override",
             one.package,
             f"{one.package} {version} has no {place.replace(':.', ':').replace(':', '.')}, on which "
-            f"llmtrain depends. Without it: {one.why[0].lower()}{one.why[1:]}",
+            f"llmtrain depends. Without it: {one.why}",
             f"pip install {one.package}=={TRIED[one.package]}",
         )
         for one in OVERRIDES
