@@ -49,15 +49,15 @@ class Assumptions(Part):
     link: Share = 0.8
     """Share of a link's bandwidth that large NCCL messages reach: 360 to 370 of 450 GB/s within an H100's node."""
     overlap: Share = 0.8
-    """Share of the computation that communication can hide behind, if the engine overlaps the two at all."""
+    """Share of the computation that can hide communication, if the engine overlaps the two at all."""
     residual_passes: PositiveFloat = 44.0
     """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass outside
     attention and feed-forward, in units of the model's width: two norms in fp32 (2 × 19) and the residual sums (2 × 3).
     """
     end_passes: PositiveFloat = 26.0
-    """The same at the ends of the matrix products, which are read and written."""
+    """The same for the inputs and outputs of the matrix products, as far as they are as wide as the model."""
     width_passes: PositiveFloat = 2.5
-    """The same in units of the sum of the widths of all matrix products: activation, product of the gate, rotary."""
+    """The same for activation, gate and rotary positions, in units of the sum of the widths of all matrix products."""
     logit_bytes: PositiveFloat = 32.0
     """Bytes read or written per logit, forward and backward, by a loss in fp32."""
     layer_kernels: PositiveFloat = 60.0
