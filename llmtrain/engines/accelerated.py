@@ -58,7 +58,7 @@ class Accelerated(Distribution):
         self.place = dist.get_rank(), dist.get_world_size()
 
     def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
-        """Lets accelerate wrap or shard the model. The schedule is not prepared: each process would step it."""
+        """Lets accelerate wrap or shard the model. It would advance a schedule once for each process."""
         self.model = model
         with _undisturbed():
             self._accelerator = (
@@ -120,7 +120,7 @@ class Accelerated(Distribution):
 def initialise_deepspeed(
     module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
 ) -> Engine:
-    """Passes the model, its parameter groups and its schedule to `Accelerator.prepare`, in place of DeepSpeed's own."""
+    """Prepares a model, its parameter groups and its schedule with accelerate, in place of `deepspeed.initialize`."""
     optim = plan.recipe.optim
     with _undisturbed():
         accelerator = _accelerator_deepspeed(plan, ds_config, device)
@@ -131,7 +131,7 @@ def initialise_deepspeed(
             engine = accelerator.prepare(module, optimizer, scheduler)[0]
         else:
             engine = accelerator.prepare(module, torch_optimizer(groups, optim))[0]
-            # Beside an optimizer that is an object, accelerate ignores the schedule.
+            # With an optimizer object, accelerate ignores a schedule for DeepSpeed.
             engine.lr_scheduler = schedule(engine.basic_optimizer, plan.recipe)
     # Otherwise `transformers` would partition the next model that this process builds.
     unset_hf_deepspeed_config()

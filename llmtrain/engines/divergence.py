@@ -1,8 +1,8 @@
 """KTO's estimate of how far the model has moved from the reference, a constant of each batch (arXiv 2402.01306).
 
 It is the mean log-ratio of mismatched completions, those of other prompts, over the whole global batch, and at least 0.
-The loss of each completion depends on it. Therefore it is computed before the update, in passes without gradient over
-the mismatched completions alone, as any engine evaluates: it is the same number under every layout.
+The loss of each completion depends on it. Therefore it is computed before the update, in passes without gradients
+over the mismatched completions alone, which every engine runs as evaluations. It is the same number under every layout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llmtrain.engines.engine import Engine
 def estimate_divergence(
     engine: Engine, batches: Iterable[StepBatch], beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Sets the divergence of the engine's objective, if it is KTO, for batches that are one set. All ranks call it.
+    """Sets the divergence of the engine's objective, if that is KTO, from the batches of one step or evaluation.
 
-    beat: called after each pass.
+    All ranks call it. beat: called after each pass.
     """
     if engine.objective is None or engine.objective.config.name != "kto":
         return

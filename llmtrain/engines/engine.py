@@ -46,9 +46,9 @@ class Engine(HasState, Protocol):
         """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Returns a context in which the weights are those that the run is for, if its optimizer trains others.
+        """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).
 
-        `eval_step` and `named_weights` enter it by themselves; around several of them the weights change only once.
+        `eval_step` and `named_weights` enter it by themselves; around several calls, it swaps weights only once.
         """
 
     def eval_step(self, batch: StepBatch) -> Tensor:

@@ -170,8 +170,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    The sum is over target tokens, or over what an objective is a mean of. call: the engine, or whatever
-    else stands for the model. No attention mask is passed: `transformers` finds the boundaries of packed documents in
+    The sum is over target tokens, or over the pairs or completions of an objective. call: the engine, or whatever else
+    stands for the model. No attention mask is passed: `transformers` finds the boundaries of packed documents in
     `position_ids`, which restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without
     masks receives the boundaries as arguments.
     """
@@ -256,7 +256,7 @@ def loss_of(
     completions: Completions | None,
     objective: Objective | None,
 ) -> Tensor:
-    """Returns the sum of the losses of a micro-batch, over target tokens or over what an objective is a mean of.
+    """Returns the sum of a micro-batch's losses, over target tokens, or over the pairs or completions of an objective.
 
     result: the model's logits, or what its `ChunkedLoss` has made of them.
     """

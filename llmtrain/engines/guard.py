@@ -1,4 +1,4 @@
-"""Keeps updates that are not finite, or far above the usual, out of the weights, without waiting for the device.
+"""Skips updates whose loss or gradient norm is not finite or spikes, without waiting for the device.
 
 Loss and gradient norm of a step are known on all ranks before torch's optimizer begins. Its fused kernels read
 `found_inf`: if that is 1, they leave weights, moments and their count of updates unchanged, bit for bit. The device
@@ -34,7 +34,7 @@ class Measured:
     """Measurements of a step over all ranks: scalars on the device, bitwise equal on every rank."""
 
     loss: Tensor
-    """Mean cross-entropy over the target tokens of the global batch."""
+    """Mean over the terms of the global batch."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping."""
 
@@ -107,7 +107,7 @@ class Guard:
 
     @torch.no_grad()
     def judge(self, measured: Measured, overflowed: Tensor | None = None) -> None:
-        """Takes the verdict on a step before its update, in few operations, because each one counts on a small model.
+        """Takes the verdict on a step before its update, in few operations: their overhead counts on a small model.
 
         overflowed: whether a loss scaler drops the step by itself; None without a loss scaler.
         """

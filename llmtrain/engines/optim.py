@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups with those weights apart that the optimizer updates in another way.
+    """Returns the groups, divided so that the optimizer updates all weights of a group in the same way.
 
     models: the model, or what each stage of this rank has of it.
     """
@@ -75,9 +75,9 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 def know_matrices(
     optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
 ) -> None:
-    """Lets an optimizer that needs whole matrices, or numbers of them, know where this rank's parts of them are.
+    """Tells an optimizer that needs whole matrices, or sums over them, which parts of them this rank holds.
 
-    outer: the optimizer of DeepSpeed around it, or itself. lists, place: what this rank holds, and where it belongs.
+    outer: DeepSpeed's optimizer around it, or itself. lists, place: what this rank holds, and where in whole weights.
     """
     if isinstance(optimizer, Muon):
         dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
@@ -88,9 +88,9 @@ def know_matrices(
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer, outer: Any, changed: Callable[[], object]) -> Iterator[None]:
-    """Returns a context in which the weights are those that the run is for, if others are trained.
+    """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).
 
-    outer: the optimizer of DeepSpeed around it, or itself. changed: called when the optimizer's weights have changed.
+    outer: DeepSpeed's optimizer around it, or itself. changed: called when the optimizer's weights have changed.
     """
     if isinstance(optimizer, ScheduleFreeAdamW):
         with torch.no_grad(), optimizer.averaged(trained_tensors(outer), changed):

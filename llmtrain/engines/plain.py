@@ -37,7 +37,7 @@ from llmtrain.recipe import Recipe
 
 
 class Distribution:
-    """Distributes the loop; this class does not: it has a single rank with a single device.
+    """Distributes the loop. This base class does nothing: it is for a single rank with a single device.
 
     All ranks call every method.
     """

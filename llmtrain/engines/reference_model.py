@@ -1,7 +1,7 @@
 """The log-probabilities of completions under the weights from which training starts, computed once and kept on disk.
 
-The engine of the plan computes them before its first step, in passes without gradients, as it evaluates. No second
-model is held in memory, and under every strategy they are those of the same weights that training then changes.
+The engine of the plan computes them before its first step, in passes without gradients, as it evaluates. So no
+second model is in memory, and under every strategy the reference has exactly the weights from which training starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llmtrain.runtime.agree import broadcast, gather, highest
 from llmtrain.runtime.distributed import rank
 
 FORMAT = 1
-"""Version of how they are computed and kept; part of their key."""
+"""Version of their computation and format; part of their key."""
 KIND = "references"
 
 Values = NDArray[np.float64]

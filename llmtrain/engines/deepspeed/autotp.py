@@ -59,7 +59,7 @@ class AutoTPAxis(EngineAxis):
 
     @contextmanager
     def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Moves parameters to the device within the context, whose generator draws other numbers than the host's."""
+        """Moves parameters to the device within the context: its generator draws other numbers than the host's."""
         for parameter in parameters:
             parameter.data = parameter.data.to(self.device)
         yield
@@ -70,8 +70,8 @@ class AutoTPAxis(EngineAxis):
     def replicas(self) -> dist.ProcessGroup:
         """The ranks that hold the same shards.
 
-        DeepSpeed would partition over all ranks the weights that it does not split, and the shards over these ranks.
-        Weights would then be averaged and counted in two ways; with this group there is only one.
+        By default, DeepSpeed would partition split weights over these ranks, and all other weights over all ranks. It
+        would then average and count weights in two ways; with this group, there is only one.
         """
         return data_group()
 

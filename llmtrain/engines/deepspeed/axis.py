@@ -37,7 +37,7 @@ class Portion:
 
 
 class EngineAxis:
-    """An axis of parallelism. All ranks call every method; the methods of this class change nothing."""
+    """An axis of parallelism. All ranks call every method; by default, a method changes nothing."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan

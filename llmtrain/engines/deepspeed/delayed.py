@@ -1,7 +1,7 @@
 """Leaves the gradients of matrices out of a backward pass, to compute them later (arXiv 2401.10241, section 2).
 
-The gradient of a linear layer's input is what the stage before waits for; that of its weight is not. Both take the same
-time. Weights of other modules, such as those of experts, get their gradients in the backward pass.
+The previous stage waits for the gradient of a linear layer's input, but not for that of its weight, which takes as long
+to compute. Weights of other modules, such as those of experts, get their gradients in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Delayed = Callable[[], None]
 class DelayedWeights(TorchFunctionMode):
     """Keeps what the gradients of linear layers need; `take` returns the computations.
 
-    It is active within the linear layers themselves, so that it is there when a backward pass repeats a forward pass.
+    It is active within the linear layers themselves, and so also when a backward pass recomputes a forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class DelayedWeights(TorchFunctionMode):
 
 def _is_trained(weight: Any) -> bool:
     is_matrix = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
-    return is_matrix and not is_summed(weight)  # by a hook, which runs in backward passes only
+    return is_matrix and not is_summed(weight)  # the hook that sums a gradient over ranks needs the backward pass
 
 
 class _DelayedProduct(torch.autograd.Function):
@@ -78,10 +78,10 @@ class _DelayedProduct(torch.autograd.Function):
         ctx.transposed, ctx.keep, ctx.value_type = transposed, keep, value.dtype
         ctx.bias_type = None if bias is None else bias.dtype
         kind = value.device.type
-        if torch.is_autocast_enabled(kind):  # converted before the product, so that the copy is saved, not the original
+        if torch.is_autocast_enabled(kind):  # converted first, so that the copy is saved, not the original
             value = value.to(torch.get_autocast_dtype(kind))
         matrix = weight.to(value.dtype)
-        ctx.weight = weight  # not saved: a checkpoint would return a copy of it
+        ctx.weight = weight  # not by save_for_backward, for which a checkpoint would return a copy
         ctx.save_for_backward(value)
         bias = None if bias is None else bias.to(value.dtype)
         return functional.linear(value, matrix.t() if transposed else matrix, bias)
@@ -101,7 +101,7 @@ class _DelayedProduct(torch.autograd.Function):
         def accumulate() -> None:
             left, right = (inputs, rows) if transposed else (rows, inputs)
             if weight.grad is not None and weight.grad.dtype == left.dtype == right.dtype:
-                weight.grad.addmm_(left.t(), right)  # without a product of its own in memory
+                weight.grad.addmm_(left.t(), right)  # adds in place, without the product in memory
             else:
                 product = (left.t() @ right).to(weight.dtype)
                 weight.grad = product if weight.grad is None else weight.grad.add_(product)

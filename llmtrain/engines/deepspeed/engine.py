@@ -91,13 +91,13 @@ def initialise(
     device: torch.device,
     mpu: Any = None,
 ) -> _Engine:
-    """Calls `deepspeed.initialize` with model, parameter groups, schedule and, if it has no JSON, the optimizer.
+    """Calls `deepspeed.initialize` with model, groups, schedule and, if `ds_config` has none, the optimizer.
 
     mpu: DeepSpeed's name for the grid of an axis.
     """
 
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
-        # For an optimizer in JSON, DeepSpeed itself makes groups of the experts that it has distributed.
+        # With an optimizer in `ds_config`, DeepSpeed itself puts the experts that it has distributed into groups.
         made = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
         return torch_optimizer(made, plan.recipe.optim)
 
@@ -113,7 +113,7 @@ def initialise(
 
 
 class DeepSpeedEngine(HasState):
-    """`deepspeed.initialize` on a causal LM that `axes` divide; ZeRO replicates or shards the parts over the rest."""
+    """Trains a causal LM, divided by `axes`; ZeRO replicates or shards the parts over the remaining ranks."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class DeepSpeedEngine(HasState):
         self.module = self._build(ds_config)
         self.model: Any = self.module.stages if self.pipeline else self.module
         for model, has_head in self.models():
-            # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages: it sees no layers.
+            # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
             use_recomputation(model, recipe.parallel)
             use_kernels(model, plan, has_head)
         if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
@@ -304,7 +304,7 @@ class DeepSpeedEngine(HasState):
 
     def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
         """Returns the tensors that the optimizer holds on this rank, and the regions of weights that they belong to."""
-        own = {one for model, _ in self.models() for one in model.parameters()}  # without `Stage.idle`
+        own = {one for model, _ in self.models() for one in model.parameters()}  # leaves out `Stage.idle`
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter in own}
         trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
         return trained, lambda one: self._place(names[one], one)
@@ -351,8 +351,8 @@ class DeepSpeedEngine(HasState):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
         if self.plan.parallel.zero_stage == 3:
-            # A pass of the reference ends with layers gathered ahead, which nothing could release while they are on
-            # their way ("Cannot partition a param in flight").
+            # The passes of `reference_model` may leave layers that ZeRO-3 is still prefetching, and cannot release
+            # before they have arrived ("Cannot partition a param in flight").
             self.engine.optimizer.empty_partition_cache()
         named = _first(axis.named_weights(self._whole) for axis in self.axes)
         with self.averaged():

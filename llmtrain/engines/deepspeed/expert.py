@@ -69,7 +69,7 @@ class ExpertAxis(EngineAxis):
         return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Reads the groups and blocks of experts, which DeepSpeed has made by now: each path, and its preset."""
+        """Reads what DeepSpeed has made by now: the groups of experts, and the path and preset of each block."""
         self._engine = engine
         self._group = expert_group(self.plan.parallel.expert)
         self._blocks = {

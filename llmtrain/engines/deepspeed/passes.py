@@ -32,7 +32,7 @@ class _Running:
     """The data that a stage keeps of a micro-batch from its forward to its backward pass."""
 
     received: Tensors
-    """Leaves, whose gradients the stage before waits for."""
+    """Leaf tensors; the previous stage waits for their gradients."""
     results: Tensors
     """The tensors that were sent, or the loss."""
 
@@ -197,12 +197,12 @@ class PipeLinks:
             self._send(part.contiguous(), receiver)
 
     def expect(self, one: Pass) -> None:
-        """Begins to receive the results of a pass, unless this rank has to send something before."""
+        """Begins to receive the results of a pass, unless this rank has to send something first."""
         if self._is_own(one):
             return
         while one not in self._coming and not self._is_own(self._due[0]):
             if self._described_as(self._due[0]) not in self._shapes:
-                return  # The sizes would have to be waited for.
+                return  # Its sizes are not known yet, and waiting for them would block.
             self._receive()
 
     def take(self, one: Pass) -> Tensors:

@@ -57,12 +57,12 @@ class StagePipeline(PipelineTiedByName):
     """A pipeline whose ranks, or groups of tensor parallel ranks, hold the stages that the schedule gives them.
 
     Ranks are numbered with the tensor groups innermost, so the ranks of such a group are adjacent and on one node.
-    DeepSpeed would split a list of layers. Here the model is split before, so that each rank builds its own part and
-    nothing else.
+    DeepSpeed would split a list of layers. Here the model is split beforehand, so that each rank builds only
+    its own part.
     """
 
     def __init__(self, build: StageBuilder, plan: Plan, names: Callable[[], list[list[str]]]) -> None:
-        """names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
+        """names: returns the names of each stage's weights; used if there are no other ranks to ask."""
         schedule = PipelineSchedule.of(plan.parallel)
 
         def make(rank: int) -> RankStages:

@@ -64,8 +64,8 @@ def describe(reasons: Sequence[str]) -> str:
 def _pair() -> Group:
     """Returns the group of ranks 0 and 1, which call this, over gloo, because tiny copies are compared on the CPU.
 
-    Only its members make it. If all ranks did, the others would split NCCL's communicator, as for a group of NCCL's,
-    and wait for the members, which do not (pytorch/pytorch#145376).
+    Only its members make it. If all ranks did, the others would take part in a split of NCCL's communicator, as for an
+    NCCL group, and wait for the members, which do not take part (pytorch/pytorch#145376).
     """
     return dist.new_group([0, 1], timeout=WAIT, backend="gloo", use_local_synchronization=True)
 

@@ -32,7 +32,7 @@ Function = Callable[..., Any]
 
 
 class Ulysses:
-    """One model's attention, shared by the ranks of a group; in force within `active()` only.
+    """One model's attention, shared by the ranks of a group within `active()`.
 
     `transformers` looks attention up in a table of the process. The context changes the table and restores it, so that
     several models, split or not, can exist side by side.

@@ -1,4 +1,4 @@
-"""Adafactor (arXiv 1804.04235), as torch has it: the second moment of a matrix is a product of its rows' and columns'.
+"""Adafactor (arXiv 1804.04235), as in torch: the second moment of a matrix is a product of its rows' and columns'.
 
 An update takes two rounds of sums over the whole matrix: of squared gradients, along rows and columns, and then of the
 squared update, by which it is clipped. Under ZeRO and tensor parallelism ranks hold parts of matrices, so they exchange
@@ -71,7 +71,7 @@ class MatrixRange:
 
 
 class HeldPart:
-    """What a rank holds of a weight, and, of a matrix, the factors of the whole."""
+    """What a rank holds of a weight, and the factors of the whole weight if it is a matrix."""
 
     def __init__(self, part: MatrixPart, like: Tensor) -> None:
         """like: has the type and device of the factors."""
@@ -87,7 +87,7 @@ class HeldPart:
             self._whole = MatrixRange(part, 0, part.length)
             self._of_share = MatrixRange(part, first, end) if end > first else None
         self.widths = [*(one.numel() for one in self.factors.values()), 1]
-        """Numbers of sums over the whole weight: of squared gradients in rows and columns, and of its squares."""
+        """Numbers of sums over the whole weight: of squared gradients by row, by column, and of the squared weight."""
 
     def of(self, trained: Tensor) -> Tensor:
         """Returns this part of a trained tensor, or of its gradient, flat."""
@@ -105,7 +105,7 @@ class HeldPart:
     def estimate(self, sums: Tensor, moved: Tensor, least: float) -> Tensor:
         """Moves the factors by a share towards the means of squared gradients; returns the second moment of this part.
 
-        sums: over the whole matrix. least: of the mean that divides.
+        sums: over the whole matrix. least: lower bound of the divisor, the mean of the rows' factors.
         """
         rows, columns = self.factors.values()
         of_rows, of_columns, _ = torch.split(sums, self.widths)
@@ -180,6 +180,6 @@ class Adafactor(GuardedOptimizer):
 
 
 def _count(state: dict[str, Any]) -> Tensor:
-    """Returns the number of updates; 1 if the first one is skipped, and counts for nothing."""
+    """Returns the number of updates; 1 instead of 0 while a skipped first update changes nothing."""
     count: Tensor = state["step"]
     return count.clamp(min=1)

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 bit, by blocks of 256 elements of a row (arXiv 2110.02861).
+"""AdamW whose moments are kept in 8 bits, by blocks of 256 elements of a row (arXiv 2110.02861).
 
 A block has a scale, the largest magnitude in it, and a byte for each element, which stands for a fraction of that. The
 update is computed in fp32, from moments that are not rounded yet. Blocks begin at fixed columns of the whole weight.
@@ -41,9 +41,9 @@ DECADES = 7
 def fractions(first: int) -> list[float]:
     """Returns the positive fractions of the dynamic map (section 2.2 of the paper), `first` · 127 of them.
 
-    Each decade has twice as many as the one below, at equal distances: bits that the exponent does not need belong to
-    the fraction. The largest fraction is 1, so that a block's largest element is exact; the paper has the middles of
-    the intervals whose ends these are. first: number of fractions in the lowest decade.
+    Each decade has twice as many as the one below, at equal distances. The map has the upper end of each interval where
+    the paper has its middle: the largest fraction is then 1, so that a block's largest element is exact. first: number
+    of fractions in the lowest decade.
     """
     numbers = [first * 2**decade for decade in range(DECADES)]
     return [
@@ -54,14 +54,14 @@ def fractions(first: int) -> list[float]:
 
 
 class Codes:
-    """What the bytes of a moment stand for, and the rounding to it."""
+    """The values that the bytes of a moment stand for, and the rounding to them."""
 
     def __init__(self, values: Tensor, borders: Tensor) -> None:
-        """values: of all codes, in ascending order. borders: between each two values."""
+        """values: of all codes, in ascending order. borders: between neighbouring values."""
         self._values, self._borders = values, borders
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Returns what codes stand for."""
+        """Returns the values of codes."""
         return self._values.index_select(0, codes.int())
 
     def nearest(self, fractions: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Codes:
 def codes_of_moments(device: torch.device) -> tuple[Codes, Codes]:
     """Returns the codes of the first moment, which has a sign, and of the second one.
 
-    A second moment that is not 0 never becomes 0: the step would be divided by `eps` alone.
+    A second moment that is not 0 never becomes 0, because the step would then be divided by `eps` alone.
     """
     positive = fractions(1)
     tables, lengths = [], []
@@ -126,7 +126,7 @@ class RowRange:
 
 
 def _padded(values: Tensor, within: slice, size: int) -> Tensor:
-    """Returns flat values at their place among zeros."""
+    """Returns a flat tensor of `size` elements: the values at `within`, and zeros elsewhere."""
     if values.numel() == size:
         return values
     padded = values.new_zeros(size)
@@ -139,7 +139,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 Cuts = tuple[frozenset[int], frozenset[tuple[int, int]]]
-"""Blocks of which ranks hold parts: (those that are cut in each row, further ones as (row, block of the row))."""
+"""Blocks that are divided among ranks: (those divided in every row, others as (row, block of the row))."""
 
 
 class HeldBlocks:
@@ -166,7 +166,7 @@ class HeldBlocks:
             for box, (first, blocks) in zip(region.boxes, cycle(rows.spans), strict=False)
         )
         self.region = Region((*region.shape[:-1], rows.in_row), tuple(placed), region.dim)
-        """Where the blocks are, if those of the whole weight are the elements of a tensor."""
+        """The blocks' region in a tensor that has an element for each block of the whole weight."""
         self.first = self._blocks.start
         """Index of the first block within the flat region."""
         self.scales: Tensor
@@ -180,13 +180,13 @@ class HeldBlocks:
         return local(trained).view(-1)[self._held]
 
     def stretches(self) -> Iterator[RowRange]:
-        """Yields all of it: rows, as many as are updated at once."""
+        """Yields the whole part in ranges that are each updated at once."""
         size = max(STRETCH // self.rows.elements, 1) * self.rows.elements
         for first in range(self._start // size * size, self._end, size):
             yield self._stretch(first, first + size)
 
     def shared(self) -> Iterator[RowRange]:
-        """Yields rows that contain all blocks of which other ranks hold parts."""
+        """Yields ranges that contain all blocks of which other ranks hold parts."""
         if self.rows.cut:
             yield from self.stretches()
             return
@@ -199,7 +199,7 @@ class HeldBlocks:
         return RowRange(self.rows, self._start, max(first, self._start), min(end, self._end))
 
     def share(self, cuts: Cuts) -> None:
-        """Learns which blocks of these rows any rank holds only a part of."""
+        """Learns which blocks of these rows are divided among ranks."""
         every, others = sorted(cuts[0]), sorted(one for one in cuts[1] if one[1] not in cuts[0])
         self.width = self._lines * len(every) + len(others)
         period, before = len(self.rows.held), self._blocks.start
@@ -226,7 +226,7 @@ class HeldBlocks:
         return shared.view(-1)
 
     def agreed(self, shared: Tensor, largest: Tensor) -> None:
-        """Writes what ranks have agreed on to the blocks of this part."""
+        """Writes the values that ranks have agreed on to `largest`, for this part's blocks."""
         for own, place in self._pairs:
             largest[:, own] = shared.view(len(largest), -1)[:, place]
 
@@ -304,7 +304,7 @@ class AdamW8bit(GuardedOptimizer):
         for part, one in parts:
             weight, gradient, codes = part.of(one), part.of(one.grad), self._codes_of(part, one)  # type: ignore[arg-type]
             count = self.state[one]["step"].clamp(min=1)
-            first, second = (1 - beta**count for beta in group["betas"])  # what the weights of gradients add up to
+            first, second = (1 - beta**count for beta in group["betas"])  # total weight of the gradients in a moment
             rate, kept = group["lr"] * keep, keep.bool()
             for stretch in part.stretches():
                 moments = self._moved(group, part, stretch, gradient, codes)
@@ -318,9 +318,9 @@ class AdamW8bit(GuardedOptimizer):
         return [part.of(self.state[trained][kind]) for kind in CODES]
 
     def _agreed(self, group: dict[str, Any], parts: list[tuple[HeldBlocks, Tensor]]) -> dict[str, Tensor]:
-        """Returns the largest magnitudes in blocks of which ranks hold parts, by the names of rows.
+        """Returns the largest magnitudes in blocks that are divided among ranks, by the names of rows.
 
-        They are computed first, from moments that are computed again afterwards, since there is no place to keep these.
+        They are computed first, from moments that are computed again afterwards, because memory has no room for these.
         """
         shared = [(part, one) for part, one in parts if part.width]
         largest = {part.name: torch.zeros_like(part.scales) for part, _ in shared}
@@ -354,9 +354,9 @@ class AdamW8bit(GuardedOptimizer):
         agreed: Tensor | None,
         kept: Tensor,
     ) -> None:
-        """Keeps moments in 8 bit.
+        """Keeps moments in 8 bits.
 
-        agreed: largest magnitudes that other ranks know of, [moments, blocks of this part]. kept: whether they count.
+        agreed: largest magnitudes over all ranks, [moments, blocks of this part]. kept: whether the update counts.
         """
         for number, moment in enumerate(moments):
             largest = stretch.largest(moment)

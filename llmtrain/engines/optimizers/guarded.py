@@ -19,7 +19,7 @@ class Factor(NamedTuple):
     """A state whose shape differs from the parameter's, or what this rank holds of it."""
 
     region: Region
-    """Of a tensor with a shape of its own."""
+    """Its region of a tensor that has a shape of its own."""
     start: int
     """Index of the first value within the flat region."""
     values: Tensor
@@ -30,8 +30,8 @@ class GuardedOptimizer(Optimizer):
     """An optimizer with the interface of torch's fused kernels.
 
     If `found_inf` is 1, `step` leaves weights and states unchanged, bit for bit, without waiting for the device: the
-    gradient becomes 0, and each factor becomes that of a change by nothing. `grad_scale`, which torch's scaler sets,
-    divides the gradient first.
+    gradient becomes 0, and `update` gets `keep` = 0. `grad_scale`, which torch's scaler sets, divides the gradient
+    first.
     """
 
     _step_supports_amp_scaling = True
@@ -66,7 +66,7 @@ class GuardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes an update, unless `found_inf` is 1. All ranks call it, also those that hold nothing."""
+        """Takes an update, unless `found_inf` is 1. All ranks call it, even those that hold nothing."""
         if not self._is_connected:
             self.connect()
             self._is_connected = True
@@ -75,7 +75,7 @@ class GuardedOptimizer(Optimizer):
             if not trained:
                 continue
             device = local(trained[0]).device
-            # Attributes that are there only while torch's scaler, or the guard, sets them.
+            # These attributes exist only if torch's scaler or the guard has set them.
             found_inf = getattr(self, "found_inf", torch.zeros(())).to(device)
             scale: Tensor | None = getattr(self, "grad_scale", None)
             for one in trained:

@@ -18,7 +18,7 @@ class Lion(GuardedOptimizer):
         return ("exp_avg",)
 
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
-        """Moves each element by the sign of its momentum, to which it has added a share of the gradient."""
+        """Moves each element by the sign of a mean of momentum and gradient, then updates the momentum."""
         rate, (direction, decay) = group["lr"] * keep, group["betas"]
         for one in trained:
             weight, gradient, momentum = local(one), local(one.grad), local(self.state[one]["exp_avg"])  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class MatrixPart:
     start: int
     """Index of the first element within the flat region."""
     tensor: int
-    """Number of the trained tensor."""
+    """Index of the trained tensor."""
     offset: int
     """Index of the first element within the flat trained tensor."""
     length: int
@@ -53,7 +53,7 @@ class MatrixPart:
 
 
 def whole_shape(own: Sequence[int], region: Region) -> Shape:
-    """Returns the shape of a weight of which a rank holds a region, of shape `own`; a region may view it otherwise."""
+    """Returns the shape of a weight of which a rank holds a region of shape `own`. A region may use another view."""
     if len(own) == len(region.shape):
         return region.shape
     if len(own) == 1:
@@ -67,7 +67,7 @@ def parts_of(trained: list[Tensor], lists: HeldLists, place: PlaceOf) -> Iterato
     """Yields each part of a weight that an optimizer holds on this rank, with its description; also those of vectors.
 
     trained: all that the optimizer trains on this rank. lists, place: what it holds of each parameter, and where that
-    belongs.
+    is in whole weights.
     """
     numbers = {id(one): number for number, one in enumerate(trained)}
     for held in chain.from_iterable(lists):
@@ -105,9 +105,9 @@ class WholeMatrices:
         self._routes: dict[tuple[int, ...], Route] = {}
 
     def compute(self, flats: dict[int, Tensor], compute: Compute) -> None:
-        """Replaces matrices by what `compute` makes of them, of which this rank writes its parts.
+        """Applies `compute` to whole matrices, and replaces this rank's parts of them by its parts of the results.
 
-        flats: this rank's flat trained tensors by their numbers. All ranks that hold parts of these matrices call it.
+        flats: this rank's flat trained tensors by index. All ranks that hold parts of these matrices call it.
         """
         route = self._route(tuple(flats))
         sent = [
@@ -188,7 +188,7 @@ def _computed(received: Tensor, parts: list[MatrixPart], compute: Compute) -> di
 
 
 def _owners(parts: list[MatrixPart], ranks: list[int]) -> dict[str, int]:
-    """Returns the owner of each matrix: of those with the least work, the first rank gets the next largest one."""
+    """Returns the owner of each matrix: from the largest to the smallest, the rank with the least work so far."""
     work = {one.name: math.prod(one.shape) * min(one.shape[-2:]) for one in parts}
     load, owners = dict.fromkeys(ranks, 0), dict[str, int]()
     for name in sorted(work, key=lambda name: (-work[name], name)):

@@ -4,7 +4,7 @@ The update of a matrix is its momentum, made orthogonal: all singular values bec
 matrix, so under ZeRO and tensor parallelism ranks bring the parts together (`matrices.py`).
 
 DeepSpeed 0.19.8 has a Muon of its own, but it clips, and measures, the orthogonal update in place of the gradient, and
-its momentum takes part in steps that are dropped later.
+its momentum changes even in steps that are dropped later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import is_matrix_of_layer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial that is applied to the singular values: steep at 0, so that a few steps suffice."""
+"""Coefficients of the polynomial that is applied to the singular values: steep at 0, so that a few steps suffice."""
 SMALLEST_NORM = 1e-7
 
 

@@ -52,7 +52,7 @@ class ScheduleFreeAdamW(GuardedOptimizer):
             share = _share_of_mean(step, self._warmup)
             step += keep
             moment.lerp_(gradient.square(), (1 - decay) * keep)
-            # Without an update so far, `keep` is 0, and so is everything that is divided.
+            # `step` is 0 only if no update has been applied; then `keep` and the moment are 0, too.
             size = (moment / (1 - decay ** step.clamp(min=1))).sqrt_().add_(group["eps"])
             update = gradient.div(size).add_(y, alpha=group["weight_decay"])
             y.lerp_(z, share * keep)
@@ -61,7 +61,7 @@ class ScheduleFreeAdamW(GuardedOptimizer):
 
     @contextmanager
     def averaged(self, trained: list[Tensor], changed: Callable[[], object]) -> Iterator[None]:
-        """Writes x to where y is, and restores y afterwards.
+        """Replaces y by x within the context, and restores y afterwards.
 
         trained: all that this optimizer trains on this rank. changed: called after each of the two, by all ranks.
         """

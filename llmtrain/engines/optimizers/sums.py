@@ -2,8 +2,8 @@
 
 Every rank sums over its parts, and the ranks that hold parts of the same weights add these sums up; or they take the
 largest of what each has found, and of 0. Ranks whose trained tensors share a weight, directly or through others, form a
-group: ZeRO's flat tensors begin and end within weights, and a group for each weight would be thousands. Within a group
-all sums of an update are one message.
+group, because ZeRO's flat tensors begin and end within weights, and a group for each weight would mean thousands. A
+group sends all sums of an update in one message.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class SharedSums:
         self._groups = {ranks: group for ranks, group in groups.items() if rank in ranks}
 
     def over_ranks(self, own: Mapping[str, Tensor], each: int | None = None) -> dict[str, Tensor]:
-        """Returns the sums over the parts of all ranks, by weight.
+        """Returns the sums (or maxima) over the parts of all ranks, by weight.
 
-        own: those over the parts of this rank, for all weights in some of its trained tensors. each: how many each
-        weight has, if not the numbers that were given at first. All ranks that hold parts of these weights call it.
+        own: those over the parts of this rank, for all weights in some of its trained tensors. each: number of sums of
+        each weight, by default as given to the constructor. All ranks that hold parts of these weights call it.
         """
         together: defaultdict[tuple[int, ...], dict[str, None]] = defaultdict(dict)
         for name in sorted(own):

@@ -58,7 +58,7 @@ class Region:
         return sum(math.prod(box.size) for box in self.boxes)
 
     def over(self, dims: Sequence[int]) -> Region:
-        """Returns its projection on some dimensions of the weight: of a matrix on the first one, its rows."""
+        """Returns its projection on some dimensions of the weight; on the first one of a matrix, these are its rows."""
 
         def chosen(values: Shape) -> Shape:
             return tuple(values[dim] for dim in dims)

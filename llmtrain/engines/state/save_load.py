@@ -125,9 +125,9 @@ def untrained_pieces(
 ) -> list[Piece]:
     """Returns live pieces of a model's untrained tensors: frozen parameters, and buffers that belong to its weights.
 
-    leaves_base: whether frozen parameters are those of files, and are left out. copy: as in `Piece`, for tensors that
-    are whole on this rank. hugging_face_name: maps a name in `model`. portion: returns the region and the copy of what
-    this rank holds of a tensor; None for whole tensors.
+    leaves_base: whether to leave out frozen parameters, because the files of the base model have them. copy: as in
+    `Piece`, for tensors that are whole on this rank. hugging_face_name: maps a name in `model`. portion: returns the
+    region and the copy of what this rank holds of a tensor; None for whole tensors.
     """
     frozen = {name: one for name, one in model.named_parameters() if not (one.requires_grad or leaves_base)}
     pieces = []
@@ -193,8 +193,8 @@ class StateSource:
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, or an optimizer's state of it, flat, on the CPU.
 
-        Raises CheckpointError if the checkpoint does not contain exactly one value for each element; of scales, at
-        least one.
+        Raises CheckpointError if the checkpoint does not contain exactly one value for each element (for scales, at
+        least one).
         """
         if self._whole is not None and self._whole[:2] == (name, kind):
             return self._whole[2]
@@ -207,7 +207,7 @@ class StateSource:
         sizes = {math.prod(region.shape) for region in by_region}
         present = sum(one.numel for stored in by_region.values() for one in stored)
         is_exact = sizes == {sum(region.numel for region in by_region)} and not _overlap(by_region)
-        may_repeat = kind.endswith(SCALE)  # equal on all ranks that have parts of a block
+        may_repeat = kind.endswith(SCALE)  # ranks that have parts of a block have equal scales
         if len(sizes) != 1 or present < max(sizes) or not (is_exact or may_repeat):
             raise self._lacks(name, kind)
         result: Tensor | None = None
@@ -219,7 +219,7 @@ class StateSource:
                 result = torch.full((sizes.pop(),), -1 if may_repeat else 0, dtype=part.dtype)
             self._check_type(part, result, name)
             region.put(part, result)
-        if result is None or (may_repeat and bool((result < 0).any())):  # which no scale is
+        if result is None or (may_repeat and bool((result < 0).any())):  # an element has no value
             raise self._lacks(name, kind)
         self._whole = (name, kind, result)
         return result
