@@ -4,10 +4,10 @@ PEFT puts a module in the place of a linear layer, which becomes its child `base
 for others (checkpoints, exports, `verify`) uses `weight_name`, so that weights keep their Hugging Face names, and
 adapters have those of PEFT's files.
 
-`modules_to_save` are trained in place. PEFT would train a copy and keep the original, which serves switching an
-adapter off; the computed gradients are the same.
+`modules_to_save` are trained in place. PEFT would train a copy and keep the original, so that an adapter can
+be switched off; the computed gradients are the same.
 
-PEFT is imported where it is used, since that takes a second.
+PEFT is imported where it is used, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OLD_ADAPTER_FILE = "adapter_model.bin"
 FILE_PREFIX = "base_model.model."
 """Prefix of the names of all weights in the file of an adapter."""
 DORA = "lora_magnitude_vector"
-"""The vector of DoRA, which is a parameter in PEFT's files, and a module with one in its models."""
+"""DoRA's vector of magnitudes: a parameter in PEFT's files, and a module with a parameter in its models."""
 CHANGES_MORE = (
     *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
     *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
@@ -84,7 +84,7 @@ class Trained:
     config: peft.LoraConfig | None = None
     """The adapter's configuration, if there is one."""
     packed: frozenset[str] = frozenset()
-    """Names of the frozen weights that are held in 4 bit."""
+    """Names of the frozen weights that are held in 4 bits."""
 
 
 def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
@@ -169,7 +169,7 @@ def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
 
 
 def file_name(name: str) -> str:
-    """Returns the name in an adapter's file of a weight with a name of `weight_name`."""
+    """Returns the name in an adapter's file of a weight that `weight_name` gives this name."""
     return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
 
 
@@ -276,7 +276,7 @@ def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple
     shared = [own for own, group in aliases(whole).items() if len(group) > 1]
     tied = [name for name in found if any(own.startswith(f"{name}.") for own in shared)]
     if tied:
-        message = f"{few_of(tied)} is tied to another module, which PEFT would leave behind when it loads the adapter"
+        message = f"{few_of(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
@@ -332,7 +332,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):
-        # PEFT keeps adapters in fp32. Here they have fp32 masters as every weight, and the model's own data type.
+        # PEFT keeps adapters in fp32. Here they have fp32 masters, like every weight, and the model's own data type.
         dtype = module.get_base_layer().weight.dtype
         if dtype.is_floating_point:
             for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
@@ -369,7 +369,7 @@ def _fill(
 
 
 def _drawn(like: Tensor, seed: int) -> Tensor:
-    """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, whose numbers all ranks share."""
+    """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, so that ranks draw alike."""
     drawn = torch.empty(like.shape, dtype=torch.float32)
     return nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
 
@@ -408,7 +408,7 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
 
     try:
         found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
-    except Exception as error:  # likewise; a kind of adapter that PEFT does not know is a KeyError
+    except Exception as error:  # likewise; PEFT raises KeyError for an unknown kind of adapter
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     field = "model.adapter.pretrained"
     if not isinstance(found, peft.LoraConfig):
@@ -426,7 +426,8 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
 
 def _unreadable(adapter: LoraConfig, why: str) -> RecipeError:
     message = f"{adapter.pretrained} is not a readable adapter: {why}"
-    return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, "name a folder of PEFT's"))
+    fix = "name a folder that PEFT has written"
+    return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, fix))
 
 
 def _present(model: nn.Module, trained: Trained) -> list[str]:

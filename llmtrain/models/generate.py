@@ -93,8 +93,8 @@ class Chat:
     def ask(self, text: str, write: Callable[[str], None]) -> int:
         """Writes the answer to a question, piece by piece; returns how many old messages were left out.
 
-        Messages are left out, the oldest first, if the model has no positions for all and an answer. Raises RecipeError
-        for a question that the template refuses, or that has no room; it is then as if it had not been asked.
+        The oldest messages are left out if the model has too few positions for all messages and an answer. Raises
+        RecipeError for a question that the template refuses or that is too long; the conversation is then unchanged.
         """
         said: list[Message] = [*self._said, {"role": "user", "content": text}]
         ids = self._encoder.prompt(said)
@@ -105,7 +105,7 @@ class Chat:
             ids = self._encoder.prompt(said)
         room = min(self._tokens, self._most - len(ids))
         if room < 1:
-            message = f"it has {len(ids):,} tokens, but the model only {self._most:,} positions"
+            message = f"it has {len(ids):,} tokens, but the model has only {self._most:,} positions"
             raise RecipeError(Problem("generate.long", "question", message, "ask a shorter one"))
         inputs = torch.tensor([ids], device=self._model.device)
         output = self._model.generate(

@@ -1,9 +1,9 @@
-"""Frozen linear layers in 4 bit: NF4 with double quantization, the format of QLoRA (arXiv 2305.14314).
+"""Frozen linear layers in 4 bits: NF4 with double quantization, the format of QLoRA (arXiv 2305.14314).
 
 A weight is divided into blocks of 64 elements. Each element is one of 16 quantiles of a normal distribution, times the
-block's largest magnitude. Of these, the mean is subtracted, and what remains is rounded to 8 bits in blocks of 256.
-This takes 4 + 8/64 + 32/(64·256) = 4.127 bits per element. The numbers are those of bitsandbytes' `quantize_4bit`, so
-an adapter that was trained here belongs to the base that `transformers` loads with it.
+block's largest magnitude. The mean of these magnitudes is subtracted, and the rest is rounded to 8 bits in blocks of
+256. This takes 4 + 8/64 + 32/(64·256) = 4.127 bits per element. The numbers are those of bitsandbytes' `quantize_4bit`,
+so an adapter that was trained here fits the base that `transformers` loads through bitsandbytes.
 
 The packed weight is held in buffers, and not in a parameter as in bitsandbytes and in torchao: ZeRO, DDP and AutoTP
 cast, broadcast, flatten and split whatever is a parameter. No buffer is of a floating type, which a cast of the model
@@ -33,7 +33,7 @@ LEVELS = (
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer whose weight is in 4 bit, and whole only while it is multiplied with."""
+    """A frozen linear layer with a weight of 4 bits per element, which is unpacked only while it is used."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, tables: Tensor) -> None:
         """dtype: of `weight`, where something reads it. tables: those of `make_tables`, which layers share."""
@@ -79,9 +79,9 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a weight as (two elements a byte, a byte for each block, what the blocks' bytes stand for).
+    """Returns a weight as (elements, two in a byte; scales of blocks, one byte each; scales of these scales).
 
-    The last one has the largest deviation of each 256 blocks from the mean, then the mean: fp32, as int32.
+    The last one contains the largest deviation from the mean in each 256 blocks, then the mean: fp32, as int32.
     """
     blocks = _in_blocks(weight.detach().float().flatten(), BLOCK)
     largest = blocks.abs().amax(1)
@@ -102,7 +102,7 @@ def make_tables(device: torch.device) -> Tensor:
 
 
 def dequantize(stored: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Returns the weight of what `quantize` returned, computed in fp32 and rounded once. stored: it, and the tables."""
+    """Returns a weight, computed in fp32 and rounded once. stored: the results of `quantize` and `make_tables`."""
     packed, scales, ranges, tables = stored
     limits, values = ranges.view(torch.float32), tables.view(torch.float32)
     pairs, steps = values[:512].view(256, 2), values[512:]
@@ -112,13 +112,13 @@ def dequantize(stored: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dt
 
 
 def round_trip(weight: Tensor) -> Tensor:
-    """Returns the values, in fp32, with which a weight is trained."""
+    """Returns a weight, in fp32, as training reads it: quantized and dequantized."""
     rows, columns = weight.shape
     return dequantize((*quantize(weight), make_tables(weight.device)), (rows, columns), torch.float32)
 
 
 def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[str]:
-    """Returns the names of the weights that are held in 4 bit: of the frozen linear layers of the decoder.
+    """Returns the names of the weights that are held in 4 bits: those of the frozen linear layers of the decoder.
 
     trained: names of the weights that are not frozen. Raises RecipeError if there are none.
     """
@@ -147,7 +147,7 @@ def pack_linear_layers(
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters of a model, and the weights that are held in 4 bit."""
+    """Yields the parameters of a model, and the weights that are held in 4 bits."""
     yield from model.named_parameters()
     for name, module in model.named_modules():
         if isinstance(module, Nf4Linear):
@@ -163,7 +163,7 @@ def _divisor(largest: Tensor) -> Tensor:
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """Returns the index of the nearest level of each value, of two the lower one."""
+    """Returns the index of the nearest level of each value; the lower one of two equally near levels."""
     return torch.bucketize(values, ((levels[1:] + levels[:-1]) / 2).to(values.device))
 
 

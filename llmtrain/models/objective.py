@@ -1,4 +1,4 @@
-"""The objectives of whole completions, as a sum over pairs of them, or over single ones, that the caller divides.
+"""The objectives of whole completions: sums over pairs of them, or over single ones, which the caller divides.
 
 A loss depends on the sums of the log-probabilities of a completion's tokens, and mostly on small differences between
 such sums. A sum over a thousand tokens has an error of 1e-4 in fp32, therefore sums and differences are in fp64.
@@ -50,7 +50,7 @@ class Objective:
         """
         own = completions.to(losses.device)
         conversations = torch.arange(own.lengths.shape[1], device=losses.device)
-        # Not an addition by index, whose order on a GPU differs from run to run.
+        # A product, because the order of an addition by index on a GPU differs from run to run.
         members = (own.segments[:, None] == conversations[:, None]).double()
         log_probs = -(members @ losses.double()[:, :, None])[:, :, 0]
         share = 1.0
@@ -74,11 +74,11 @@ class Objective:
 
 
 def reward_metrics(objective: Objective, sums: Sequence[float]) -> dict[str, float]:
-    """Returns what is logged of completions, given the sums of `Objective.rewards` over all ranks.
+    """Returns the metrics of completions to log, given the sums of `Objective.rewards` over all ranks.
 
     The reward of desirable (chosen) completions and that of undesirable (rejected) ones are means over these; NaN
     without any. The accuracy is how often the chosen completion of a pair has the greater reward; without pairs, how
-    often a reward is on its side of the divergence.
+    often a reward is on the right side of the divergence.
     """
     chosen, rejected, right, desirable, undesirable = sums
     chosen = chosen / desirable if desirable else math.nan
@@ -110,7 +110,7 @@ def pair_losses(
         return loss, config.beta * mean.detach()
     ratios = log_probs - references
     if config.name == "ipo":
-        # Azar et al., arXiv 2310.12036, equation 17, with means over tokens, which its authors have confirmed to use.
+        # Azar et al., arXiv 2310.12036, equation 17, with means over tokens, as its authors have confirmed.
         means = ratios / counts
         loss = (means[:, 0::2] - means[:, 1::2] - 1 / (2 * config.beta)).square()
     else:

@@ -50,7 +50,7 @@ def fp8_unavailable(device: torch.device) -> str:
     if device.type != "cuda":
         return f"they need a GPU, and this is a {device.type}"
     if torch.version.hip is not None:
-        return "torchao's conversion was read for NVIDIA's fp8 only"
+        return "torchao's conversion has only been checked for NVIDIA's fp8"
     found = torch.cuda.get_device_capability(device)
     if found < LEAST_CAPABILITY:
         return f"they need compute capability {_version(LEAST_CAPABILITY)}, and this GPU has {_version(found)}"

@@ -250,7 +250,7 @@ class RankStages(nn.ModuleList):
                     _replace(stage, parameters[path], held[name])
                     continue
                 self.hf_names[f"{index}.{path}"] = name
-                if path in parameters:  # a weight that is held in 4 bit is none
+                if path in parameters:  # 4-bit weights are not parameters
                     held[name] = parameters[path]
 
     def hugging_face_name(self, name: str) -> str:

@@ -50,9 +50,9 @@ def takes_bounds(attention: str) -> bool:
 
 
 def check_device(attention: str, device: torch.device) -> None:
-    """Raises RecipeError if an NVIDIA GPU is none of those that a kernel without masks is compiled for.
+    """Raises RecipeError if a kernel without masks is not compiled for this NVIDIA GPU.
 
-    Rules refuse what the catalogue of devices tells; a GPU that is not in it is asked here.
+    The rules check the GPUs of the catalogue of devices; any other GPU is asked for its capability here.
     """
     if device.type != "cuda" or torch.version.hip is not None or not takes_bounds(attention):
         return

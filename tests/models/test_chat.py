@@ -117,7 +117,7 @@ def test_old_messages_are_dropped_if_there_is_no_room(tokenizer, given, tmp_path
     assert {answer for answer, _ in found} == {"aaaa"}
     assert sum(left_out for _, left_out in found) > 0
     assert all(len(ids) + TOKENS <= POSITIONS for ids in given)
-    with pytest.raises(RecipeError, match="the model only 64 positions"):
+    with pytest.raises(RecipeError, match="the model has only 64 positions"):
         asked(chat, "x" * 200)
     assert asked(chat, "Thanks")[0][0] == "aaaa"
 

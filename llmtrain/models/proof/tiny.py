@@ -77,7 +77,7 @@ def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns a text model's configuration with that many of its layers in their own sizes, chosen as in `shrink`."""
+    """Returns a text model's configuration with that many layers in their own sizes, chosen as for a tiny copy."""
     values = config.to_dict()
     total = config.num_hidden_layers
     kept = _one_of_each(values, total, min(layers, total))

@@ -41,7 +41,7 @@ _overwritten = False
 
 
 def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
-    """Sets which layers of a model, or of a stage of it, compute what again.
+    """Sets what each layer of a model, or of a stage of it, recomputes.
 
     Called before layers are compiled: a selective checkpoint then is a part of each layer's graph.
     """
@@ -68,7 +68,7 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
 
 
 def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Raises FamilyError if layers have no switches of their own, as in some models with code of their own."""
+    """Raises FamilyError if layers cannot be recomputed one by one, as in some models from the hub with own code."""
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         refused = f"was given for {model.config.model_type}, or offload_activations"
         reason = "its layers can only be recomputed together"
@@ -88,10 +88,10 @@ def gathers_layers(recipe: Recipe) -> bool:
 def give_input_gradient(
     layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Lets the input of a trained layer have a gradient, which is not used, as a hook before its forward pass.
+    """A hook before a trained layer's forward pass that makes its input need a gradient, which is not used.
 
-    Above frozen layers it would have none, and ZeRO-3 would release the weights of a layer that it gathers as a whole
-    before its backward pass has read them.
+    Above frozen layers the input would need none, and ZeRO-3 would release the weights of a layer that it gathers as a
+    whole before its backward pass has read them.
     """
     hidden = args[0] if args else named["hidden_states"]
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
@@ -148,7 +148,7 @@ class OffloadedInputs:
         self._newest: _Copy | None = None
 
     def run(self, is_first: bool, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """Runs a layer as `torch.utils.checkpoint.checkpoint` does. is_first: of the layers that a pass runs so."""
+        """Runs a layer as `torch.utils.checkpoint.checkpoint` does. is_first: of those in a pass."""
         if not hidden.is_cuda:
             return checkpoint(function, hidden, *args, use_reentrant=False)
         place = hidden.data_ptr(), hidden.shape
@@ -203,7 +203,7 @@ class _Copy:
         return tensor
 
     def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Copies once the present stream has written the source, and nothing there uses the destination's memory."""
+        """Copies after the current stream has written the source and no longer uses the destination's memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)

@@ -1,7 +1,7 @@
 """Computes feed-forward layers in tiles along the sequence (ALST, arXiv 2506.13996).
 
-What a feed-forward layer keeps, and what its gradients take, is then of one tile, however long the sequence is. Of a
-whole sequence only its input and output exist.
+The activations and gradients within a feed-forward layer then take the memory of one tile, however long the sequence
+is. Only its input and output are of the whole sequence.
 """
 
 from __future__ import annotations

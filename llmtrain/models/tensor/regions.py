@@ -3,8 +3,8 @@
 Between attention and feed-forward, a layer computes each token alone: norms, the residual's sums, dropout. There each
 tensor parallel rank holds a slice of every sequence. What enters attention or feed-forward is gathered, and what leaves
 it is reduced and scattered, which sends as many bytes as the sum of whole activations does. The regions begin at the
-first layer, with the sum of what the embedding has found, and end behind the last norm, where the sequence is gathered
-for the head. Pipeline stages send each other slices.
+first layer, where the embedding's results are summed, and end after the last norm, where the sequence is gathered for
+the head. Pipeline stages send each other slices.
 
 Parameters that are used within the regions, such as those of norms, get their gradient from a rank's own tokens only,
 so it is summed over the ranks. So is that of a router: within a block of experts each rank computes a part of all
@@ -40,8 +40,8 @@ EXPERTS = "moe_tp_experts"
 class GatheredSection(SplitSection):
     """The split modules of attention or feed-forward, and of adapters there; the input was gathered before the first.
 
-    Of an adapter, the whole matrix is applied to the gathered input of a split one, or to slices of its output. In
-    either case a rank computes a part of its gradient.
+    The whole matrix of an adapter is applied to the gathered input of its split one, or to slices of its output. In
+    either case a rank computes a part of the whole matrix's gradient.
     """
 
     def enter(self, value: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class GatheredSection(SplitSection):
 class PartialSection(GatheredSection):
     """Split modules whose sum waits: that of the embedding until the regions begin, of experts until their block ends.
 
-    Also the head, for which the end of the regions gathers.
+    The head belongs here, too: its input is gathered where the regions end.
     """
 
     def leave(self, partial: Tensor) -> Tensor:
