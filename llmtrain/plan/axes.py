@@ -36,7 +36,7 @@ class Axis:
     """The reason for `limits`."""
     limits: Limits = lambda draft: iter(())
     has_ranks: bool = True
-    """False if its groups are subsets of the ranks that hold the same layers, and its degree is no factor of them."""
+    """False if its groups are subsets of the ranks that hold the same layers, so that it needs no ranks of its own."""
 
     @property
     def field(self) -> str:
@@ -64,7 +64,7 @@ def _sequence_limits(draft: Draft) -> Iterator[tuple[str, int]]:
     length, tensor = draft.recipe.data.sequence_length, draft.parallel.tensor
     yield f"a sequence of {length} tokens", length
     if any(number % tensor for _, number in _tensor_limits(draft)):
-        return  # ranks that share the heads unevenly have no one number of them
+        return  # the ranks would have different numbers of heads
     if draft.facts is not None:
         heads = draft.facts.heads // tensor
         yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads", heads

@@ -27,7 +27,7 @@ COMPUTE_DTYPE: dict[Precision, str] = {
     "autocast_bf16": "bf16",
     "autocast_fp16": "fp16",
 }
-"""The type of the matrix products, for whose peak rate a device is measured: autocast runs them in the lower type."""
+"""The type of the matrix products, which decides the peak rate that counts: autocast runs them in the lower type."""
 
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Type → bytes per element."""

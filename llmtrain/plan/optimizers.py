@@ -46,15 +46,15 @@ class EightBitOptions(Part):
 
 
 STRETCH = 4_194_304
-"""Elements of a matrix with moments in 8 bit that are updated at once, at most; or one row."""
+"""Largest number of elements of a matrix with 8-bit moments that are updated at once, unless one row has more."""
 STRETCH_BYTES = 28
-"""Bytes for each of them, at most: two fp32 moments, and what a moment is computed from or rounded with."""
+"""Largest number of bytes for each of them: two fp32 moments, and what one is computed from or rounded with."""
 UPDATE_BYTES = 262
 """Bytes that the operations of such an update read and write for an element; torch has no kernel that joins them."""
 CODE_TABLES = 4 * 2 * (256 + 254)
 """Bytes of what the codes of both moments stand for, and of the borders between these values."""
 POINT = "z"
-"""State of an optimizer whose weights, as they are trained, are a mixture of this point and of what the run is for."""
+"""State of schedule-free AdamW: the trained weights are a mixture of this point and of the averaged weights."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class OptimizerRow:
     """Names of the tensors that are kept of a matrix in place of `states`: a value for each row, and for each column.
     Each rank that holds a part of the matrix has them whole."""
     moments: tuple[str, ...] = ()
-    """Names of what is kept of a matrix in 8 bit in place of `states`: of each, a byte for each element (`codes`), and
-    an fp32 scale for each block of a row (`scales`)."""
+    """Names of the 8-bit moments that are kept of a matrix in place of `states`: each has a byte for each element
+    (`codes`), and an fp32 scale for each block of a row (`scales`)."""
     known_to_zero: bool = False
-    """Whether DeepSpeed considers it tested with ZeRO, which in truth treats all optimizers alike."""
+    """Whether DeepSpeed lists it as tested with ZeRO, although ZeRO treats all optimizers alike."""
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def is_matrix_of_layer(name: str, dimensions: int) -> bool:
 
 
 def block_of(optim: OptimConfig) -> int:
-    """Returns the number of elements of a row that share a scale in 8 bit."""
+    """Returns the number of elements of a row that share a scale of an 8-bit moment."""
     return EightBitOptions.model_validate(optim.options).block_size
 
 

@@ -183,8 +183,8 @@ class Plan(Part):
     def shortens_batches(self) -> bool:
         """Whether a micro-batch is only as long as its targets need.
 
-        That is, if sequences are not packed and nothing wants equal lengths: the balancing loss of experts is a mean
-        over all tokens.
+        True if sequences are not packed and nothing requires equal lengths. The balancing loss of experts does, because
+        it is a mean over all tokens.
         """
         recipe = self.recipe
         return (

@@ -183,7 +183,7 @@ def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Ma
 @lru_cache(maxsize=256)
 def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     if schedule.name == "zero_bubble":
-        # Without slack, an order is short only if all passes take equally long; otherwise it is longer than 1F1B.
+        # Some orders are longer than 1F1B unless all passes take equally long, so each is compared at both paces.
         shown = min(micro_batches, _enough(schedule))
         chosen = min(
             product(PACES, (0, 1)),
@@ -221,19 +221,19 @@ def _messages(schedule: PipelineSchedule, micro_batches: int) -> tuple[Pass, ...
 class _ZeroBubble:
     """A simulation in which a rank that is free runs the most urgent pass.
 
-    Urgent are, in this order, backward passes, forward passes, both of later stages first, and gradients of weights.
+    The order of urgency is: backward passes, forward passes (both of later stages first), gradients of weights.
     A rank holds the activations of at most `stages` passes, which is what the first rank of 1F1B holds.
     """
 
     def __init__(
         self, schedule: PipelineSchedule, micro_batches: int, pace: Mapping[PassKind, float], reserve: int
     ) -> None:
-        """pace: whole lengths of passes; reserve: room that a stage leaves for each later stage of its rank."""
+        """pace: integer lengths of passes; reserve: room that a stage leaves for each later stage of its rank."""
         self.schedule, self.micro_batches, self.pace, self.reserve = schedule, micro_batches, pace, reserve
         ranks = range(schedule.ranks)
         self._stages = [schedule.stages_of(rank)[::-1] for rank in ranks]
         self._now = 0.0
-        # Of each kind and stage, when the passes that have begun end, by micro-batch.
+        # For each kind and stage, the end times of the passes that have begun, by micro-batch.
         self._ends: dict[PassKind, list[list[float]]] = {kind: [[] for _ in range(schedule.stages)] for kind in KINDS}
         self._delayed: list[deque[Pass]] = [deque() for _ in ranks]
         self._held = [0] * schedule.ranks

@@ -76,7 +76,7 @@ def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # Of layers [0, end) in the stages so far.
+    # The best splits of layers [0, end) into the stages so far.
     tables: list[Best] = [{end: (sums[end], 0) for end in range(1, layers + 1)}]
     for stage in range(2, stages + 1):
         tables.append(_one_more(stage, tables[-1], sums))
@@ -93,10 +93,10 @@ Best = dict[int, tuple[float, int]]
 
 
 def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
-    """Returns the best splits into `stage` stages, from those into one fewer; of equal ones that with the longest last.
+    """Returns the best splits into `stage` stages, from those into one fewer; if equal, with the longest last stage.
 
-    If the last cut moves on, the stages before it cost more and the last one less: the best cut is where both costs are
-    equal, and moves on with the end. All ends thus need only one walk along the layers.
+    As the last cut moves on, the stages before it cost more and the last one less. The best cut is where both costs
+    meet, and it moves on with the end, so one walk along the layers serves all ends.
     """
     best: Best = {}
     cut = stage - 1

@@ -27,8 +27,8 @@ TIED_HEAD = "lm_head.weight"
 def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     """Returns the facts of a model with its adapters, and with what is frozen.
 
-    Unchanged for a model that is not a chain of layers, of which nothing is predicted. Raises RecipeError for a
-    pretrained adapter that cannot be read.
+    They are unchanged for a model that is not a chain of layers, for which nothing is predicted. Raises RecipeError for
+    a pretrained adapter that cannot be read.
     """
     weights = facts.weights
     if weights is None or not model.is_frozen_in_part:
@@ -61,7 +61,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
 
 
 Change = Callable[..., Iterator[Weight]]
-"""Yields the weights of a part of the model as they are trained, given what its names begin with."""
+"""Yields the weights of a part of the model as they are trained, given the prefix of their names."""
 
 
 def _named(patterns: Sequence[str], tied: bool) -> Change:

@@ -21,7 +21,7 @@ from llmtrain.system.untrusted import UNREADABLE, expanded, is_file, read_json, 
 FIELD = "model.new_tokens"
 TEMPLATE_FIELD = "data.chat_template"
 DEFAULT = "default"
-"""The template that a tokenizer with several uses, unless there are tools."""
+"""Name of the template that is used without tools, if a tokenizer has several."""
 MULTIPLE = 128
 """A grown vocabulary is padded to a multiple of this, the divisor of Megatron-LM (`make-vocab-size-divisible-by`).
 
@@ -85,9 +85,9 @@ def wanted_tokens(new_tokens: NewTokens, template: str | None) -> tuple[str, ...
 
 
 def control_tokens(template: str) -> tuple[str, ...]:
-    """Returns the texts that a chat template writes, and that are meant to be single tokens.
+    """Returns the texts that a chat template writes and that are meant to be single tokens.
 
-    They stand in the template, or it puts them together when it is rendered: `'<|' + message.role + '|>'`.
+    The template contains them, or composes them when it is rendered: `'<|' + message.role + '|>'`.
     """
     return tuple(dict.fromkeys(CONTROL.findall("\n".join([template, *_rendered(template)]))))
 
@@ -140,7 +140,7 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
 
 
 def read_tokenizer_config(tokenizer: str | Path) -> dict[str, Any]:
-    """Returns what a tokenizer's `tokenizer_config.json` says; nothing without one. Raises DataError."""
+    """Returns the content of a tokenizer's `tokenizer_config.json`; empty without one. Raises DataError."""
     path = stored_file(tokenizer, "tokenizer_config.json")
     try:
         return read_json(path, dict[str, Any]) if path else {}
@@ -159,7 +159,7 @@ def shipped_templates() -> dict[str, str]:
 
 
 def named_template(wanted: str) -> str:
-    """Returns the template that a recipe names. Raises DataError for a name that means nothing."""
+    """Returns the template that a recipe names. Raises DataError for an unknown name."""
     shipped = shipped_templates()
     if wanted in shipped:
         return shipped[wanted]

@@ -15,9 +15,9 @@ from itertools import groupby
 from llmtrain.recipe import Part
 
 BLOCK = 64
-"""Elements with a common scale, the paper's block size for weights."""
+"""Number of elements that share a scale: the block size for weights in QLoRA's paper."""
 BLOCKS = 256
-"""Scales with a common scale, its block size for these."""
+"""Number of scales that share a scale of their own: the paper's block size for scales."""
 TABLES = 4 * (2 * 256 + 256)
 """Bytes of the values of all codes, of which a rank has one table."""
 WORKSPACE = 6
@@ -34,7 +34,7 @@ class Weight(Part):
     trained: bool = True
     """Whether it is trained; other weights are frozen."""
     packed: bool = False
-    """Whether it is frozen and held in 4 bit (`model.quantize`)."""
+    """Whether it is frozen and held in 4 bits (`model.quantize`)."""
     transposed: bool = False
     """Whether the model stores the transpose of `shape`."""
 
@@ -112,7 +112,7 @@ class Weights(Part):
     def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
         """Yields the weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
 
-        In the order of the model's parameters: a tied weight is at the place of the embedding, also on a last stage
+        In the order of the model's parameters: a tied weight is at the place of the embedding, even on a last stage
         that has no other use for the embedding, and appears once if a stage has both ends.
         """
         if first:
@@ -148,10 +148,10 @@ def packed_bytes(elements: int) -> int:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """What a rank, or a group of ranks under ZeRO, holds of each row of a matrix; all its elements are numbered flat.
+    """What a rank, or a group of ranks under ZeRO, holds of each row of a matrix; its elements are numbered row by row.
 
-    The blocks of which it holds a part, those with a scale of an optimizer's moments, are numbered in the same order.
-    They begin at fixed columns of the whole matrix, so they are the same under every plan.
+    Blocks are the elements of a row that share a scale of an optimizer's moment. Those of which it holds a part are
+    numbered in the same order. They begin at fixed columns of the whole matrix, so they are the same under every plan.
     """
 
     width: int
@@ -174,7 +174,7 @@ class HeldRows:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The block of the whole row that each numbered block of a row is, or is a part of."""
+        """For each held block of a row, whole or in part: its index among the blocks of the whole row."""
         return tuple(block for first, number in self.spans for block in range(first, first + number))
 
     @cached_property
@@ -203,7 +203,7 @@ class HeldRows:
         return range(self.number(first), self.number(end - 1) + 1) if end > first else range(0)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Returns the row of a numbered block, and the block of the whole row."""
+        """Returns the row of a numbered block, and its index among the blocks of the whole row."""
         row, own = divmod(number, len(self.held))
         return row, self.held[own]
 

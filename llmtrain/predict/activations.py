@@ -47,7 +47,7 @@ class Widths:
     """Outputs of matrix products."""
     norm: int
     """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast casts the last one
-    again for each projection: three times and twice."""
+    again for each projection: three times before attention, twice before feed-forward."""
 
 
 WIDTHS = {
@@ -100,7 +100,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
             for estimate, index in zip(each, layers, strict=True)
         ]
     stream = widths.stream * plan.model.hidden_size * tokens // plan.region_ranks
-    # Of passes in flight each holds the layers of one stage.
+    # Each pass in flight holds the layers of one stage.
     passes, chunks = in_flight(plan, rank), plan.parallel.pipeline_chunks
     recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
     again = dict(zip(recomputed, _of_each(plan, weights, recomputed, tokens, kept_bytes), strict=True))
@@ -189,9 +189,9 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
 def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes of a feed-forward layer's backward pass in addition to what the layer saves.
 
-    These are gradients of its three products, less the saved one that is used by then; or, of few tokens, that of the
-    last product's input and its weight's new one. In tiles they are of one tile, as is what is saved; then gradients of
-    the weights are summed in fp32, and that of the input is written.
+    These are the gradients of its three products, less a saved tensor that is freed by then; or, for few tokens, the
+    gradient of the last product's input and the new one of its weight. With tiles, they and the saved tensors are those
+    of one tile; in addition, gradients of weights are summed in fp32, and the gradient of the input is written.
     """
     layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
     gradients = 2 * widths.computed * _inner(plan, layer)
@@ -341,7 +341,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
     inner = queries + 2 * (queries if _repeats(plan) else keys * _key_copies(plan)) + queries
     if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
-        inner += queries  # the kernel's output, and what the next projection gets of it by an exchange
+        inner += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
     saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
         is_trained = any("q_norm" in one.name and one.trained for one in layer)

@@ -16,13 +16,13 @@ from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.weights import HeldRows, Weight, Weights
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
-"""Elements that ZeRO-3 gathers at most before it waits with the next ones."""
+"""Largest number of elements that ZeRO-3 holds gathered; it delays further ones."""
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements that ZeRO-3 updates at once."""
 LEAST_BUCKET = 40_000_000
-"""Elements of a reduction, at least, if the model has as many."""
+"""Smallest number of elements of a reduction, if the model has as many."""
 BUCKET_OF_REPLICA = 1_000_000
-"""Elements of a reduction for each replica, at least."""
+"""Smallest number of elements of a reduction for each replica."""
 DDP_BUCKET_MIB = 25
 """Size of a reduction of DistributedDataParallel, torch's own default."""
 
@@ -41,7 +41,7 @@ def bucket_elements(plan: Plan) -> int:
 
 
 def _trained_share(plan: Plan) -> int:
-    """Returns the trained parameters of a rank, if the ranks between which they are divided have equally many."""
+    """Returns the trained parameters of a rank, as if they were divided equally."""
     trained = plan.model.trained_parameters or plan.model.parameters
     return trained // (plan.parts("layers") * plan.parts("matrices"))
 
@@ -86,7 +86,7 @@ class FlatGroup:
     codes: int = 0
     """Bytes kept of each element (`OptimizerRow.codes`)."""
     rows: tuple[tuple[HeldRows, ...], ...] = ()
-    """The rows of each parameter of which codes are kept, of each tensor parallel rank, or alike on all of them."""
+    """For each parameter with codes, its rows on each tensor parallel rank; one entry if all ranks hold the same."""
 
     @property
     def elements(self) -> int:
@@ -145,7 +145,7 @@ class FlatGroup:
         return found
 
     def cut_blocks(self, division: Division) -> tuple[int, int]:
-        """Returns the number of blocks of which tensor parallel ranks hold parts, and of others that are divided."""
+        """Returns the number of blocks that tensor parallelism divides, and of others that ZeRO divides."""
         parameters: Iterable[tuple[int, tuple[HeldRows, ...], int, int]]
         if division == "flat":
             each = zip(self.sizes, self.rows, self.ends, strict=False)
@@ -164,7 +164,7 @@ class FlatGroup:
         return sliced, divided
 
     def _inside(self, rank: int) -> slice:
-        """Returns the range of these parameters."""
+        """Returns the range of the parameters of which the partition of a rank contains a part."""
         start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
         if start >= end:
             return slice(0)
@@ -172,7 +172,7 @@ class FlatGroup:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Index behind the last element of each parameter."""
+        """Index after the last element of each parameter."""
         return list(accumulate(self.sizes))
 
 
@@ -180,7 +180,7 @@ def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], in
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
     Ranks of an expert's group are further apart. A rank whose partitions lie within one parameter of each group has no
-    more than the next rank in whose partitions a parameter ends, so only such ranks are looked at.
+    more than the next rank with a partition in which a parameter ends, so only ranks of the second kind are examined.
     """
     ranks = max(group.ranks for group in groups)
     ends = {
@@ -206,7 +206,7 @@ def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
 
 
 def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
-    """Returns what a rank of a stage holds without training it, grouped in the same way; not what is in 4 bit."""
+    """Returns what a rank of a stage holds without training it, grouped in the same way; without 4-bit weights."""
     own = rank_weights(plan, weights, stage)
     return _groups(plan, weights, [one for one in own if not (one.trained or one.packed)])
 
@@ -218,7 +218,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
-    # By what selects a group: not a matrix, not updated in the way of layers, distributed expert.
+    # Keys: (is no matrix, is not updated in the way of `layer_states`, is a distributed expert).
     found: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in own:
         key = (not weight.is_matrix, id(weight) not in in_layers, parallel.expert > 1 and weight.is_expert)
@@ -303,7 +303,7 @@ def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, .
 def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
     """Returns the elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
 
-    If experts are distributed over the same ranks, these split attention only.
+    If experts are distributed over the same ranks, these ranks split attention only.
     """
     ranks = plan.parallel.tensor if ".self_attn." in f".{weight.name}" else plan.parallel.split_ranks
     if ranks == 1:

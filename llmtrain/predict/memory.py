@@ -32,7 +32,7 @@ class StageMemory(Part):
     """While the engine is created, if that takes more than it holds afterwards."""
     forward: Parts
     """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
-    micro-batches. With the tensors of the loss, or with what comes when these are gone, whichever is more."""
+    micro-batches. Includes the tensors of the loss, or what follows once they are freed, whichever is larger."""
     backward: Parts
     """At its end: all gradients, no activations."""
     update: Parts

@@ -35,7 +35,7 @@ STAGE0_BUCKET = 500_000_000
 HOROVOD_FUSION = 128 * 2**20
 """Horovod's fusion buffer (`HOROVOD_FUSION_THRESHOLD`)."""
 MOST_RANKS = 64
-"""Ranks whose blocks are counted, at most; others have a few more or less."""
+"""Largest number of ranks whose blocks are counted; other ranks may have a few more or fewer."""
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -95,8 +95,8 @@ def _moments(
 ) -> int:
     """Returns the bytes of the optimizer's states.
 
-    own: the elements of a group that this rank updates. division: which ones these are. With a flat group divided, it
-    has factors of the parameters there, instead of a part of every parameter. tables: bytes beside codes.
+    own: the elements of a group that this rank updates. division: how ranks divide a group; of one that is divided as a
+    whole, a rank has the factors of some parameters only. tables: bytes of the tables that codes refer to.
     """
     factors = sum(sum(group.factors) for group in groups)
     if factors and division == "flat":
@@ -123,13 +123,15 @@ def _blocks(groups: list[FlatGroup], division: Division) -> int:
 
 
 def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int], evenly: bool = False) -> int:
-    """Returns the bytes, at most, of bringing whole matrices together (`engines/optimizers/matrices.py`).
+    """Returns the largest number of bytes that an optimizer needs during an update, besides its states.
 
-    own: the elements of a group that this rank updates. Of these there is the update in fp32, and the answer; what is
-    sent, received and joined are shares of the group; and five tensors of the size of a whole matrix, or of all experts
-    of a layer, are computed with. An optimizer with factors computes with two fp32 tensors of the size of a part of a
-    matrix, one with codes with some rows at a time; both where the states are. evenly: whether every rank has an equal
-    part of each.
+    An optimizer of whole matrices (`engines/optimizers/matrices.py`) needs, for the elements that this rank updates,
+    the update in fp32 and the result that it receives; for the rank's share of the group, what is sent, received and
+    joined; and five tensors as large as a whole matrix, or as all experts of a layer. An optimizer with factors needs
+    two fp32 tensors as large as a part of a matrix, one with codes needs memory for some rows at a time, both where the
+    states are.
+
+    own: the elements of a group that this rank updates. evenly: whether every rank has an equal part of each matrix.
     """
     if any(group.factors or group.codes for group in groups):
         if plan.recipe.parallel.offload_optimizer != "none":
@@ -218,7 +220,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
             buckets=bucket * (2 if is_pipeline else 1),
             communication=joined if plan.holders > 1 else 0,
         ),
-        # Of one group after the other, the sums as one flat fp32 tensor. A bucket that sums were staged in stays.
+        # The sums of one group at a time as a flat fp32 tensor. A bucket in which sums were staged stays.
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
             buckets=bucket if stage == 1 and compact and plan.holders > 1 else 0,

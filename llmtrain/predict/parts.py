@@ -24,7 +24,7 @@ class Parts(Part):
     buckets: int = 0
     """Buffers for the reduction of gradients."""
     live_parameters: int = 0
-    """Parameters gathered for use by ZeRO-3 or FSDP2, or made whole from 4 bit."""
+    """Parameters gathered for use by ZeRO-3 or FSDP2, or weights unpacked from 4 bits."""
     communication: int = 0
     """Other buffers for communication: activations between pipeline stages, buffers of a backend."""
     activations: int = 0

@@ -55,7 +55,7 @@ def predict(
     """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`).
 
     assumed: those of the recipe's kernels if not given.
-    traffic_of: what the ranks of a stage send, if it is another stack than this one that runs the plan.
+    traffic_of: returns what the ranks of a stage send, if another stack than llmtrain runs the plan.
     """
     if unknown(plan):
         return None

@@ -137,7 +137,7 @@ class CommunicationGroups:
         return found
 
     def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the ways of shares of matrices to their owners, for an optimizer that needs them whole, and back."""
+        """Yields the transfers of parts of matrices to their owners and back, for an optimizer of whole matrices."""
         apart = held.trained * self.share.apart(held)
         if not apart:
             return
@@ -161,7 +161,7 @@ class CommunicationGroups:
         yield Transfer("all_reduce", ((4 * (inside + ends), holders),))
 
     def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the largest magnitudes in blocks of which ranks hold parts, for an optimizer with moments in 8 bit.
+        """Yields the exchanges of largest magnitudes in blocks of which ranks hold parts, for 8-bit moments.
 
         FSDP2 divides weights between rows.
         """
@@ -177,10 +177,10 @@ class CommunicationGroups:
                 yield Transfer("all_reduce", ((4 * group.codes * (sliced + divided), ranks),))
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
+        """Yields the transfers of tensor groups. Activation checkpointing repeats the one of attention."""
         each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
-        # A recomputation ends before the last product of the layer, whose result nothing needs, unless that is within
-        # tiles. These are computed again in any case.
+        # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always compute
+        # theirs again.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
         sums = held.layers * each + again + tiled * (held.layers + again)
         tables = held.embedding + held.head
@@ -201,7 +201,7 @@ class CommunicationGroups:
         yield Transfer("all_reduce", last, held.head)
 
     def _summed_gradients(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
-        """Returns the gradients of whole parameters that are summed: of a layer, and behind the last one.
+        """Returns the gradients of whole parameters that are summed: those of a layer, and those after the last layer.
 
         Each rank computes a part of them, for its own heads, tokens or parts of experts: those of norms, of biases that
         are added to sums, and of routers.
@@ -232,9 +232,9 @@ class CommunicationGroups:
         yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
 
     def expert(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the ways of the tokens to their experts and back.
+        """Yields the transfers of tokens to their experts and back.
 
-        Ranks of a tensor group send a part of its tokens each, and gather the results.
+        Each rank of a tensor group sends a part of the group's tokens, and gathers the results.
         """
         dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
         passes = self._passes(held)
@@ -308,7 +308,7 @@ class CommunicationGroups:
     def _at_an_end(self, held: StageParameters, trained: float = 1.0) -> float:
         """Returns the share of the weights, or of the trained ones, whose messages no computation hides.
 
-        The embedding and one message more are needed before anything can be computed, and their gradients come last.
+        The embedding and one more message are needed before anything can be computed, and their gradients come last.
         """
         slices = self.plan.parts("matrices") if self.share.splits_tables else 1
         table = held.embedding * head_parameters(self.plan.model) / slices
@@ -321,7 +321,7 @@ class CommunicationGroups:
             return bucket_elements(self.plan)
         if strategy == "fsdp2":
             return sum(facts.layer_parameters) / facts.layers
-        # Horovod sends every millisecond what it has.
+        # Horovod sends all available gradients every millisecond.
         return flat.DDP_BUCKET_MIB * 2**20 / self.share.gradient_bytes if strategy == "ddp" else 0.0
 
     def _weights(self, held: StageParameters, part: float = 1.0) -> Transfer:

@@ -54,7 +54,7 @@ def router_precision(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "expert.loss_scale",
-    "Each rank would lower its loss scale by the overflows of its own experts.",
+    "Each rank would lower its loss scale after overflows in its own experts only.",
     "run",
     axis=EXPERT,
 )
