@@ -1,7 +1,7 @@
 """The frozen pretrained weights of a run: how they are identified, and where an export finds them.
 
-A checkpoint of a run that freezes pretrained weights does not hold these, so its size goes with what is trained. It has
-a hash of their files instead, and a run continues only with the same weights.
+A checkpoint of a run that freezes pretrained weights does not hold these, so its size depends only on what is trained.
+It has a hash of their files instead, and a run continues only with the same weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmtrain.system.piece_heads import WEIGHT
 
 
 def base_of(plan: Plan) -> str:
-    """Returns the hash of the weights that checkpoints of a run leave out, and how they are held, if not as they are.
+    """Returns the hash of the weights that checkpoints of a run leave out, and their quantization, if any.
 
     Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
     """
@@ -61,12 +61,12 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
 
 
 def state_source(checkpoint: Path, plan: Plan) -> StateSource:
-    """Returns the weights of a checkpoint that the run is for, and those that it leaves out."""
+    """Returns the weights to export from a checkpoint, including frozen ones that it leaves out."""
     return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else Exported(checkpoint, plan)
 
 
 class Exported(StateSource):
-    """A checkpoint whose weights are those of an export: means, if the optimizer trains others."""
+    """A checkpoint with the weights to export: the averaged ones, if the optimizer averages (schedule-free AdamW)."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder)
@@ -101,7 +101,7 @@ class WithBase(Exported):
         return super().all | self._base
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """Returns a whole weight, flat, on the CPU; one in 4 bit as the values with which the run trains."""
+        """Returns a whole weight, flat, on the CPU; a 4-bit one as the values with which the run trains."""
         if name not in self._base:
             return super().whole(name, kind)
         weight = self._pretrained.tensor(name)

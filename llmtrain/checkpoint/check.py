@@ -43,7 +43,7 @@ def verify_checkpoint(folder: Path) -> list[Manifest]:
 
 
 def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], list[Problem]]:
-    """Does the same as `verify` on all ranks, each of which reads its share.
+    """Does the same as `verify_checkpoint` on all ranks, each of which reads its share.
 
     Returns the manifests of all parts and the problems, the same on every rank. Raises nothing.
     """
@@ -108,7 +108,7 @@ def _strange(folder: Path, files: Container[str]) -> list[Problem]:
 
 
 def _would_be_read(problem: Problem) -> bool:
-    """Whether the problem concerns a run that continues from here. A user's note in a checkpoint must not cost one."""
+    """Whether the problem concerns a run that continues from here. Files that a user added do not."""
     return problem.rule != "checkpoint.unlisted" or problem.field.endswith(".safetensors")
 
 

@@ -34,9 +34,9 @@ from llmtrain.system.untrusted import read_json, utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BASE = "base"
-"""Folder of a model of new weights in the export of its adapter."""
+"""Folder, in the export of an adapter, of a base that exists nowhere else."""
 QUANTIZED = "trained_in_nf4.json"
-"""File with the names of the base's weights that were in 4 bit while its adapter was trained."""
+"""File with the names of the base's weights that were held in 4 bits while its adapter was trained."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file, as recommended by the hub; a larger tensor gets a file of its own."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -54,15 +54,15 @@ def export(
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
-    Of an adapter, what PEFT needs is written; its base only if that is newly initialised or has new
-    tokens, to `base/`.
+    For an adapter, the files that PEFT needs are written. Its base is written, to `base/`, only if it was newly
+    initialised or has new tokens.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
     fp32 and as it is written, never the model. replace: whether `out` may have content. base: folder or hub name of the
-    frozen weights, if they are not where the run found them. The folder is written under a
-    temporary name and renamed, so `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if
-    `out` has content that must not be replaced, or cannot be written.
+    frozen weights, if they are not where the run found them. The folder is written under a temporary name and renamed,
+    so `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if `out` has content that must
+    not be replaced, or cannot be written.
     """
     if not replace:
         check_new(out)
@@ -141,7 +141,7 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
 def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     """Writes the configurations of a model and of generation, and the code of a custom model."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of shards that it does not write
+    logging.disable_progress_bar()  # for shards that are not written here
     try:
         model.save_pretrained(folder, state_dict={})
     finally:
@@ -152,7 +152,7 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
 def write_adapter(
     recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
 ) -> None:
-    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and which weights of its base were in 4 bit.
+    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
 
     base: the folder or hub name of the frozen weights.
     """
@@ -161,7 +161,7 @@ def write_adapter(
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
     part = adapter.trained_part(recipe, config)
-    if part is not None and part.packed and not recipe.model.kept_rows:  # else the base here has their values
+    if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): one for name, one in model.named_parameters() if one.requires_grad}
     files = {adapter.file_name(name): name for name in trained}

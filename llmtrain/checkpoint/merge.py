@@ -52,10 +52,9 @@ def merge_checkpoint(
     base: str | None = None,
     into: Into = "trained",
 ) -> None:
-    """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Arguments: those of `merge`.
+    """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Other arguments: as for `merge`.
 
-    A base that was trained with in 4 bit has the values that these stand for, unless `into` is `full`. Raises like
-    `merge`.
+    Raises like `merge`.
     """
     check_new(out)
     model = read_plan(checkpoint).recipe.model
@@ -82,11 +81,11 @@ def merge(
 
     adapter: a folder of PEFT. tokenizer: default: that of the adapter's folder, else the base's. base: folder or hub
     name; default: the one that the adapter names. dtype: of the weights; default: the base's. into: the weights to add
-    the adapter to, if it was trained beside weights in 4 bit: `trained`, the values that these stand for, which gives
-    the model that was trained; or `full`, those of the base, as other tools do. Each weight is added in
-    fp32 and rounded once. Memory holds the largest weight three times in fp32, never the model. Raises RecipeError for
-    an adapter or a base that cannot be read, and CheckpointError for weights that do not belong together, or if `out`
-    has content or cannot be written.
+    an adapter of 4-bit weights to: `trained`, the values of the 4-bit weights, which gives the model that was trained;
+    or `full`, the original weights of the base, as other tools do. Each weight is added in fp32 and rounded once.
+    Memory holds the largest weight three times in fp32, never the model. Raises RecipeError for an adapter or a base
+    that cannot be read, and CheckpointError for weights that do not belong together, or if `out` has content or cannot
+    be written.
     """
     check_new(out)
     lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
@@ -117,7 +116,7 @@ def _generation(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfi
 
 
 def read_quantized(adapter: Path) -> frozenset[str]:
-    """Returns the names of the weights that were in 4 bit while an adapter was trained, as an export lists them."""
+    """Returns the names of the 4-bit weights that an adapter was trained with, as an export lists them."""
     if not (file := adapter / QUANTIZED).is_file():
         return frozenset()
     try:
@@ -142,7 +141,8 @@ class Merged:
     def __init__(
         self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained, packed: frozenset[str]
     ) -> None:
-        """model: the base on the meta device. packed: names of the weights to take the values of in 4 bit.
+        """model: the base on the meta device. packed: names of the weights whose 4-bit values are used.
+
 
         Raises CheckpointError for an adapter of another model.
         """

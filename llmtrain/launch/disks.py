@@ -55,7 +55,7 @@ def _lacking() -> Iterator[tuple[str, str]]:
 
 
 def compiler_of(environ: Mapping[str, str]) -> str:
-    """Returns the program of `CXX`, without its arguments, or c++. It may be any text, also an empty one."""
+    """Returns the program of `CXX`, without its arguments, or c++. It may be any text, even an empty one."""
     command = environ.get("CXX", "c++")
     with suppress(ValueError, IndexError):  # an unbalanced quote, or nothing
         return shlex.split(command)[0]

@@ -42,7 +42,7 @@ place = {}
 if sys.argv[1:]:
     node, devices, address, port = sys.argv[1:]
     place = {"CUDA_VISIBLE_DEVICES": devices, "MASTER_ADDR": address, "MASTER_PORT": port}
-    place["TTY_COMPATIBLE"] = "0"  # mpirun gives a terminal to its neighbours, and passes on what is no terminal's
+    place["TTY_COMPATIBLE"] = "0"  # under mpirun, local ranks have a terminal, but their output goes to a pipe
     rank = os.environ["OMPI_COMM_WORLD_RANK"]
 else:
     node, rank = os.environ["CROSS_RANK"], os.environ["RANK"]

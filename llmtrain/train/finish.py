@@ -45,7 +45,8 @@ def finish(
     if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
-        console.print(f"not exported: parts of {checkpoint} are on {some(elsewhere)}; copy them there", soft_wrap=True)
+        lack = f"{checkpoint} lacks the parts of {some(elsewhere)}; copy them into it"
+        console.print(f"not exported: {lack}", soft_wrap=True)
         return
     with console.status("exporting"):
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # replaces an export of fewer steps
@@ -68,7 +69,7 @@ def _sample(run_dir: RunDir, prompt: str, tokens: int, console: Console) -> None
 
 @contextmanager
 def _told(console: Console) -> Iterator[None]:
-    """Prints that there are no scores, which are no reason for a run to fail."""
+    """Prints errors of scoring, for which a run does not fail."""
     try:
         yield
     except ScoringError as error:

@@ -87,7 +87,7 @@ class TasksBeside:
         self._process: subprocess.Popen[bytes] | None = None
 
     def look(self, step: int) -> Results | None:
-        """Returns the results of a checkpoint once they are there, and starts with the newest one that is due.
+        """Returns the results of a checkpoint once they exist, and starts to score the newest one that is due.
 
         Raises ScoringError if they were not computed.
         """

@@ -87,7 +87,7 @@ def train_rank(
         )
     except BaseException as error:
         failed = output.report_failure(error)
-        if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # ours notes what its workers died of
+        if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # llmtrain's own launcher records deaths itself
             note_event(run_dir, "died", heartbeat.reader().read().step, f"rank {rank.rank}: {reason(error)}")
         watch.stop()
         if lock:

@@ -17,7 +17,7 @@ from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
 
 CARD = "README.md"
 _TRY_AGAIN = (408, 429)
-"""Answers of the 400s that are not about the request."""
+"""HTTP status codes between 400 and 499 that do not mean that the request is wrong."""
 
 
 def check_exported(folder: Path) -> None:
@@ -46,7 +46,7 @@ def open_repository(name: str, public: bool) -> None:
     """Creates a repository, or finds it. So missing rights are known before an export takes its time.
 
     public: whether others may see it. Raises RecipeError for what the hub refuses, and for a repository that exists and
-    is not as private as asked for, HubError if the hub is not reached.
+    is not as private as asked for, HubError if the hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -101,7 +101,7 @@ def _content(folder: Path) -> list[Path]:
 
 @contextmanager
 def _answers(name: str, again: str = "") -> Iterator[None]:
-    """Makes errors of the hub's client a user's. again: the command that tries it again."""
+    """Turns errors of the hub's client into user errors. again: the command that tries it again."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
 
