@@ -13,7 +13,7 @@ from llmtrain.errors import DataError, Problem
 
 BUFFER_BYTES = 1 << 20
 ADVICE_PAGES = (128 << 10) // mmap.PAGESIZE
-"""Size of one advice: Linux reads no more than the device's readahead, which is 128 KiB by default."""
+"""Pages per call of madvise: Linux reads no more than the device's readahead, which is 128 KiB by default."""
 
 
 class ArrayWriter:
@@ -69,7 +69,7 @@ def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.i
     first, end = starts * array.itemsize // mmap.PAGESIZE, (ends * array.itemsize - 1) // mmap.PAGESIZE + 1
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(end[order])
-    # Adjacent ranges share an advice: one ends, and another begins, where a page is left out.
+    # Adjacent ranges are advised together. A new group begins where a page is left out.
     begins = np.ones(len(first) + 1, bool)
     begins[1:-1] = first[1:] > end[:-1]
     for begin, stop in zip(first[begins[:-1]].tolist(), end[begins[1:]].tolist(), strict=True):

@@ -109,8 +109,9 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
 def _placed(pieces: Pieces, capacity: int, stream: Stream, alone: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Does the same as `best_fit`, with both pieces of a pair in one bin, in their order.
 
-    A judged conversation and its mismatched one are a single piece here: those of a sequence fill it, and the others
-    another one, as far as the longer of the two does. alone: whether a bin holds nothing else.
+    A judged conversation and its mismatched one are a single piece here, with the length of the longer one: the former
+    go to one sequence, and the latter, in the same places, to another. alone: whether a bin holds only one piece or
+    pair.
     """
     together = 2 if stream.holds_pairs else 1
     units = pieces.lengths.reshape(-1, together).sum(axis=1)

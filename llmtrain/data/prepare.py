@@ -282,7 +282,7 @@ def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:
             """vocabulary grow: --set 'model.new_tokens=["TOKEN", ...]'"""
         )
     if rows is not None and tokenizer.vocab_size > rows:
-        message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's vocabulary only {rows:,}"
+        message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's vocabulary has only {rows:,}"
         raise DataError(Problem("data.vocab", FIELD, message, fix))
     kept, known = recipe.model.kept_rows, tokenizer.known_size
     if kept is not None and known is not None and kept < min(known, pretrained_vocabulary(recipe.model) or known):

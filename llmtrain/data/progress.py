@@ -65,7 +65,7 @@ class Progress:
             self._task = Task(name, self._console, None)
             yield self._task
             return
-        plain = partial(TextColumn, markup=False)  # names of files may look like it
+        plain = partial(TextColumn, markup=False)  # names of files may look like markup
         columns = (plain("{task.description}"), BarColumn(), plain("{task.fields[detail]}"))
         with Bar(*columns, TimeRemainingColumn(), console=self._console, transient=True) as bar:
             self._task = Task(name, self._console, bar)

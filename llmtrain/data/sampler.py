@@ -110,7 +110,7 @@ class MicroBatch:
     labels: torch.Tensor
     """The target of the input at the same position, already shifted. -100 if there is none."""
     completions: Completions | None = None
-    """If the loss is a mean over them, or over pairs of them."""
+    """Set if the loss is a mean over completions, or over pairs of them."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -247,7 +247,7 @@ class Schedule:
         return prefetched(self._eval_batches(max_sequences, name))
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
-        """Returns the UTF-8 bytes of the targets of those sequences; None if the tokenizer does not tell them."""
+        """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not tell them."""
         asked = (max_sequences, name)
         if asked not in self._eval_bytes:
             tokenizer = self._prepared.tokenizer

@@ -83,7 +83,7 @@ class Batches:
             )
 
     def referenced(self, engine: Engine, plan: Plan) -> Batches:
-        """Returns batches with what the engine finds to be the references of their completions. All ranks call it."""
+        """Returns batches with references (`Completions`) that the engine computes. All ranks call it."""
         if not plan.recipe.objective.needs_reference:
             return self
         wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)

@@ -1,21 +1,27 @@
 """Compares runs: what is recorded of each, how far two differ, and how far they may differ.
 
 **fp32.** The layouts differ in the order of summation. The relative error of a sum of n terms is about sqrt(n)·2⁻²⁴:
-1.5e-5 for a norm over 60,000 gradients at worst, and typically about 1e-6; `FP32`, 1e-5, is the bound for losses, norms
-and the weights of SGD, which are sums of gradients. Adam divides each gradient by its own magnitude. Let ε be the error
-relative to a matrix's typical gradient: an element whose gradient is x times as large as the typical one changes by
-ε/x, at most by its whole step. If elements are as dense around zero as elsewhere, the mean square of that is ∫ min(1,
-(ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of their movement (4.5e-3): coarse, which is one more
-reason for the SGD probe. Lion takes only the sign: at most a share ε of the elements has another one, which is twice
-their step, so the mean square is at most 4ε. Adafactor divides the elements of vectors as Adam does, and those of
-matrices by what is typical of their row and column, so Adam's bound holds for it. Moments in 8 bit are rounded to
-values at distances of s. A moment that differs by δ is rounded to another value with probability δ/s, and then differs
-by s: a mean square of δ·s. Elements as dense around zero as elsewhere, in blocks whose largest one is at most √256
-times the typical one, then differ by 11ε in a step, Adam's 2ε included, with the distances of the dynamic map
-(`tests/verify/test_compare.py` computes it). Such a difference stays. That of step k of ten moves the weight in the
-remaining 11 − k steps, so the mean square over ten steps is (1² + 2² + … + 10²) / 10² = 3.9 times as large. Muon
-multiplies the smallest singular values of a matrix, and the error in their directions, by at most 3.4445 in each of its
-five iterations, while the norm of the result is at least 1.
+1.5e-5 for a norm over 60,000 gradients at worst, and typically about 1e-6. `FP32`, 1e-5, is the bound for losses and
+norms. For weights, the bound depends on the optimizer. Let ε be the error of a gradient relative to the typical
+gradient of its matrix:
+
+- SGD: `FP32`, because the weights are sums of gradients.
+- Adam divides each gradient by its own magnitude. An element whose gradient is x times as large as the typical one
+  differs by ε/x, at most by its whole step. If elements are as dense around zero as elsewhere, the mean square of that
+  is ∫ min(1, (ε/x)²) dx = 2ε. So weights may differ by sqrt(2·FP32) of their movement (4.5e-3). This is coarse, which
+  is one more reason for the SGD probe.
+- Lion takes only the sign. At most a share ε of the elements has another sign, which changes them by twice their step,
+  so the mean square is at most 4ε.
+- Adafactor divides the elements of vectors as Adam does, and those of matrices by what is typical of their row and
+  column, so Adam's bound holds for it.
+- 8-bit moments are rounded to values at distances of s. A moment that differs by δ is rounded to another value with
+  probability δ/s, and then differs by s: a mean square of δ·s. If elements are as dense around zero as elsewhere, and
+  the largest one of a block is at most √256 times the typical one, the mean square in a step is 11ε with the distances
+  of the dynamic map, Adam's 2ε included (`tests/verify/test_compare.py` computes it). Such a difference stays. That of
+  step k of ten moves the weight in the remaining 11 − k steps, so the mean square over ten steps is
+  (1² + 2² + … + 10²) / 10² = 3.9 times as large.
+- Muon multiplies the smallest singular values of a matrix, and the error in their directions, by at most 3.4445 in each
+  of its five iterations, while the norm of the result is at least 1.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches. No plan may
@@ -39,14 +45,14 @@ from llmtrain.verify.job import Deviation, worst
 FP32 = 1e-5
 ADAM_WEIGHTS = math.sqrt(2 * FP32)
 CODES_OF_A_STEP, STEPS_TOGETHER = 11.0, 3.9
-"""Mean square of the differences that 8-bit moments make in a step, relative to `FP32`; its factor over ten steps."""
+"""Mean square of the differences that 8-bit moments cause in a step, relative to ε; its factor over ten steps."""
 OF_WEIGHTS = {
     "sgd": FP32,
     "lion": math.sqrt(4 * FP32),
     "muon": 3.4445**5 * FP32,
     "adamw_8bit": math.sqrt(CODES_OF_A_STEP * STEPS_TOGETHER * FP32),
 }
-"""Bound of the weights, for optimizers that are not Adam's kind."""
+"""Bound of the weights, for optimizers to which Adam's bound does not apply."""
 SAFETY = 2.0
 ROUNDING = 2.0**-24
 """Half a unit in the last place of fp32, relative: the largest change from storing a number."""

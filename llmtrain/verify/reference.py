@@ -167,7 +167,7 @@ class ReferenceLoop:
                 yield _plain_name(name), rounded.get(name, weight).detach().cpu()
 
     def _average(self, averaged: bool) -> None:
-        """Makes the weights those that the run is for, or those that are trained."""
+        """Puts the averaged weights, or the trained ones, into the model, if the optimizer averages."""
         if isinstance(self.optimizer, PlainScheduleFree):
             (self.optimizer.eval if averaged else self.optimizer.train)()
 
@@ -175,7 +175,7 @@ class ReferenceLoop:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns the sum of a micro-batch's losses, of targets or of what the objective compares, and its router's."""
+        """Returns the sum of a micro-batch's losses, of targets, pairs or completions, and the router's loss."""
         losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
         for rows in self._passes(sequences):
@@ -223,7 +223,7 @@ class ReferenceLoop:
         weights.
         """
         documents = iter(zip(losses, references, strict=True))
-        total = 0 * losses.double().sum()  # a micro-batch may have no pair, and has a gradient of 0
+        total = 0 * losses.double().sum()  # gives a micro-batch without a pair a gradient of 0
         for sequence in sequences:
             found = {one.pair: (*next(documents), count_targets([[one]])) for one in sequence}
             for number in {pair[0] for pair in found if pair is not None}:
@@ -347,7 +347,7 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         with torch.device("meta"):
             declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         for name, weight in declared.named_parameters():
-            if not weight.requires_grad:  # lost when weights are loaded
+            if not weight.requires_grad:  # loading the weights has unfrozen it
                 read.get_parameter(name).requires_grad_(False)
         if model.quantize == "nf4":
             full = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin)

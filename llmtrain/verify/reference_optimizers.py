@@ -64,7 +64,8 @@ class PlainLion(torch.optim.Optimizer):
 class PlainMuon(torch.optim.AdamW):
     """Muon for some matrices (arXiv 2502.16982, section 2.2), AdamW for everything else.
 
-    The paper's momentum is a sum; here, as in torch, it is a mean. They differ by a factor, which the update forgets.
+    The paper's momentum is a sum; here, as in torch, it is a mean. They differ by a factor, which does not affect
+    the update.
     """
 
     def __init__(self, matrices: set[int], options: dict[str, Any], *arguments: Any, **named: Any) -> None:
@@ -171,7 +172,7 @@ class PlainAdamW8bit(torch.optim.Optimizer):
 
 
 def _rounded(moment: Tensor, size: int, signed: bool) -> Tensor:
-    """Returns a moment of 8 bit."""
+    """Returns a moment, rounded to 8 bits."""
     fractions = [0.0]
     for decade in range(-6, 1):
         steps = 2 ** (decade + 6) * (1 if signed else 2)

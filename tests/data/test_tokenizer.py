@@ -183,7 +183,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
 ) -> None:
     recipe = make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
     recipe = recipe.with_(**{"model.config.vocab_size": 100})
-    with pytest.raises(DataError, match=r"has 258 tokens, but the model's vocabulary only 100"):
+    with pytest.raises(DataError, match=r"has 258 tokens, but the model's vocabulary has only 100"):
         prepare(recipe)
 
 
