@@ -77,7 +77,7 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
 
 
 def print_as_is(console: Console, lines: Iterable[str]) -> None:
-    """Prints lines that are not wrapped, and neither highlighted nor read as markup."""
+    """Prints lines without wrapping, highlighting or markup."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -1,6 +1,6 @@
 """Tries a plan's changes to its model on tiny copies, before any worker starts.
 
-No computation tells whether a model family can be split into stages. The check therefore loads torch and compares a
+Whether a model family can be split into stages is only known by trying. The check therefore loads torch and compares a
 split tiny copy with an unsplit one.
 """
 

@@ -44,7 +44,7 @@ def report_runs(request: ReportRequest) -> None:
     if request.serve and request.out:
         raise RecipeError(Problem("report.out", "--out", "is not supported with --serve", "leave one of them out"))
     if request.port and not request.serve:
-        raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
+        raise RecipeError(Problem("report.port", "--port", "is only supported with --serve", "add --serve"))
     runs = request.runs
     if twice := dict.fromkeys(str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1):
         raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])

@@ -50,8 +50,8 @@ class Settings:
 def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     """Returns the name of each file and its path, or its content for standard input.
 
-    Of folders and patterns, only files that mention batch sizes or ZeRO are taken, if their keys are not mostly another
-    program's, and each only once if links lead to it by several ways.
+    In folders and patterns, only files are taken that mention batch sizes or ZeRO and whose keys are not mostly another
+    program's. A file that several links lead to is taken once.
 
     Raises: RecipeError if there is none.
     """
@@ -91,7 +91,7 @@ def _once(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _standard_input() -> bytes:
-    """Returns what is at most one byte more than a file may have. Raises: RecipeError."""
+    """Returns the input, at most one byte more than the largest file has. Raises: RecipeError."""
     if sys.stdin is None:
         raise RecipeError(Problem("lint.files", STDIN, "standard input is closed"))
     return sys.stdin.buffer.read(LARGEST_FILE + 1)
@@ -109,7 +109,7 @@ def _is_configuration(path: Path, top: Path) -> bool:
 
 
 def _has_our_keys(text: str, path: Path) -> bool:
-    """Whether a file configures ZeRO, or has at least as many keys of DeepSpeed as others; unreadable ones may."""
+    """Whether a file configures ZeRO, or has at least as many keys of DeepSpeed as others, or cannot be read."""
     try:
         keys = read_configuration(text, is_yaml(path.name)).values.keys()
     except (Unreadable, NotOurs):

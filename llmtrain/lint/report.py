@@ -72,7 +72,7 @@ def explained(rule: LintRule) -> str:
 
 
 def joined(findings: Iterable[Finding]) -> list[Finding]:
-    """Joins findings that differ in their field alone; the position is that of the first."""
+    """Joins findings that only differ in their field; the position is that of the first."""
     groups: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.message, one.fix, one.effect), []).append(one)

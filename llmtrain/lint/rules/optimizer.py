@@ -39,7 +39,7 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"`, first for a name that differs in its capitals alone."""
+    """Returns `"; did you mean 'x'?"`, preferably a name that only differs in its capitals."""
     same = [one for one in known if one.lower() == name.lower()]
     return nearest(name[:80], same or known, 0.0 if same else 0.6)
 
@@ -294,7 +294,7 @@ def offloaded_torch_adam(document: Configuration) -> Iterator[Fault]:
 
 @warning("offloaded_optimizer", "allows", "An offloaded optimizer of the script must be DeepSpeed's own for the CPU.")
 def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
-    """Warns about offloading without an optimizer in the file; Accelerate replaces the script's one."""
+    """Warns about offloading without an optimizer in the file; Accelerate replaces the script's optimizer."""
     offloads = document.offload("offload_optimizer") != "none" and document.stage != 0
     own = document.block("optimizer") or document.off("zero_force_ds_cpu_optimizer")
     if offloads and not own and not document.filled:

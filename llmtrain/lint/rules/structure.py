@@ -21,11 +21,11 @@ _KINDS = {
     "object": "an object",
 }
 _NEVER_EMPTY = (("autotuning", "results_dir"), ("autotuning", "exps_dir"))
-"""Texts that DeepSpeed asserts though it does not validate their block."""
+"""Texts that DeepSpeed refuses if they are empty, although it does not validate their block."""
 _ONLY_SWITCH = (("flops_profiler", "enabled"), ("checkpoint", "parallel_write", "pipeline_stage"))
-"""Switches that DeepSpeed does not read from a text, though it does not validate their block."""
+"""Switches that DeepSpeed does not read from a text, although it does not validate their block."""
 _NO_SWITCH = ("loss_scale", "loss_scale_window", "min_loss_scale")
-"""Numbers for which DeepSpeed refuses a switch, which it reads as 0 or 1 elsewhere."""
+"""Numbers for which DeepSpeed refuses true and false; for others, it reads them as 1 and 0."""
 _TEXTS = (
     *(("zero_optimization", "leaf_module", key) for key in ("classes", "names", "name_suffixes")),
     *(("compile", "passes"), ("torch_autocast", "lower_precision_safe_modules")),
@@ -35,7 +35,7 @@ _TEXTS = (
 _COMMON = ("enabled", "type", "profile", "dtype")
 """Names of keys in several blocks, or of other programs."""
 _MISPLACED = ("zero_optimization", "fp16", "data_types", "activation_checkpointing", "checkpoint", "tensor_parallel")
-"""Blocks whose keys are found outside of them. A scale of the loss in bf16 does not belong to fp16: it has no use."""
+"""Blocks whose keys are recognised if they are misplaced. A loss scale in bf16 is not: bf16 has no use for it."""
 _COMMENTS = ("_", "//", "#", "comment")
 """Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
@@ -173,7 +173,7 @@ def _effect(where: Where, value: Any, node: Node) -> Effect:
 
 @warning("text_value", "allows", "A number or a switch that is written as a string; DeepSpeed still converts it.")
 def text_value(document: Configuration) -> Iterator[Fault]:
-    """Warns about texts that are read rightly."""
+    """Warns about texts that are read correctly."""
     for where, value, node in known(document):
         if node is not None and value != "auto" and not fits(value, node) and _meant(where, value, node):
             yield where, f"{reprlib.repr(value)} is text", json.dumps(meaning(value, node))
@@ -200,7 +200,7 @@ def _meant(where: Where, value: Any, node: Node) -> bool:
 
 
 def _other_form(where: Where, value: Any, document: Configuration) -> bool:
-    """Whether DeepSpeed reads a value rightly though its type is not the usual one."""
+    """Whether DeepSpeed reads a value correctly although its type is not the usual one."""
     if where == ("bf16",) and value is None:
         return document.since("0.17.1")
     if where[:2] == ("zero_optimization", "leaf_module"):

@@ -11,7 +11,7 @@ from llmtrain.lint.rules.rule import Fault, error, warning
 
 ZERO = "zero_optimization"
 LARGEST_BUCKET = 2e9
-"""Elements of the largest bucket without a warning: four times DeepSpeed's own, 4 GB in 16 bit."""
+"""Elements of the largest bucket without a warning: four times DeepSpeed's own, 4 GB in 16 bits."""
 
 
 @error("zero_stage_missing", "ignores", "Without `stage`, ZeRO is off, and the rest of the block has no effect.")
