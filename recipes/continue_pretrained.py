@@ -30,7 +30,7 @@ def recipe() -> Recipe:
     """Qwen3 0.6B on 5 billion tokens of mathematical text from the web (arXiv 2310.06786).
 
     The fastest plan that `llmtrain plan --search` predicts: attention skips other documents, and layers and loss
-    are compiled. ZeRO 2 reduces gradients behind the backward pass.
+    are compiled. ZeRO 2 reduces gradients during the backward pass.
     """
     return Recipe(
         name="continue_pretrained",

@@ -1,7 +1,7 @@
 """Aligns Llama 3.1 8B Instruct with preferences, by DPO with LoRA.
 
 The weights and their tokenizer require accepting a licence. Data and β: Zephyr (arXiv 2310.16944), section 4.3, which
-trains all weights at 5e-7; the learning rate of the adapter is ten times that. To go on from an adapter of
+trains all weights at 5e-7; the learning rate of the adapter is ten times that. To continue from an adapter of
 `recipes/sft_llama3_8b_lora.py`, set `model.adapter` to `LoraConfig(pretrained="runs/sft_llama3_8b_lora/export")`; it is
 then the reference, too.
 

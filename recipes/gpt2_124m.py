@@ -28,7 +28,7 @@ def recipe() -> Recipe:
     """124,439,808 parameters on one node.
 
     The fastest plan that `llmtrain plan --search` predicts: layers and loss are compiled, and ZeRO 2 reduces gradients
-    behind the backward pass.
+    during the backward pass.
     """
     return Recipe(
         name="gpt2_124m",

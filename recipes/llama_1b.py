@@ -29,7 +29,7 @@ def recipe() -> Recipe:
     """1,100,048,384 parameters on one node; 100 billion tokens.
 
     The fastest plan that `llmtrain plan --search` predicts: attention skips other documents, and layers and loss are
-    compiled. ZeRO 2 reduces gradients behind the backward pass.
+    compiled. ZeRO 2 reduces gradients during the backward pass.
     """
     return Recipe(
         name="llama_1b",

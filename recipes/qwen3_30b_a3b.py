@@ -76,7 +76,7 @@ def recipe() -> Recipe:
 
 
 def recipe_zero3() -> Recipe:
-    """With whole experts and nothing in host memory: ZeRO 3 shards all, and each node keeps the weights once more."""
+    """Whole experts, and nothing in host memory: ZeRO 3 shards everything, and each node has a copy of the weights."""
     return recipe().with_(
         **{"parallel.zero_stage": 3, "parallel.hierarchical_partition": 8, "parallel.offload_optimizer": "none"},
         **{"parallel.sequence": 1, "parallel.expert": 1, "parallel.activation_checkpointing": "selective"},

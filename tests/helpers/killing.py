@@ -37,7 +37,7 @@ def _state(step: int) -> TrainerState:
 
 
 def at_every_call(folder: Path, kind: str, taken_back: bool, every: int = 1, seed: int = 0) -> int:
-    """One rank; kills each `every`-th filesystem call of a save, by number, of a fork each.
+    """One rank; kills each `every`-th filesystem call of a save, each in a fork of its own.
 
     taken_back: the run was taken back to the step before, so that it saves over an older checkpoint.
     """

@@ -34,7 +34,7 @@ def live_storages(dimensions: int | None = None) -> dict[int, int]:
         if issubclass(type(one), Tensor):
             for tensor in _held(one):
                 storage = tensor.untyped_storage()
-                is_state = tensor.is_floating_point() or tensor.dtype is torch.uint8  # moments in 8 bit
+                is_state = tensor.is_floating_point() or tensor.dtype is torch.uint8  # 8-bit moments
                 if not is_state or dimensions not in (None, tensor.dim()):
                     continue
                 if tensor.device.type != "meta" and storage.nbytes() > SCALARS:
@@ -56,9 +56,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def measure(rank: int, plan: Plan) -> tuple[int, int]:
-    """Bytes on this rank in the second step: after its first backward pass, and after the last, before the update.
+    """Returns bytes on this rank in the second step: after its first backward pass, and after the last one.
 
-    Of a pipeline, whose passes are interleaved, before the update: what has passed and is kept, and all else.
+    For a pipeline, whose passes are interleaved, both are measured before the update: the activations that are kept
+    (`passed_storages`), and everything else.
     """
     # Kept alive: storages of an earlier engine would be freed meanwhile, and their addresses reused.
     left = [

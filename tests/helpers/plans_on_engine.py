@@ -63,7 +63,7 @@ def verdict(case: Case) -> str:
 
 
 def _wrong(case: Case) -> str:
-    """Of a refused plan, by each way to see it.
+    """Returns how a refused plan goes wrong, in the first run that shows it.
 
     Adam hides a wrong scale, and what rounds each gradient relative to itself; SGD hides what only Adam's moments
     show; a lower precision hides what fp32 shows. So each is tried, and SGD in fp32 too.

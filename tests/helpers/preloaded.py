@@ -1,7 +1,7 @@
 """The imports of the server that forks ranks; without it, they would take each rank several seconds.
 
-Some is only imported later: inductor, if something is compiled, and what the overrides look at. What is there already
-is never garbage, and `see_memory_usage` of DeepSpeed collects all the time.
+Inductor and the modules that `check_overrides` reads would otherwise be imported later, by each rank. `gc.freeze`
+exempts the objects that exist already, because DeepSpeed's `see_memory_usage` often runs the garbage collector.
 """
 
 from __future__ import annotations

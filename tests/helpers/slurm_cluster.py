@@ -1,7 +1,7 @@
 """A real Slurm on one machine: a controller and several nodes, each a `slurmd` on its own port.
 
 The nodes share files and processes, as they would a file system; their names resolve to nothing, so
-that whoever wants to meet has to ask Slurm for an address. Everything lives in one folder and listens
+ranks have to ask Slurm for an address at which to meet. Everything lives in one folder and listens
 on the loopback only. It needs root, since `slurmd` starts jobs as their users.
 """
 
@@ -162,7 +162,7 @@ def _cluster(folder: Path, slurmd_timeout: int, kill_wait: int) -> Iterator[Slur
         )
     )  # fmt: skip
     for number in range(GPUS):
-        (folder / f"gpu{number}").touch()  # Slurm counts device files, and binds no task to what is none
+        (folder / f"gpu{number}").touch()  # Slurm counts device files, and binds no tasks to other files
     (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
     with ExitStack() as undo:
         cluster = SlurmCluster(folder, {})

@@ -17,7 +17,7 @@ needs_liger = pytest.mark.skipif(
 
 @cache
 def complete() -> None:
-    """Adds what triton 3.7.1's interpreter lacks, and compiled kernels have: floats as tensors, functions of CUDA's.
+    """Adds what triton 3.7.1's interpreter lacks, and compiled kernels have: floats as tensors, CUDA's functions.
 
     To be called before Liger is imported, which takes these functions by their names.
     """

@@ -4,7 +4,7 @@ What runs in a namespace sees its own loopback and the cable, and nothing else: 
 hosts meet over the network or not at all. They share files, process numbers and the host name, as
 nodes of a cluster share a file system. Their name resolves to 127.0.1.1, as Debian's installer
 writes it, so that gloo left alone would listen where the other host cannot reach it. It needs root,
-since a namespace is made by the kernel.
+because only root may create namespaces.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> Iterator[TwoHosts]:
-    """Makes both, and takes away all that ran on them and all that made them.
+    """Creates both hosts, and finally removes them and everything that ran on them.
 
     folder: empty, for keys and configurations. other_files: file → what the second host sees in its place.
     """

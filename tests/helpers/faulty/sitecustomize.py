@@ -18,14 +18,14 @@ def _fail() -> None:
 
 
 def _hold_the_gil() -> None:
-    """In a call that no signal ends; unlike CDLL, PyDLL keeps the GIL."""
+    """Holds the GIL in a call that no signal ends; unlike CDLL, PyDLL keeps the GIL."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
 
 
 def _be_killed_later() -> None:
-    """Once the others are where they shall be found."""
+    """Kills this rank once the other ranks wait where the test expects them."""
     time.sleep(3)
     os.kill(os.getpid(), signal.SIGKILL)
 
