@@ -213,7 +213,7 @@ def next_logits(
 
 @dataclass(frozen=True)
 class Places:
-    """The positions with a label, one in a row at most; only their columns go through the head."""
+    """The positions with a label, at most one per row; only their columns go through the head."""
 
     rows: list[int]
     columns: list[int]

@@ -41,7 +41,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the groups, divided so that the optimizer updates all weights of a group in the same way.
 
-    models: the model, or what each stage of this rank has of it.
+    models: the model, or the stages of it that this rank has.
     """
     row = optimizer_of(optim)
     if row.moments:
@@ -72,7 +72,7 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
     return optimizer
 
 
-def know_matrices(
+def locate_matrices(
     optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
 ) -> None:
     """Tells an optimizer that needs whole matrices, or sums over them, which parts of them this rank holds.

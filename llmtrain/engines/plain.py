@@ -20,7 +20,7 @@ from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
     groups_for,
-    know_matrices,
+    locate_matrices,
     parameter_groups,
     schedule,
     torch_optimizer,
@@ -138,7 +138,7 @@ class PlainLoop(HasState):
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
         own = held(self.optimizer, self.masters)
-        know_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
+        locate_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
         self.guard = Guard(recipe.guard, self.device)
         self.guard.watch(self.optimizer)
 

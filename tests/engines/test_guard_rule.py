@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite
-from llmtrain.engines.optim import know_matrices, torch_optimizer
+from llmtrain.engines.optim import locate_matrices, torch_optimizer
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.recipe import GuardConfig, OptimConfig
@@ -30,7 +30,7 @@ class Steps:
         optim = OptimConfig(name=name, lr=0.1)
         self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
         place = "weight", Region.whole(self.weight.shape), (0, 1)
-        know_matrices(self.optimizer, self.optimizer, held(self.optimizer), lambda _: place, tiny_recipe(), CPU)
+        locate_matrices(self.optimizer, self.optimizer, held(self.optimizer), lambda _: place, tiny_recipe(), CPU)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
         self.optimizer.register_step_pre_hook(self._judge_scaled)
         self.guard.watch(self.optimizer)

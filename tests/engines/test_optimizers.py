@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmtrain.cluster import Cluster
-from llmtrain.engines.optim import averaged_weights, groups_for, know_matrices, torch_optimizer
+from llmtrain.engines.optim import averaged_weights, groups_for, locate_matrices, torch_optimizer
 from llmtrain.engines.optimizers import adamw_8bit, sums
 from llmtrain.engines.optimizers.adamw_8bit import CODES, SCALES
 from llmtrain.engines.optimizers.guarded import GuardedOptimizer
@@ -55,7 +55,7 @@ def _known(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], recipe
     def place(one):
         return names[one], Region.whole(one.shape), (0, 1)
 
-    know_matrices(optimizer, optimizer, held(optimizer), place, recipe, CPU)
+    locate_matrices(optimizer, optimizer, held(optimizer), place, recipe, CPU)
 
 
 def _own_muon(weights: list[nn.Parameter], precision: str, **fields) -> Muon:

@@ -36,7 +36,7 @@ from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
     groups_for,
-    know_matrices,
+    locate_matrices,
     parameter_groups,
     schedule,
     torch_optimizer,
@@ -124,7 +124,7 @@ class DeepSpeedEngine(HasState):
         initialise: Initialise = initialise,
         prepared_by: str = "",
     ) -> None:
-        """axes: those of a degree above 1. initialise: makes DeepSpeed's engine, directly or through `prepared_by`.
+        """axes: those with a degree above 1. initialise: makes DeepSpeed's engine, directly or through `prepared_by`.
 
         Raises RecipeError for a model that one of the axes cannot divide.
         """
@@ -166,7 +166,7 @@ class DeepSpeedEngine(HasState):
         for axis in axes:
             axis.attach(self)
         self.objective = objective_of(recipe, _first(axis.slices for axis in axes))
-        know_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
+        locate_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
         self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
         self.guard.watch(self.engine.basic_optimizer)

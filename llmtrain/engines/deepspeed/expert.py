@@ -38,7 +38,7 @@ GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
     """Returns the location of a tensor of experts in the Hugging Face block's tensor.
 
-    local: its shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
+    local: the shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
     """
     experts, rows, columns = local
     first = (rank * experts, rows if name.endswith(UP) else 0, 0)

@@ -23,8 +23,8 @@ from llmtrain.overrides.torch import local
 from llmtrain.system.piece_heads import WEIGHT
 
 ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
-"""Torch's names of the states: of a matrix, the mean squared gradient of each row and each column; of a vector,
-that of each element."""
+"""Torch's names of the states: for a matrix, the mean squared gradient of each row and each column; for a vector, that
+of each element."""
 
 
 class MatrixRange:
@@ -124,7 +124,7 @@ class Adafactor(GuardedOptimizer):
     def find_parts(self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, device: torch.device) -> None:
         """Learns which parts of weights this rank holds, and makes their factors; called before the first step.
 
-        trained, lists, place: as of `parts_of`. device: where sums are exchanged.
+        trained, lists, place: as for `parts_of`. device: where sums are exchanged.
         """
         self._device = device
         self._parts: dict[int, list[HeldPart]] = {id(one): [] for one in trained}

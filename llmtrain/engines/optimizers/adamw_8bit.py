@@ -216,9 +216,9 @@ class HeldBlocks:
                     self._pairs.append((slice(number, number + 1), slice(place, place + 1)))
 
     def exchanged(self, largest: Tensor) -> Tensor:
-        """Returns what this rank contributes for all of these rows, flat; the rest is 0.
+        """Returns this rank's contribution to the exchange for all of these rows, flat; the rest is 0.
 
-        largest: of its part, [moments, blocks].
+        largest: the largest magnitudes in this part, [moments, blocks].
         """
         shared = largest.new_zeros(len(largest), self.width)
         for own, place in self._pairs:
@@ -241,7 +241,7 @@ class AdamW8bit(GuardedOptimizer):
     def find_parts(self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, device: torch.device) -> None:
         """Learns which parts of weights this rank holds, and makes their scales; called before the first step.
 
-        trained, lists, place: as of `parts_of`. device: where largest magnitudes are exchanged.
+        trained, lists, place: as for `parts_of`. device: where largest magnitudes are exchanged.
         """
         self._device = device
         self._parts: dict[int, list[HeldBlocks]] = {id(one): [] for one in trained}

@@ -47,7 +47,7 @@ class MatrixPart:
     """(index of this copy, number of copies) among the ranks that hold the part."""
 
     def share(self) -> tuple[int, int]:
-        """Returns the first element of what this copy sends, relative to the part, and the end of it."""
+        """Returns the range (first element, end) within the part that this copy sends."""
         index, copies = self.copy
         return self.length * index // copies, self.length * (index + 1) // copies
 
@@ -91,7 +91,7 @@ class WholeMatrices:
     """The matrices of which this rank holds parts, and the ranks that hold the others."""
 
     def __init__(self, own: list[MatrixPart], dtype: torch.dtype, device: torch.device) -> None:
-        """own: the parts of this rank. dtype, device: in which matrices are sent and computed. Called by all ranks."""
+        """own: the parts of this rank. dtype, device: of matrices that are sent and computed. Called by all ranks."""
         self.dtype, self.device = dtype, device
         by_rank = gather(own)
         self._rank = dist.get_rank() if len(by_rank) > 1 else 0

@@ -38,7 +38,7 @@ class Muon(GuardedOptimizer):
     ) -> None:
         """Learns where this rank's parts of matrices are; called before the first step.
 
-        trained, lists, place: as of `parts_of`. dtype, device: in which matrices are sent and made orthogonal.
+        trained, lists, place: as for `parts_of`. dtype, device: those in which matrices are sent and made orthogonal.
         """
         self._numbers = {id(one): number for number, one in enumerate(trained)}
         parts = [part for _, part in parts_of(trained, lists, place) if is_matrix_of_layer(part.name, len(part.shape))]

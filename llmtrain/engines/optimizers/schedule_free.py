@@ -1,7 +1,7 @@
 """Schedule-free AdamW (arXiv 2405.15682): an average of all updates takes the place of a decaying learning rate.
 
 There are three points: gradients are taken at y, which the model holds while it trains; z moves by the updates; x is a
-running mean of z, and what the run is for: evaluations and exports read it. Only y and z are kept, since y is
+running mean of z, and the result of the run: evaluations and exports read it. Only y and z are kept, since y is
 (1 − β₁)·z + β₁·x.
 """
 

@@ -1,8 +1,8 @@
 """Sums over whole weights, or largest values, wherever ranks hold only parts of them.
 
 Every rank sums over its parts, and the ranks that hold parts of the same weights add these sums up; or they take the
-largest of what each has found, and of 0. Ranks whose trained tensors share a weight, directly or through others, form a
-group, because ZeRO's flat tensors begin and end within weights, and a group for each weight would mean thousands. A
+maximum of their largest values, and of 0. Ranks whose trained tensors share a weight, directly or through others, form
+a group, because ZeRO's flat tensors begin and end within weights, and a group for each weight would mean thousands. A
 group sends all sums of an update in one message.
 """
 
@@ -46,8 +46,8 @@ class SharedSums:
     def over_ranks(self, own: Mapping[str, Tensor], each: int | None = None) -> dict[str, Tensor]:
         """Returns the sums (or maxima) over the parts of all ranks, by weight.
 
-        own: those over the parts of this rank, for all weights in some of its trained tensors. each: number of sums of
-        each weight, by default as given to the constructor. All ranks that hold parts of these weights call it.
+        own: the sums over the parts of this rank, for all weights in some of its trained tensors. each: number of sums
+        of each weight, by default as given to the constructor. All ranks that hold parts of these weights call it.
         """
         together: defaultdict[tuple[int, ...], dict[str, None]] = defaultdict(dict)
         for name in sorted(own):
