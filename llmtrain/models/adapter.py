@@ -56,7 +56,7 @@ CHANGES_MORE = (
     *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
     *("monteclora_config", "ensure_weight_tying"),
 )
-"""Fields of PEFT's configuration with which an adapter is more than two matrices beside each linear layer."""
+"""Fields of PEFT's configuration with which an adapter is more than two matrices per linear layer."""
 LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Ways of drawing initial adapters that leave the weights of the base unchanged."""
 

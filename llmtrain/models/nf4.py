@@ -36,7 +36,7 @@ class Nf4Linear(nn.Linear):
     """A frozen linear layer with a weight of 4 bits per element, which is unpacked only while it is used."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, tables: Tensor) -> None:
-        """dtype: of `weight`, where something reads it. tables: those of `make_tables`, which layers share."""
+        """dtype: type of `weight` if it is read as a whole. tables: those of `make_tables`, which layers share."""
         nn.Module.__init__(self)  # without the weight of nn.Linear
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
@@ -134,9 +134,9 @@ def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[s
 def pack_linear_layers(
     model: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Puts packed layers in the place of linear layers, one at a time.
+    """Replaces linear layers by packed layers, one at a time.
 
-    names: of their weights in the model, with those by which `read` returns them.
+    names: name of each weight in `model` → the name under which `read` returns it.
     """
     tables = make_tables(device)
     for name, whole in names.items():

@@ -128,7 +128,7 @@ def kto_losses(config: ObjectiveConfig, ratios: Tensor, desirable: Tensor, diver
 
     Ethayarajh et al., arXiv 2402.01306, equation 8, where the value of a completion is at most λ.
 
-    ratios: of the log-probabilities to those under the reference. divergence: z0 in the paper, a scalar.
+    ratios: log-probabilities minus those under the reference. divergence: z0 in the paper, a scalar.
     """
     advantage = config.beta * (ratios - divergence)
     losses = torch.where(

@@ -2,7 +2,8 @@
 
 Everything that depends on the degrees iterates over `AXES`: the degrees that searches try, the rules about
 divisibility, the groups of ranks, the shares of memory and work, and the names of plans. What an axis sends within a
-layer is in `predict/traffic.py`, and what it does in an engine in `engines/deepspeed/`. `docs/extending.md` adds one.
+layer is in `predict/traffic.py`, and what it does in an engine in `engines/deepspeed/`. `docs/extending.md` shows how
+to add an axis.
 """
 
 from __future__ import annotations

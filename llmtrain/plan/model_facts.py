@@ -28,7 +28,7 @@ AUTO_CLASS = "AutoModelForCausalLM"
 
 
 def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
-    """Whether a `config.json` names a causal LM in code beside it, and the recipe permits running it."""
+    """Whether a `config.json` names a causal LM in the code next to it, and the recipe permits running it."""
     return model.trust_remote_code and AUTO_CLASS in (declared.get("auto_map") or {})
 
 

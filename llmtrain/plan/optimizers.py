@@ -2,7 +2,7 @@
 
 `engines/optim.py` and DeepSpeed build them from these rows; memory, time and the checks of a checkpoint count what they
 keep. A class that torch does not have is a file of `engines/optimizers/`. An update has to honour `found_inf`, with
-which the guard drops it (`engines/guard.py`): torch's fused kernels and the classes of that folder do.
+which the guard skips it (`engines/guard.py`). Torch's fused kernels and the classes of that folder do so.
 """
 
 from __future__ import annotations

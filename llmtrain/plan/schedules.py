@@ -102,7 +102,7 @@ class PipelineSchedule:
     def slots(self, micro_batches: int, lengths: Mapping[PassKind, float], message: float = 0.0) -> Iterator[Slot]:
         """Yields every pass with its times. A rank starts a pass when it is free and the input has arrived.
 
-        lengths: of the passes of a stage, in any unit; message: of what one rank sends another.
+        lengths: durations of the passes of a stage, in any unit. message: duration of a message between ranks.
         """
         return _slots(self, self.passes(micro_batches), lengths, message)
 

@@ -42,7 +42,7 @@ PROBES: tuple[tuple[dict[str, Any], ...], ...] = (
         _TURNS[1],
     ),
 )
-"""Conversations with all roles; most templates refuse none of them."""
+"""Conversations with all roles; most templates accept all of them."""
 
 
 def grown(recipe: Recipe) -> Recipe:

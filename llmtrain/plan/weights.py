@@ -150,8 +150,9 @@ def packed_bytes(elements: int) -> int:
 class HeldRows:
     """What a rank, or a group of ranks under ZeRO, holds of each row of a matrix; its elements are numbered row by row.
 
-    Blocks are the elements of a row that share a scale of an optimizer's moment. Those of which it holds a part are
-    numbered in the same order. They begin at fixed columns of the whole matrix, so they are the same under every plan.
+    A block is the elements of a row that share a scale of an optimizer's moment. The blocks that are held, whole or in
+    part, are numbered in the same order. They begin at fixed columns of the whole matrix, so they are the same under
+    every plan.
     """
 
     width: int

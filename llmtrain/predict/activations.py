@@ -152,7 +152,7 @@ def pinned(size: int) -> int:
 
 
 def _loss(plan: Plan, tokens: int) -> int:
-    """Returns the bytes of so many tokens' logits and of the loss's tensors at their maximum."""
+    """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
     if not chunks_loss(plan) or is_one_chunk(plan):
         return LOGIT_BYTES * plan.model.vocab_size * tokens
     widths = WIDTHS[plan.recipe.parallel.precision]
@@ -173,7 +173,7 @@ def in_flight(plan: Plan, rank: int) -> int:
 
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
-    """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
+    """Returns the bytes that autograd saves in one decoder layer, for that many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
     of_norms, of_adapters = _norms(plan, layer, widths), _adapters(plan, layer, widths)
     per_token = of_norms.whole + _attention(plan, layer, widths) + of_adapters.whole
@@ -287,7 +287,7 @@ def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
 
 
 def _readers(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
-    """Returns how many of some projections keep their input: for the gradient of their weight, or of an adapter's A.
+    """Returns how many of some projections save their input, for the gradient of their weight or of an adapter's A.
 
     The gradient of an input only needs the weight. With dropout, an adapter keeps an input of its own.
     """

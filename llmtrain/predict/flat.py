@@ -218,7 +218,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
-    # Keys: (is no matrix, is not updated in the way of `layer_states`, is a distributed expert).
+    # Keys: (is not a matrix, is not updated in the way of `layer_states`, is a distributed expert).
     found: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in own:
         key = (not weight.is_matrix, id(weight) not in in_layers, parallel.expert > 1 and weight.is_expert)

@@ -122,7 +122,7 @@ def _blocks(groups: list[FlatGroup], division: Division) -> int:
     )
 
 
-def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int], evenly: bool = False) -> int:
+def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int], evenly: bool = False) -> int:
     """Returns the largest number of bytes that an optimizer needs during an update, besides its states.
 
     An optimizer of whole matrices (`engines/optimizers/matrices.py`) needs, for the elements that this rank updates,
@@ -172,7 +172,7 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     return State(
         forward=kept.plus(gradients=early, buckets=bound),
         backward=backward.plus(communication=sent if plan.holders > 1 else 0),
-        update=kept.plus(gradients=gradients, communication=_together(plan, groups, lambda group: group.elements)),
+        update=kept.plus(gradients=gradients, communication=_workspace(plan, groups, lambda group: group.elements)),
     )
 
 
@@ -224,7 +224,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
             buckets=bucket if stage == 1 and compact and plan.holders > 1 else 0,
-            communication=_together(plan, groups, lambda group: group.partition),
+            communication=_workspace(plan, groups, lambda group: group.partition),
         ),
         host=host,
     )
@@ -247,7 +247,7 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     return State(
         forward=kept.plus(gradients=own if _accumulates(plan) else 0),
         backward=kept.plus(gradients=own, communication=joined),
-        update=kept.plus(gradients=own, communication=_together(plan, groups, lambda group: group.partition)),
+        update=kept.plus(gradients=own, communication=_workspace(plan, groups, lambda group: group.partition)),
     )
 
 
@@ -276,14 +276,14 @@ def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> Stat
         host += held
     sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
     moments = _moments(groups, lambda group: group.by_parameter, "each")
-    together = _together(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE), evenly=True)
+    workspace = _workspace(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE), evenly=True)
     if parallel.offload_optimizer == "none":
         kept = kept.plus(masters=4 * partition, optimizer=moments, gradients=sums)
-        return State(forward=kept, backward=kept, update=kept.plus(gradients=flat, communication=together), host=host)
+        return State(forward=kept, backward=kept, update=kept.plus(gradients=flat, communication=workspace), host=host)
     host += sums + 4 * partition  # accumulated, and as the update reads them
     if parallel.offload_optimizer == "cpu":
         host += 4 * partition + moments
-    return State(forward=kept, backward=kept, update=kept.plus(communication=together), host=host)
+    return State(forward=kept, backward=kept, update=kept.plus(communication=workspace), host=host)
 
 
 def _fsdp2(plan: Plan, weights: Weights) -> State:
@@ -322,7 +322,7 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
         backward=(kept + layers).plus(gradients=4 * of_trained, buckets=4 * layer),
         update=kept.plus(
             gradients=4 * of_trained,
-            communication=_together(plan, groups_of(plan, weights, 0), _share, evenly=True),
+            communication=_workspace(plan, groups_of(plan, weights, 0), _share, evenly=True),
         ),
     )
 

@@ -54,7 +54,7 @@ def predict(
 ) -> StepTime | None:
     """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`).
 
-    assumed: those of the recipe's kernels if not given.
+    assumed: by default the assumptions for the recipe's kernels.
     traffic_of: returns what the ranks of a stage send, if another stack than llmtrain runs the plan.
     """
     if unknown(plan):
@@ -159,7 +159,7 @@ def waits_of(
     first, hidden_first = _exposed(step_forward_beside, forward)
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
     last, hidden_last = _exposed(step_beside, backward)
-    # Of the messages of a rank, one half is received.
+    # Half of a rank's messages are received.
     message = sum(between.values()) / sum(one.times for one in traffic.between_stages)
     sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)
     hidden_sent = max(0.0, micro_batches * sum(between.values()) / 2 - sent)

@@ -107,7 +107,7 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
 
 
 def _experts(facts: ModelFacts, first: int, last: int) -> int:
-    """Returns the parameters of experts in some layers: those that a token is not routed to, and its share."""
+    """Returns the parameters of all experts in some layers, whether a token is routed to them or not."""
     idle = sum(facts.layer_idle_parameters[first:last])
     missed = facts.experts - facts.experts_per_token
     return idle * facts.experts // missed if missed else 0

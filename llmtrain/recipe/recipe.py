@@ -170,7 +170,7 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
         if part_in(field.annotation)
     }
     errors = error.errors(include_url=False)
-    # For `str | TrainedTokenizer`, an object is meant as the latter; that it is not a string is no useful message.
+    # For `str | TrainedTokenizer`, an object is meant as the latter, so the message that it is not a string is dropped.
     meant = [one for one in errors if not (one["loc"][-1:] == ("str",) and isinstance(one["input"], (dict, Part)))]
     return [_problem(details, places.get(error.title, "")) for details in meant or errors]
 

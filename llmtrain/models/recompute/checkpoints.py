@@ -1,6 +1,6 @@
 """Computes parts of decoder layers again in the backward pass, instead of keeping them since the forward pass.
 
-`full` is the model's own switch: of a layer only the input is kept. `selective` keeps the results of matrix products
+`full` is the model's own switch: only the input of a layer is kept. `selective` keeps the results of matrix products
 and of attention as well, and computes norms, rotations and activation functions again, which takes little time. It is
 torch's selective checkpoint around each layer's `forward`, so the hooks with which ZeRO-3 and FSDP2 gather the weights
 of a layer stay outside: what they do differs between the two passes.
@@ -148,7 +148,7 @@ class OffloadedInputs:
         self._newest: _Copy | None = None
 
     def run(self, is_first: bool, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """Runs a layer as `torch.utils.checkpoint.checkpoint` does. is_first: of those in a pass."""
+        """Runs a layer like `torch.utils.checkpoint.checkpoint`. is_first: whether it is the first one in a pass."""
         if not hidden.is_cuda:
             return checkpoint(function, hidden, *args, use_reentrant=False)
         place = hidden.data_ptr(), hidden.shape

@@ -67,7 +67,7 @@ class TensorParallel:
         self._joined, self._alone = SplitSection(ranks), SplitSection(ranks, one_module=True)
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
-        """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
+        """Replaces a parameter, which may be a meta tensor, by this rank's slice. name: its name in the whole model."""
         shard = self.split.shards.get(name)
         if shard is not None:
             parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
