@@ -32,8 +32,8 @@ from llmtrain.system.untrusted import UNREADABLE, why
 def check_choice(folder: RunDir, resume: str) -> None:
     """Raises UserError for a choice of `--resume` that makes no sense.
 
-    These are: a new run in a folder with checkpoints, a folder that is no checkpoint, and another run's checkpoint for
-    a run that has its own.
+    These are: a new run in a folder with checkpoints, a folder that is not a checkpoint, and another run's checkpoint
+    for a run that has its own.
     """
     has_own = any(folder.checkpoints.glob("step_*"))
     if resume == "never" and has_own:

@@ -122,7 +122,7 @@ def _parts_missing(folder: Path, manifests: list[Manifest]) -> list[Problem]:
 
 
 def _pickle_problem(path: Path) -> Problem:
-    """Reports what a pickle would call when loaded. Runs none of it, and unpacks at most `MOST_BYTES`."""
+    """Reports what a pickle would call when loaded. Does not run it, and unpacks at most `MOST_BYTES`."""
     import torch
 
     try:

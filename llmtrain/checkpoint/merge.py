@@ -183,7 +183,7 @@ class Merged:
         return float(alpha) / (math.sqrt(rank) if self._lora.use_rslora else rank)
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Refuses what has no place in the base, in all of its weights at once."""
+        """Raises CheckpointError with all weights of the adapter that do not fit the base."""
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
         groups, problems = aliases(model), []
         unknown, wrong, tied = [], [], []

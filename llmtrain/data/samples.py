@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     labels: NDArray[np.int64]
     """The target of the input at the same position, already shifted; `NO_TARGET` if there is none."""
     segments: NDArray[np.int64] | None = None
-    """For an objective of completions, the number of each token's conversation in its row. Of a pair, the chosen one
+    """For an objective of completions, the number of each token's conversation in its row. The chosen one of a pair
     comes first."""
     references: NDArray[np.float64] | None = None
     """Likewise, [rows, conversations]: the log-probability of each completion under the reference; NaN if it is

@@ -89,7 +89,7 @@ def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Show
             ids, targets = inputs[first:end].tolist(), labels[first:end].tolist()
             trained = [False, *(target != NO_TARGET for target in targets)]
             if trained[-1]:
-                ids.append(targets[-1])  # the last target is no input
+                ids.append(targets[-1])  # the last target is not an input
             documents.append(tuple(_tokens(tokenizer, special, ids, trained)))
         trained_on = int((labels != NO_TARGET).sum())
         found.append(Shown(prepared.sources[source].name, tuple(documents), len(inputs) - size, trained_on))

@@ -49,7 +49,7 @@ class Stream:
     documents: NDArray[np.uint64]
     """[documents + 1]: the start of each document, and the end of the last one."""
     trained: NDArray[np.bool_] | None = None
-    """[tokens]: whether the loss includes the prediction of a token; None: of all."""
+    """[tokens]: whether the loss includes the prediction of a token; None if it includes all."""
     holds_pairs: bool = False
     """Whether each two documents are a pair: the chosen conversation, then the rejected one."""
     desirable: NDArray[np.bool_] | None = None

@@ -318,7 +318,7 @@ class _Pool:
 
 def dying_with_us() -> Callable[[], None]:
     """Returns the `preexec_fn` of a process that the kernel kills when this one dies, in whatever way."""
-    # Safe beside threads, since it takes no lock; `prctl` is looked up before the fork.
+    # Safe in a process with threads, since it takes no lock; `prctl` is looked up before the fork.
     return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
 
 

@@ -119,7 +119,7 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
 
 
 def _parse(text: str, hjson: bool) -> tuple[Any, tuple[int, int, str] | None, bool]:
-    """Returns the content of a text, where and why it is no JSON if DeepSpeed still reads it, and whether it has NaN.
+    """Returns the content of a text, where and why it is not JSON if DeepSpeed still reads it, and whether it has NaN.
 
     NaN and Infinity are numbers to Python's json, and to Hjson a text up to the end of the line.
     """

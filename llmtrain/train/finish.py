@@ -33,7 +33,7 @@ def finish(
     """
     recipe = plan.recipe
     if tasks is not None:
-        with console.status("scoring a checkpoint"), _told(console):
+        with console.status("scoring a checkpoint"), _printing_scoring_errors(console):
             tasks.wait()
     if state.eval_loss is not None and not recipe.objective.of_completions:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
@@ -54,7 +54,7 @@ def finish(
     if recipe.export.sample_prompt is not None:
         _sample(run_dir, recipe.export.sample_prompt, recipe.export.sample_tokens, console)
     if recipe.tasks.names:
-        with console.status("scoring downstream tasks"), _told(console):
+        with console.status("scoring downstream tasks"), _printing_scoring_errors(console):
             console.print(score_table(score_last(run_dir, state.step), state.step))
 
 
@@ -68,7 +68,7 @@ def _sample(run_dir: RunDir, prompt: str, tokens: int, console: Console) -> None
 
 
 @contextmanager
-def _told(console: Console) -> Iterator[None]:
+def _printing_scoring_errors(console: Console) -> Iterator[None]:
     """Prints errors of scoring, for which a run does not fail."""
     try:
         yield

@@ -19,7 +19,7 @@ from llmtrain.train.tasks import Results
 
 
 def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Returns the loader of tasks. Raises RecipeError for names that are no tasks.
+    """Returns the loader of tasks. Raises RecipeError for unknown tasks.
 
     include_path: folder of further tasks, as YAML files.
     """

@@ -28,7 +28,7 @@ class Scored(BaseModel):
 
     results: Results = {}
     computed: dict[str, dict[str, str | int | None]] = {}
-    """By task, when it was scored, on how many documents at most, and with which version of the harness."""
+    """By task: when it was scored, the limit on its documents, and the version of the harness."""
 
 
 class ScoringError(Exception):

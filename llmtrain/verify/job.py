@@ -21,8 +21,8 @@ from llmtrain.system.untrusted import read_json
 PROBES = ("recipe", "sgd")
 """Runs of each plan.
 
-`recipe`: as declared. `sgd`: with plain SGD, a clipping that is active at every step, if the recipe clips at all, and a
-noticeable weight decay. Adam's update does not change if all gradients are scaled, so a wrong clipping, or a loss
+`recipe`: as declared. `sgd`: with plain SGD, a noticeable weight decay and, if the recipe clips, a clipping that is
+active at every step. Adam's update does not change if all gradients are scaled, so a wrong clipping, or a loss
 divided by a wrong number, does not affect its weights; those of SGD are affected at once.
 """
 

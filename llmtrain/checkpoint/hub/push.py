@@ -21,7 +21,7 @@ _TRY_AGAIN = (408, 429)
 
 
 def check_exported(folder: Path) -> None:
-    """Raises RecipeError for a folder that is no exported model, or one that others could not use."""
+    """Raises RecipeError for a folder that is not an exported model, or that others could not use."""
     adapter = folder / "adapter_config.json"
     if not adapter.is_file() and not (folder / "config.json").is_file():
         message = "is not an exported folder: it has no config.json and no adapter_config.json"

@@ -33,7 +33,7 @@ _NOT_WRITTEN = re.compile(r"[\ud800-\udfff\U000f0000-\U000ffffe]")
 """The reserved characters that no template may write. The other reserved characters are marks within messages."""
 _MARK = re.compile("([\U000fffff-\U0010ffff])")
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\])")
-"""Tags in messages, mostly of reasoning. Templates search for them and strip the text beside them, so marks are kept
+"""Tags in messages, mostly of reasoning. Templates search for them and strip the text next to them, so marks are kept
 outside of the tags."""
 _NOT_MARKED = ("role", "type", "id", "tool_call_id")
 """Fields without marks, because templates compare them or count their characters."""
