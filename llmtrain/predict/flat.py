@@ -179,8 +179,9 @@ class FlatGroup:
 def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], int] = FlatGroup.touched) -> int:
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
-    Ranks of an expert's group are further apart. A rank whose partitions lie within one parameter of each group has no
-    more than the next rank with a partition in which a parameter ends, so only ranks of the second kind are examined.
+    A group of experts has fewer ranks, further apart. A rank whose partitions lie within one parameter of each group
+    has no more than the next rank with a partition in which a parameter ends, so only ranks of the second kind are
+    examined.
     """
     ranks = max(group.ranks for group in groups)
     ends = {
