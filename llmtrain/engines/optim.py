@@ -125,6 +125,14 @@ def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
     return made
 
 
+def resume_schedule(schedule: LRScheduler, steps: int) -> None:
+    """Sets a schedule to its state after `steps` steps. Its rates are functions of the step."""
+    schedule.last_epoch = steps
+    rates: Any = schedule  # every schedule of ours is a LambdaLR
+    for group, base, rate in zip(schedule.optimizer.param_groups, rates.base_lrs, rates.lr_lambdas, strict=True):
+        group["lr"] = base * rate(steps)
+
+
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns the gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -22,6 +22,7 @@ from llmtrain.engines.optim import (
     groups_for,
     locate_matrices,
     parameter_groups,
+    resume_schedule,
     schedule,
     torch_optimizer,
 )
@@ -32,7 +33,7 @@ from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast
-from llmtrain.overrides.torch import resume_schedule, squared_norm
+from llmtrain.overrides.torch import squared_norm
 from llmtrain.recipe import Recipe
 
 

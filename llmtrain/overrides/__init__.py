@@ -301,11 +301,6 @@ OVERRIDES = (
         "tests/engines/test_guard.py",
     ),
     Override(
-        ("torch.optim.lr_scheduler:._step_count", "torch.optim.lr_scheduler:._last_lr"),
-        "A resumed schedule would warn, and report the rate of the first step.",
-        "tests/engines/test_learning_rates.py",
-    ),
-    Override(
         ("torch.nn.modules.module:._non_persistent_buffers_set",),
         "It is unknown which buffers belong to a checkpoint.",
         "tests/engines/test_from_hub.py",

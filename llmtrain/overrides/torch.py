@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
-from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.overrides import replaced
 
@@ -71,16 +70,6 @@ class ShardedSGD(torch.optim.SGD):
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def resume_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Sets a schedule to its state after `steps` steps. Its rates are functions of the step."""
-    schedule.last_epoch = steps
-    schedule._step_count = steps + 1  # torch's counter for its warning of a wrong call order
-    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]  # type: ignore[attr-defined]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
 
 
 def parameters_without_memory() -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import IGNORE, ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
+from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.proof.cut import build_chain, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.models.stages import StageEntry, build_stage
@@ -190,13 +191,21 @@ def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights
     assert held[0] & held[1] == (tied if config.tie_word_embeddings else set())
 
 
-def test_a_stage_takes_no_memory_for_other_stages():
+def test_a_stage_takes_no_memory_for_other_stages(monkeypatch):
+    devices = set()
+
+    def whole(model):
+        devices.update(parameter.device.type for parameter in model.parameters())
+        return freeze_choosers(model)
+
+    monkeypatch.setattr("llmtrain.models.stages.freeze_choosers", whole)
     config = families.tiny_config("llama")
     stage = build_stage(config, 0, check_cut(config, HALVES), "eager", torch.bfloat16, CPU)
     layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 96 + 2 * 64
     assert sum(p.numel() for p in stage.parameters()) == 99 * 64 + 2 * layer
     assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
     assert not any(value.is_meta for value in (*stage.parameters(), *stage.buffers()))
+    assert devices == {"meta"}
 
 
 def test_rotary_frequencies_are_those_of_the_whole_model():

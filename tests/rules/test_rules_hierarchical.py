@@ -53,7 +53,7 @@ REFUSED = [
     ({"parallel.zero_stage": 2}, {}, "ranks that keep parameters 2 as 1"),
     ({"parallel.hierarchical_partition": 3}, {}, "fails"),
     ({"parallel.hierarchical_partition": 4}, {}, "ignores"),
-    ({"parallel.tensor": 2}, {}, "deviates"),
+    ({"parallel.tensor": 2}, {}, "fails"),
     ({"parallel.expert": 2}, {"architecture": "mixtral"}, "fails"),
     (FSDP2, {}, "ranks that keep parameters 2 as 1"),
 ]

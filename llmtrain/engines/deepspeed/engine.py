@@ -38,6 +38,7 @@ from llmtrain.engines.optim import (
     groups_for,
     locate_matrices,
     parameter_groups,
+    resume_schedule,
     schedule,
     torch_optimizer,
 )
@@ -71,7 +72,7 @@ from llmtrain.overrides.deepspeed import (
     weights_changed,
 )
 from llmtrain.overrides.peft import adapters_without_weight
-from llmtrain.overrides.torch import resume_schedule, squared_norm
+from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
 
