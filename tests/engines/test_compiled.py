@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 import pytest
 import torch
+from torch._dynamo.backends.distributed import DDPOptimizer
 
 from llmtrain.engines import forward
 from llmtrain.errors import RecipeError
@@ -127,15 +130,24 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
             return compiled.run_graph(graph, inputs)
 
         patch.setattr(compiled, "_inductor", backend)
+        patch.setattr(DDPOptimizer, "__init__", partialmethod(DDPOptimizer.__init__, first_bucket_cap=1))
         _train(rank, {"": recipe}, ranks)
     return len(made)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("varlen", marks=pytest.mark.breadth)])
-def test_a_layer_is_compiled_for_training_and_for_evaluation(attention):
-    """Once for all layers, whatever the number of steps and of documents."""
-    more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3, "model.attention": attention}
-    assert run_ranks(2, _compiled_functions, tiny_recipe(**LAYERS, **more), 2) == [2] * 2
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel.zero_stage": 3},
+        pytest.param({"parallel.zero_stage": 3, "model.attention": "varlen"}, marks=pytest.mark.breadth),
+        pytest.param({"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}, marks=pytest.mark.breadth),
+    ],
+    ids=["ZeRO-3", "varlen", "DDP"],
+)
+def test_a_layer_is_compiled_for_training_and_for_evaluation(fields):
+    """Once for all layers, whatever the number of steps and of documents, and of buckets of gradients."""
+    recipe = tiny_recipe(**LAYERS, **fields, **{"model.config.num_hidden_layers": 10})
+    assert run_ranks(2, _compiled_functions, recipe, 2) == [2] * 2
 
 
 def _refusal(rank: int, recipe) -> str:
