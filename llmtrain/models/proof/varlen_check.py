@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -77,15 +76,18 @@ def bounds_reach(config: PreTrainedConfig) -> list[bool]:
 
     The model is that of `config` itself.
     """
-    with _probe() as calls, torch.no_grad():
+    calls = _probe()
+    with torch.no_grad():
         model = _model(config, PROBE)
         model(**packed(model.config))
     return calls
 
 
-@contextmanager
-def _probe() -> Iterator[list[bool]]:
-    """Registers an attention function that computes nothing and records whether it received boundaries."""
+def _probe() -> list[bool]:
+    """Registers an attention function that computes nothing and records whether it received boundaries.
+
+    It stays registered, since `transformers` has no public way to remove a function from all tables of its families.
+    """
     calls: list[bool] = []
 
     def probe(
@@ -94,11 +96,8 @@ def _probe() -> Iterator[list[bool]]:
         calls.append(all(named.get(name) is not None for name in Documents.NAMES))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ALL_ATTENTION_FUNCTIONS[PROBE] = probe
-    try:
-        yield calls
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[PROBE]
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, probe)
+    return calls
 
 
 def varlen_deviation(config: PreTrainedConfig) -> str:
