@@ -90,7 +90,7 @@ def _clear(folder: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Removes all that a dry run writes."""
+    """Removes all that a dry run writes. Of a link only the link: what it points to is the user's."""
     for path in folder.glob("*"):
         if path.name in OURS:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.dry_run.run import _clear
+
 ROOT = Path(__file__).parents[2]
 USAGE, CHECKPOINT, WORKER = 2, 4, 5
 
@@ -140,3 +142,13 @@ def test_a_folder_with_other_content_is_not_changed(tmp_path):
     assert result.returncode == USAGE
     assert "thesis.txt" in json.loads(result.stdout)["problems"][0]["message"]
     assert left_in(tmp_path) == ["mine-dry-run/thesis.txt"]
+
+
+def test_a_link_in_the_place_of_the_logs_is_removed_without_what_it_points_to(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    (tmp_path / "mine-dry-run").mkdir()
+    (tmp_path / "mine-dry-run/logs").symlink_to(tmp_path / "mine")
+    _clear(tmp_path / "mine-dry-run")
+    assert not list((tmp_path / "mine-dry-run").iterdir())
+    assert left_in(tmp_path) == ["mine/thesis.txt"]
