@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok, size
+from llmtrain.errors import reason
 from llmtrain.system.host import memory_bytes, memory_limit, own_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -172,7 +173,7 @@ def seen_by_torch() -> tuple[list[str], str]:
         count = torch.cuda.device_count()
         return [torch.cuda.get_device_properties(index).name for index in range(count)], "" if count else "no device"
     except Exception as error:  # an outdated driver, a lost device: the message says which
-        return [], str(error).splitlines()[0]
+        return [], reason(error)
 
 
 def _number(text: str) -> int | None:

@@ -103,7 +103,13 @@ def ask(*command: str, seconds: float = PROGRAM_S) -> Answer:
     name = Path(command[0]).name
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError:
         return Answer(refusal=f"{name} is not installed")

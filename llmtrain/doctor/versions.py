@@ -160,8 +160,8 @@ def compilers(scene: Scene) -> Iterator[CheckResult]:
             text = f"no {name}: {answer.refusal}; offload to disk and torch.compile need it"
             yield caution(f"tools.{name.split()[-1]}", text, fix)
         else:
-            first = answer.text.splitlines()[0]
-            lines.append(first if first.startswith(program) else f"{program} {first}")
+            first = answer.text.partition("\n")[0]
+            lines.append(first if first.startswith(program) else f"{program} {first}".rstrip())
     nvcc = ask("nvcc", "--version")
     release = re.search(r"release ([\d.]+)", nvcc.text)
     lines.append(f"nvcc {release[1]}" if release else nvcc.refusal or "the release of nvcc is unknown")

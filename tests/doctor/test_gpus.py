@@ -53,6 +53,15 @@ def test_a_torch_without_cuda_on_a_machine_with_gpus_is_a_fault(programs, scene,
     assert _levels(devices.gpus(scene))["devices.torch"] == "fault"
 
 
+def test_an_error_of_torch_without_a_message_is_shown(monkeypatch):
+    def fail():
+        raise RuntimeError
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", fail)
+    assert devices.seen_by_torch() == ([], "it gives no reason")
+
+
 def test_broken_busy_and_different_gpus_are_named(programs, scene, seen):
     lines = [H100.format(0, 0, 3, 0), H100.format(1, 1, 40000, 2), "2, GPU-2, NVIDIA L4, 23034, 1, 570.86.10, [N/A]"]
     programs("nvidia-smi", "\n".join(lines))

@@ -171,6 +171,12 @@ def test_missing_compilers_are_reported(scene, monkeypatch, tmp_path):
     assert levels["tools.compiler"] == levels["tools.ninja"] == "warning"
 
 
+def test_compilers_that_say_nothing_or_no_text_are_listed(programs, scene):
+    programs("c++", "")
+    programs("ninja", "").with_suffix(".txt").write_bytes(b"1.13 \xff\n")
+    assert next(versions.compilers(scene)).text.startswith("c++; ninja 1.13 \ufffd;")
+
+
 def test_a_hanging_program_is_abandoned(programs):
     file = programs("slow", "")
     file.write_text("#!/bin/sh\nexec sleep 60\n")
