@@ -112,6 +112,11 @@ class FlatGroup:
         return self.padded // self.ranks
 
     @property
+    def is_cut(self) -> bool:
+        """Whether one of these partitions ends within a parameter."""
+        return not {*range(self.partition, self.elements, self.partition)} <= {*self.ends}
+
+    @property
     def by_parameter(self) -> int:
         """Elements of a rank's share if each parameter is padded and split by itself (ZeRO-3)."""
         return sum(-(-size // self.ranks) for size in self.sizes)

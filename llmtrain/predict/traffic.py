@@ -150,15 +150,18 @@ class CommunicationGroups:
             yield Transfer("all_to_all", shards)
 
     def _factors(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the sums over whole weights, for an optimizer that keeps those along rows and columns."""
-        weights, facts = self.plan.model.weights, self.plan.model
+        """Yields the sums over whole weights, for an optimizer that keeps those along rows and columns.
+
+        Of a weight there are also those of its squares and of its update's. Replicas whose flat partitions consist of
+        whole weights have nothing to add up.
+        """
+        weights, replicas = self.plan.model.weights, self.groups.replicas.size
         if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
             return
-        inside = sum(run.layers * _sums(run.weights) for run in weights.runs) * held.layers / facts.layers
-        ends = held.embedding * _sums(weights.embedding) + held.head * _sums(weights.outside)
-        ends += held.head * (not (weights.tied and held.embedding)) * _sums(weights.head)
-        holders = RankGroup(self.groups.replicas.size * self.groups.tensor.size, 1)
-        yield Transfer("all_reduce", ((4 * (inside + ends), holders),))
+        for group in flat.groups_of(self.plan, weights, held_by_ranks(self.plan).index(held)):
+            alone = replicas if self._division == "flat" and not group.is_cut else 1
+            sums = (sum(group.factors) + 2 * len(group.factors)) / alone
+            yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
 
     def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of largest magnitudes in blocks of which ranks hold parts, for 8-bit moments.
@@ -168,13 +171,19 @@ class CommunicationGroups:
         weights, parallel = self.plan.model.weights, self.plan.parallel
         if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
             return
-        division: flat.Division = "none" if parallel.zero_stage == 0 else "each" if parallel.zero_stage == 3 else "flat"
         for group in flat.groups_of(self.plan, weights, held_by_ranks(self.plan).index(held)):
-            sliced, divided = group.cut_blocks(division)
+            sliced, divided = group.cut_blocks(self._division)
             tensor = self.groups.tensor.size
             ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
             if sliced or divided:
                 yield Transfer("all_reduce", ((4 * group.codes * (sliced + divided), ranks),))
+
+    @property
+    def _division(self) -> flat.Division:
+        """How ranks divide the states of what they all hold."""
+        stage = self.plan.parallel.zero_stage
+        is_flat = stage < 3 and self.plan.parallel.strategy == "deepspeed"
+        return "none" if stage == 0 else "flat" if is_flat else "each"
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats the one of attention."""
@@ -344,11 +353,6 @@ def _hide(transfer: Transfer, share: float, waited: list[Transfer], hidden: list
     """Adds a share of a transfer to `waited`, and the rest to `hidden`."""
     waited.append(replace(transfer, times=transfer.times * share))
     hidden.append(replace(transfer, times=transfer.times * (1 - share)))
-
-
-def _sums(weights: Iterable[Weight]) -> int:
-    """Returns the number of sums: along rows and columns, and of the squares of the weight and of its update."""
-    return sum(weight.lines + 2 for weight in weights if weight.trained)
 
 
 def _is_in_regions(weight: Weight) -> bool:

@@ -19,6 +19,7 @@ EXPERTS = MIXTRAL | {"parallel.zero_stage": 1, "parallel.expert": 2, "batch.micr
 FULL = {"parallel.activation_checkpointing": "full"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 TENSOR = {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2}
+ADAFACTOR = ZERO | {"parallel.zero_stage": 1, "optim.name": "adafactor"}
 PLANS = {
     "zero0": ZERO | {"parallel.zero_stage": 0, "parallel.precision": "fp32"},
     "zero1": ZERO | {"parallel.zero_stage": 1},
@@ -26,6 +27,8 @@ PLANS = {
     "zero3": ZERO | {"parallel.zero_stage": 3},
     "zero3, hierarchical": ZERO
     | {"parallel.zero_stage": 3, "parallel.hierarchical_partition": 2, "batch.micro_batch_size": 1},
+    "zero1, adafactor": ADAFACTOR,
+    "zero1, adafactor, cut within a matrix": ADAFACTOR | {"model.config.vocab_size": 272},
     "pipeline": {"parallel.zero_stage": 1, "parallel.pipeline": 2, "batch.micro_batch_size": 2},
     "tensor": TENSOR,
     "tensor, untied": TENSOR | {"model.config.tie_word_embeddings": False},
