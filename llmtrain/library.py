@@ -7,6 +7,7 @@ line, a file: `mine.py`, `mine.yaml:variant`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason, shown
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -138,7 +139,7 @@ def train(
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
 
-    _check_call("train", nproc=nproc, max_steps=max_steps)
+    _check_call("train", nproc=nproc, max_steps=max_steps, max_restarts=max_restarts)
     if rank := discover(os.environ, sys.argv):
         message = f"starts workers, but {rank.launcher} has started this process as a worker"
         raise RecipeError(Problem("library.worker", "llmtrain.train", message, f"{rank.launcher} mine.py"))
@@ -237,11 +238,17 @@ def variant_of(recipe: Recipe | str | PathLike[str]) -> str | None:
 
 
 def _check_call(function: str, **numbers: int | None) -> None:
-    if problems := [
-        Problem("library.number", name, f"{value} was given: must be at least 1")
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]:
+    """Refuses numbers that the command line refuses, too, and calls in other threads."""
+    from llmtrain.commands.plan import MOST_WORKERS
+
+    problems = []
+    for name, value in numbers.items():
+        least, most = int(name != "max_restarts"), MOST_WORKERS if name == "nproc" else math.inf
+        if value is not None and not (type(value) is int and least <= value <= most):
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most:,}"
+            message = f"{shown(value)} was given: must be an integer, {limits}"
+            problems.append(Problem("library.number", name, message))
+    if problems:
         raise RecipeError(problems)
     if threading.current_thread() is not threading.main_thread():
         message = "was called in another thread, which cannot receive the signals that stop a run"

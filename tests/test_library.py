@@ -128,6 +128,10 @@ def test_the_metrics_of_a_run_are_columns(tmp_path):
         (lambda: llmtrain.plan("recipes/nothing.py"), "does not exist"),
         (lambda: llmtrain.load_run("recipes"), "not a run directory"),
         (lambda: llmtrain.train("recipes/tiny.py", nproc=0), "nproc: 0 was given"),
+        (lambda: llmtrain.train("recipes/tiny.py", nproc=10**12), "nproc: 1000000000000 was given: .* 1 to 1,024"),
+        (lambda: llmtrain.train("recipes/tiny.py", max_steps=2.5), "max_steps: 2.5 was given: must be an integer"),
+        (lambda: llmtrain.train("recipes/tiny.py", max_steps="5"), "max_steps: '5' was given"),
+        (lambda: llmtrain.train("recipes/tiny.py", max_restarts=-1), "max_restarts: -1 was given: .* at least 0"),
         (lambda: llmtrain.verify("recipes/tiny.py", steps=-1), "steps: -1 was given"),
     ],
 )
