@@ -49,6 +49,7 @@ def plans() -> dict[str, tuple[int, Recipe]]:
         "tensor sequence zero2": (4, degrees(2, tensor=2, sequence=2)),
         "pipeline zero0": (2, degrees(0, pipeline=2) | unclipped),
         "pipeline zero1": (4, degrees(1, pipeline=2) | sgd),
+        "pipeline autocast_bf16": (2, degrees(1, pipeline=2, precision="autocast_bf16")),
         "pipeline tensor": (4, degrees(1, pipeline=2, tensor=2)),
         "pipeline sequence": (4, degrees(1, pipeline=2, sequence=2) | MIXTRAL),
         "ddp": (2, degrees(0, accelerate="ddp") | accelerate),
