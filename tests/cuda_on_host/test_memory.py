@@ -135,7 +135,11 @@ FOUR = {
 }
 FEW = ("ZeRO-2, bf16", "pipeline")
 """Those that are always tested."""
-TOO_LARGE = pytest.mark.xfail(strict=True, reason="tensor parallel ranks divide some of the experts' tensors: 7% less")
+TOO_LARGE = {
+    "experts and tensor": "tensor parallel ranks divide some of the experts' tensors: 7% less",
+    "pipeline, bf16, recomputed": "bf16 gradients are freed before each pass of a pipeline: 4 to 5% less",
+}
+"""Plans that need less than predicted, and why."""
 
 
 def plan_of(name: str, folder: str) -> Plan:
@@ -206,7 +210,7 @@ def test_some_peaks_are_predicted(gpus, base, name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=TOO_LARGE) if name == "experts and tensor" else name
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=TOO_LARGE[name])) if name in TOO_LARGE else name
         for name in (*TWO, *FOUR)
         if name not in FEW
     ],
