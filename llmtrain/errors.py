@@ -111,6 +111,7 @@ class FamilyError(RecipeError):
 
     def __init__(self, rule: str, field: str, working: object, refused: str, reason: str) -> None:
         """working: a value of the field that works; refused: what is refused, with which the message begins."""
+        self.reason = reason
         super().__init__(Problem(rule, field, f"{refused}: {reason}", f"--set {field}={working}"))
 
 

@@ -112,7 +112,7 @@ def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
             check_autotp(model_configuration(recipe), block, "eager", CPU)
             verdicts.append("")
         except FamilyError as refusal:
-            verdicts.append(refusal.problems[0].message)
+            verdicts.append(refusal.reason)
     return verdicts
 
 
