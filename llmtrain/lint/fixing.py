@@ -10,9 +10,9 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from operator import getitem
+from operator import getitem, itemgetter
 from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
@@ -21,6 +21,20 @@ from llmtrain.lint.rules.structure import fits, home, known, meaning
 from llmtrain.lint.schema import RENAMED, Node, Schema, Where
 
 Edit = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class _Fix:
+    """Gives the key at `where` another path, or another value."""
+
+    where: Where
+    target: Where
+    value: Any
+    edits: list[Edit]
+    way: int = 0
+    """Distinguishes the ways in which the same may be done; the first is the tidiest."""
+
+
 _STRING = r'"(?:[^"\\\n]|\\.)*+"'
 _SCALAR = re.compile(rf"{_STRING}|[^\s,\]}}/#]++")
 _SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
@@ -33,23 +47,66 @@ def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
     is left alone, as where a comment looks like a part of the object.
     """
     text = text.removeprefix(BYTE_ORDER_MARK)
-    document = _read(text, schema, yaml)
-    for _ in range(len(text)):  # each pass fixes one fault, or is the last
-        if document is None or (better := next(_better(text, document, yaml), None)) is None:
+    document, useless = _read(text, schema, yaml), set[tuple[Where, int]]()
+    while document is not None:
+        fixes = [one for one in _fixes(text, document, yaml) if (one.where, one.way) not in useless]
+        better = _better(text, document, yaml, fixes, useless)
+        if better is None:
             break
         text, document = better
     return text
 
 
-def _better(text: str, document: Configuration, yaml: bool) -> Iterator[tuple[str, Configuration]]:
-    """Yields the text with one of its faults fixed."""
-    for edits, expected in _fixes(text, document, yaml):
-        changed = text
-        for start, end, new in sorted(edits, reverse=True):
-            changed = changed[:start] + new + changed[end:]
-        read = _read(changed, document.schema, yaml)
-        if read and bool(read.no_json) <= bool(document.no_json) and _same(read.values, expected):
-            yield changed, read
+def _better(
+    text: str, document: Configuration, yaml: bool, fixes: list[_Fix], useless: set[tuple[Where, int]]
+) -> tuple[str, Configuration] | None:
+    """Returns the text after as many of the fixes as possible, or None if none of them works.
+
+    Each check reads the whole text, so a half of the fixes is only tried if all of them together fail. useless:
+    receives those that fail alone.
+    """
+    if not fixes:
+        return None
+    together, changed = _apart(fixes), text
+    edits = (edit for fix in together for edit in fix.edits)
+    for start, end, new in sorted(edits, key=itemgetter(0, 1), reverse=True):
+        changed = changed[:start] + new + changed[end:]
+    read = _read(changed, document.schema, yaml)
+    if read and _is_expected(read, document, together):
+        return changed, read
+    if len(fixes) == 1:
+        useless.add((fixes[0].where, fixes[0].way))
+        return None
+    half = len(fixes) // 2
+    halves = (_better(text, document, yaml, part, useless) for part in (fixes[:half], fixes[half:]))
+    return next(filter(None, halves), None)
+
+
+def _apart(fixes: list[_Fix]) -> list[_Fix]:
+    """Returns fixes of which none concerns the key of another or a part of it, and whose edits do not overlap."""
+    chosen: list[_Fix] = []
+    taken: list[Edit] = []
+    for fix in fixes:
+        others = [where for other in chosen for where in (other.where, other.target)]
+        is_new = all(a[: len(b)] != b[: len(a)] for a in others for b in (fix.where, fix.target))
+        if is_new and all(end <= a or b <= start for start, end, _ in fix.edits for a, b, _ in taken):
+            chosen.append(fix)
+            taken += fix.edits
+    return chosen
+
+
+def _is_expected(read: Configuration, before: Configuration, fixes: list[_Fix]) -> bool:
+    """Whether a changed text contains the values that it should, and is JSON if it was."""
+    if (read.no_json and not before.no_json) or len(read.repeated) > len(before.repeated):
+        return False
+    expected = copy.deepcopy(before.values)
+    for fix in fixes:
+        del reduce(getitem, fix.where[:-1], expected)[fix.where[-1]]
+        block = expected
+        for key in fix.target[:-1]:
+            block = block.setdefault(key, {})
+        block[fix.target[-1]] = fix.value
+    return _same(read.values, expected)
 
 
 def _read(text: str, schema: Schema, yaml: bool) -> Configuration | None:
@@ -65,8 +122,8 @@ def _same(values: dict[str, Any], others: dict[str, Any]) -> bool:
     return one == other
 
 
-def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[tuple[list[Edit], dict[str, Any]]]:
-    """Yields the edits for one fault after the other, with the values that the text has afterwards."""
+def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[_Fix]:
+    """Yields the fixes of one fault after the other."""
     starts = [0, *(line.end() for line in re.finditer("\n", text))]
     for where, value, node in known(document):
         places = document.places.get(where, [])
@@ -81,25 +138,14 @@ def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[tuple[lis
             continue
         target = _target(where, document) if node is None else None
         if target and target[:-1] == where[:-1]:
-            yield [(key, end, f"{quote}{target[-1]}{quote}")], _with(document.values, where, target, value)
+            yield _Fix(where, target, value, [(key, end, f"{quote}{target[-1]}{quote}")])
         elif target and not yaml:
-            for moved in _moves(text, document, key, colon.end(), target):
-                yield moved, _with(document.values, where, target, value)
+            for way, moved in enumerate(_moves(text, document, starts, key, colon.end(), target)):
+                yield _Fix(where, target, value, moved, way)
         elif node is not None and (new := _value(value, node)) is not None:
             old = _SCALAR.match(text, colon.end())
             if old and _spells(old[0], value):
-                yield [(old.start(), old.end(), json.dumps(new))], _with(document.values, where, where, new)
-
-
-def _with(values: dict[str, Any], where: Where, target: Where, value: Any) -> dict[str, Any]:
-    """Returns a copy in which `target` has the value, and `where` is gone unless it is the target."""
-    copied = copy.deepcopy(values)
-    del reduce(getitem, where[:-1], copied)[where[-1]]
-    block = copied
-    for key in target[:-1]:
-        block = block.setdefault(key, {})
-    block[target[-1]] = value
-    return copied
+                yield _Fix(where, where, new, [(old.start(), old.end(), json.dumps(new))])
 
 
 def _target(where: Where, document: Configuration) -> Where | None:
@@ -108,7 +154,8 @@ def _target(where: Where, document: Configuration) -> Where | None:
     target = named or home(where, document)
     if target is None or target in document.schema.elsewhere or document.has(*target):
         return None
-    return target if len(target) <= 2 or document.has(*target[:-1]) else None
+    is_made = len(target) == 2 and not document.has(target[0])
+    return target if is_made or isinstance(document.at(*target[:-1]), dict) else None
 
 
 def _value(value: Any, node: Node) -> Any:
@@ -116,7 +163,9 @@ def _value(value: Any, node: Node) -> Any:
     if value == "auto" or fits(value, node):
         return None
     if isinstance(value, str):
-        return meaning(value, node)
+        meant = meaning(value, node)
+        # DeepSpeed's reader makes an integer of 1.0, up to ten digits.
+        return int(meant) if type(meant) is float and meant.is_integer() and abs(meant) < 1e10 else meant
     counts = "int" in node.types and "float" not in node.types
     return int(value) if counts and type(value) is float and 1 <= value < 2**53 else None
 
@@ -129,7 +178,9 @@ def _spells(token: str, value: Any) -> bool:
         return False
 
 
-def _moves(text: str, document: Configuration, key: int, value: int, target: Where) -> Iterator[list[Edit]]:
+def _moves(
+    text: str, document: Configuration, starts: list[int], key: int, value: int, target: Where
+) -> Iterator[list[Edit]]:
     """Yields the edits that move a member into the block of its target, which is made if it does not exist.
 
     The tidiest comes first.
@@ -140,7 +191,6 @@ def _moves(text: str, document: Configuration, key: int, value: int, target: Whe
     member = f"{json.dumps(target[-1])}: {text[value:end]}"
     if len(target) > 1 and document.has(*target[:-1]):
         places = document.places.get(target[:-1], [])
-        starts = [0, *(line.end() for line in re.finditer("\n", text))]
         block = starts[places[0][0] - 1] + places[0][1] - 1 if places else 0
         opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, block)
     else:
@@ -160,8 +210,10 @@ def _moves(text: str, document: Configuration, key: int, value: int, target: Whe
             yield [(comma, end, ""), inserted]
         # A comment may lie between them: the text is Hjson then, which allows a last comma.
         yield [(line if blank else key, end, ""), inserted]
+    elif text[end:stop].strip():  # a comment between the value and its comma stays
+        yield [(key, end, ""), (stop, stop + 1, ""), inserted]
     else:
-        rest = re.compile(r"[ \t]*\n?").match(text, stop + 1)
+        rest = re.compile(r"[ \t]*\r?\n?").match(text, stop + 1)
         alone = rest is not None and blank and text[rest.end() - 1] == "\n"
         yield [(line if alone else key, rest.end() if rest and alone else stop + 1, ""), inserted]
 
@@ -171,8 +223,8 @@ def _inserted(text: str, at: int, member: str) -> Edit:
     rest = _SKIPPED.match(text, at)
     first = rest.end() if rest else at
     comma = "" if text[first : first + 1] == "}" else ","
-    line = text.rfind("\n", at, first)
-    indent = text[line:first] if line >= 0 and not text[line:first].strip() else ""
+    line = re.search(r"\r?\n[^\S\n]*\Z", text[at:first])
+    indent = line[0] if line else ""
     return (at, at, f"{indent}{member}{comma}{'' if indent or not comma else ' '}")
 
 

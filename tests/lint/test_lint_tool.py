@@ -20,6 +20,7 @@ import yaml
 
 from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.errors import RecipeError
+from llmtrain.lint import fixing
 from llmtrain.lint.fixing import fixed
 from llmtrain.lint.report import link, site
 from llmtrain.lint.schema import schema
@@ -197,10 +198,42 @@ def test_a_brace_in_a_comment_before_the_object_is_left_alone():
             "{\n  bf16: {enabled: true} # a,\n  stage: 2\n}\n",
             '{\n  "zero_optimization": {"stage": 2},\n  bf16: {enabled: true} # a,\n\n}\n',
         ),
+        ('{"stage": 2 /* a, */, bf16: {}}', '{"zero_optimization": {"stage": 2},  /* a, */ bf16: {}}'),
     ],
 )
 def test_keys_are_moved_only_where_nothing_else_changes(text, after):
     assert fixed(text, schema()) == (after or text)
+
+
+def test_whole_numbers_written_as_text_become_numbers():
+    text = '{"gradient_clipping": "1.0", "fp16": {"loss_scale": "0"}, "optimizer": {"params": {}}}'
+    assert json.loads(fixed(text, schema())) == json.loads(text.replace('"1.0"', "1").replace('"0"', "0"))
+
+
+@pytest.mark.parametrize("block", ["null", "2", '"5e8"'])
+def test_keys_are_not_moved_into_what_is_no_block(block):
+    text = f'{{"zero_optimization": {{"stage": 2}}, "zero_optimization": {block}, "overlap_comm": true}}'
+    assert fixed(text, schema()) == text
+
+
+def test_line_ends_of_windows_are_kept():
+    text = '{\n  "stage": 2,\n  "bf16": {"enabled": true}\n}\n'
+    after = '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}\n}\n'
+    assert fixed(text.replace("\n", "\r\n"), schema()) == after.replace("\n", "\r\n")
+
+
+def test_the_faults_of_a_file_are_fixed_together(monkeypatch):
+    """Reading takes long if the file is large."""
+    numbers = dict.fromkeys(("data_parallel_size", "sequence_parallel_size", "vocabulary_size"), "7")
+    switches = {key: {"enabled": "true"} for key in ("fp16", "bf16", "flops_profiler", "tensorboard", "csv_monitor")}
+    text, texts = json.dumps({**numbers, **switches, "stage": 2, "overlap_comm": "true"}), []
+    read = fixing._read
+    monkeypatch.setattr(fixing, "_read", lambda text, *rest: texts.append(text) or read(text, *rest))
+    values = json.loads(fixed(text, schema()))
+    assert values["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert {values[key] for key in numbers} == {7}
+    assert all(values[key] == {"enabled": True} for key in switches)
+    assert len(texts) < 10
 
 
 def test_links_and_permissions_are_kept_when_a_file_is_fixed(folder, capsys):
