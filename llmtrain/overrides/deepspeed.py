@@ -369,19 +369,18 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
 def accumulating(engine: Any) -> Iterator[None]:
     """The context of a backward pass that is not of a loss. At its end, gradients are added to those of the step.
 
-    DeepSpeed's pipeline engine does this within `_exec_backward_pass`, for a pass that it runs itself.
+    DeepSpeed's pipeline engine does this within `_exec_backward_pass`, for a pass that it runs itself. But it keeps the
+    bf16 gradients afterwards. Here they are freed, because only their fp32 sums are read again.
     """
     optimizer = engine.optimizer
-    in_own_buffers = isinstance(optimizer, BF16_Optimizer)
-    if in_own_buffers:
-        optimizer.clear_lp_grads(set_to_none=True)
     engine._running_engine_backward = True
     try:
         yield
     finally:
         engine._running_engine_backward = False
-    if in_own_buffers:
+    if isinstance(optimizer, BF16_Optimizer):
         optimizer.update_hp_grads()
+        optimizer.clear_lp_grads(set_to_none=True)
     elif getattr(optimizer, "use_grad_accum_attribute", False):
         optimizer.fill_grad_accum_attribute()
 

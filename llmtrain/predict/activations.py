@@ -65,6 +65,11 @@ class Activations:
 
     saved: int
     """Activations that are kept until the backward pass."""
+    lowest: int
+    """Memory in the backward pass's last layer, at most: what is left of the saved activations, and additional memory.
+    At the end of its feed-forward part if `lowest_saved` returns the layer."""
+    others: int
+    """Saved activations that are left at the end of the pass, because they are of other passes."""
     working: int
     """Additional memory for the backward pass of a layer, after the tensors of the loss are freed."""
     casts: int
@@ -90,9 +95,8 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     recipe = plan.recipe
     widths = WIDTHS[recipe.parallel.precision]
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
-    # Below the first trained layer nothing is kept.
-    below = plan.model.layers - reached_layers(plan.model)
-    layers = [index for index in _layers_of(plan, rank) if index >= below]
+    stages = _reached_in_stages(plan, rank)
+    layers = [index for stage in stages for index in stage]
     each = _of_each(plan, weights, layers, tokens, layer_bytes)
     if traced:
         each = [
@@ -123,10 +127,21 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     saved += passes * _rotations(plan, weights, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.keeps_apart:
         saved += passes * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
+    lowest, others = saved + working, saved
+    if not plan.parallel.offload_activations:
+        kept = whole | {index: one.size for index, one in again.items()}
+        lowest -= min(sum(kept[index] for index in stage[1:]) for stage in stages)
+        others = saved * (passes - 1) // passes
+        if (index := lowest_saved(plan, rank)) is not None:
+            # Gradients of the input of two projections, and that of the layer's result, which a residual passes on.
+            lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
+            lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
     loss = _loss(plan, tokens) if is_last else 0
     gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
     return Activations(
         saved=saved,
+        lowest=lowest,
+        others=others,
         working=working,
         casts=sum(lower_copies(plan, weights, weights.layer(index)) for index in again),
         logits=loss,
@@ -136,6 +151,13 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         sent=(passes + 1) * stream if plan.stages else 0,
         host=host,
     )
+
+
+def lowest_saved(plan: Plan, rank: int) -> int | None:
+    """Returns the last layer of a backward pass; None if it may be computed again or in tiles."""
+    lowest = [stage[0] for stage in _reached_in_stages(plan, rank) if stage]
+    are_kept = not feeds_in_tiles(plan) and not any(is_recomputed(plan.parallel, index) for index in lowest)
+    return lowest[0] if lowest and are_kept else None
 
 
 def _head_gradient(plan: Plan) -> int:
@@ -439,11 +461,12 @@ def _of_each(
     return [known[id(weights.layer(index))] for index in layers]
 
 
-def _layers_of(plan: Plan, rank: int) -> list[int]:
-    if not plan.stages:
-        return list(range(plan.model.layers))
-    bounds = (plan.stages[stage].layers for stage in PipelineSchedule.of(plan.parallel).stages_of(rank))
-    return [index for first, last in bounds for index in range(first, last + 1)]
+def _reached_in_stages(plan: Plan, rank: int) -> list[range]:
+    """Returns the layers of each stage of a rank that a backward pass reaches; nothing is kept of those below them."""
+    below, bounds = plan.model.layers - reached_layers(plan.model), [(0, plan.model.layers - 1)]
+    if plan.stages:
+        bounds = [plan.stages[stage].layers for stage in PipelineSchedule.of(plan.parallel).stages_of(rank)]
+    return [range(max(first, below), last + 1) for first, last in bounds]
 
 
 def _whole(plan: Plan, weights: Weights, index: int) -> int:

@@ -284,11 +284,16 @@ def rank_weights(plan: Plan, weights: Weights, rank: int) -> Iterable[Weight]:
     found: list[Weight] = []
     stages = PipelineSchedule.of(plan.parallel).stages_of(rank)
     for stage in stages:
-        (first, last), is_last = plan.stages[stage].layers, stage == plan.parallel.stages - 1
-        own = list(weights.of_layers(first, last + 1, first=stage == 0, last=is_last))
-        is_again = is_last and weights.tied and 0 in stages
+        own = stage_weights(plan, weights, stage)
+        is_again = stage == plan.parallel.stages - 1 and weights.tied and 0 in stages
         found += own[len(weights.head) :] if is_again else own
     return found
+
+
+def stage_weights(plan: Plan, weights: Weights, stage: int) -> list[Weight]:
+    """Returns the weights of a stage of a pipeline."""
+    (first, last), is_last = plan.stages[stage].layers, stage == plan.parallel.stages - 1
+    return list(weights.of_layers(first, last + 1, first=stage == 0, last=is_last))
 
 
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")

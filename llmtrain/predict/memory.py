@@ -34,7 +34,8 @@ class StageMemory(Part):
     """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
     micro-batches. Includes the tensors of the loss, or what follows once they are freed, whichever is larger."""
     backward: Parts
-    """At its end: all gradients, no activations."""
+    """At its end: all gradients, no activations. If a pipeline frees gradients of each pass, the end of one that leaves
+    activations of others, or its last layer, if either needs more."""
     update: Parts
     """While the optimizer runs."""
     host: int
@@ -149,18 +150,23 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
         state = state_of(plan, weights, stage)
         activations = activations_of(plan, weights, stage, traced)
         fixed = {"communication": activations.sent, "framework": framework}
-        saved, begun = activations.saved, state.forward + state.late
-        candidates = (
+        saved, begun, passing = activations.saved, state.forward + state.late, state.passing
+        begins = (
             state.forward.plus(activations=saved + activations.casts, logits=activations.gradient),
             state.forward.plus(activations=saved, logits=activations.logits),
             begun.plus(activations=saved, logits=activations.gradient, gradients=activations.head),
-            begun.plus(activations=saved + activations.working),
+            begun.plus(gradients=passing.first, activations=saved + activations.working),
+        )
+        ends = (
+            state.backward,
+            begun.plus(gradients=passing.last, activations=activations.lowest),
+            state.forward.plus(gradients=passing.whole, activations=activations.others),
         )
         stages.append(
             StageMemory(
                 start=state.start.plus(framework=framework),
-                forward=max(candidates, key=lambda parts: parts.total).plus(**fixed),
-                backward=state.backward.plus(**fixed),
+                forward=max(begins, key=_total).plus(**fixed),
+                backward=(max(ends, key=_total) if passing.whole else state.backward).plus(**fixed),
                 update=state.update.plus(framework=framework),
                 host=state.host + activations.host,
                 host_copies=saved_bytes(plan, weights, stage) if plan.recipe.checkpoint.background else 0,
@@ -168,6 +174,10 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
             )
         )
     return PlanMemory(stages=tuple(stages), capacity=plan.cluster.spec.memory_bytes, is_traced=traced is not None)
+
+
+def _total(parts: Parts) -> int:
+    return parts.total
 
 
 def lacking(plan: Plan) -> Shortage | None:

@@ -12,7 +12,9 @@ from functools import partial
 from llmtrain.plan.draft import BYTES_OF, WEIGHT_DTYPE
 from llmtrain.plan.optimizers import CODE_TABLES, STRETCH, STRETCH_BYTES, block_of, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
+from llmtrain.predict.activations import lowest_saved
 from llmtrain.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
@@ -26,9 +28,11 @@ from llmtrain.predict.flat import (
     persistence_threshold,
     rank_weights,
     reduces_meanwhile,
+    sliced,
+    stage_weights,
     updated_in_layers,
 )
-from llmtrain.predict.parts import Parts, State
+from llmtrain.predict.parts import Parts, Passing, State
 
 STAGE0_BUCKET = 500_000_000
 """Elements that DeepSpeed averages at once at stage 0 (`engine.py:buffered_allreduce_fallback`)."""
@@ -59,7 +63,7 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
     elif parallel.zero_stage == 3:
         return _zero3(plan, groups, frozen)
     else:
-        state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
+        state = _bf16_optimizer(plan, weights, stage, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
     in_passes, in_step = ("forward", "backward"), ("forward", "backward", "update")
     if frozen:  # only ZeRO-3 shards them
         state = state.plus(in_step, parameters=weight_bytes(plan) * sum(group.elements for group in frozen))
@@ -230,7 +234,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     )
 
 
-def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
+def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -> State:
     """ZeRO-1 in bf16 with fp32 sums (`bf16_optimizer.py`): a permanent flat fp32 gradient of all weights."""
     partition = sum(group.partition for group in groups)
     padded = sum(group.padded for group in groups)
@@ -241,13 +245,41 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
         optimizer=_moments(groups, lambda group: group.partition, "flat"),
         gradients=4 * padded,
     )
-    # Gradients of one micro-batch are zeroed, not freed, while others follow.
     own = 2 * elements
     joined = 4 * min(elements, STAGE0_BUCKET) if plan.holders > 1 else 0
+    workspace = _workspace(plan, groups, lambda group: group.partition)
+    if plan.stages:  # gradients of a pass are added to the sums at its end, and freed
+        return State(
+            forward=kept,
+            passing=_passing(plan, weights, rank, groups),
+            backward=kept.plus(communication=joined),
+            update=kept.plus(communication=workspace),
+        )
+    # Gradients of one micro-batch are zeroed, not freed, while others follow.
     return State(
         forward=kept.plus(gradients=own if _accumulates(plan) else 0),
         backward=kept.plus(gradients=own, communication=joined),
-        update=kept.plus(gradients=own, communication=_workspace(plan, groups, lambda group: group.partition)),
+        update=kept.plus(gradients=own, communication=workspace),
+    )
+
+
+def _passing(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -> Passing:
+    """Returns the largest sizes of the bf16 gradients of one pass of a pipeline."""
+    schedule = PipelineSchedule.of(plan.parallel)
+
+    def of(some: Iterable[Weight]) -> int:
+        return 2 * sum(sliced(plan, weights, one) for one in some if one.trained)
+
+    # A pass computes the gradients of one stage, those of the embedding at its end.
+    stages = {stage: of(stage_weights(plan, weights, stage)) for stage in schedule.stages_of(rank)}
+    last = max(size - (of(weights.embedding) if stage == 0 else 0) for stage, size in stages.items())
+    if (index := lowest_saved(plan, rank)) is not None:
+        last -= of(one for one in weights.layer(index) if "attn" in one.name)
+    return Passing(
+        first=of(weights.head) if rank == schedule.rank_of(schedule.stages - 1) else 0,
+        last=last,
+        # They are added to the sums one by one, each as an fp32 copy (`BF16_Optimizer._update_hp_grad`).
+        whole=max(stages.values()) + 4 * max(size for group in groups for size in group.sizes),
     )
 
 

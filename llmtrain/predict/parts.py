@@ -51,6 +51,17 @@ class Parts(Part):
         return self.plus(**other.by_part())
 
 
+class Passing(Part):
+    """Bytes of gradients that exist only within a backward pass of a pipeline, at whose end they are freed."""
+
+    first: int = 0
+    """Those that exist when the pass comes to the first of its decoder layers."""
+    last: int = 0
+    """Those that exist, at most, in that of the last one; see `Activations.lowest`."""
+    whole: int = 0
+    """All of them, with the fp32 copy of the largest one that is added to the sums."""
+
+
 class State(Part):
     """Memory of a rank without activations: at the start, at both ends of a backward pass, and in the update."""
 
@@ -62,6 +73,8 @@ class State(Part):
     """Additional memory for the first gradients of that pass, after the tensors of the loss are freed."""
     backward: Parts
     """At its end, while the reduction still holds its bucket."""
+    passing: Passing = Passing()
+    """Gradients of one pass that neither the beginning nor the reduction has."""
     update: Parts
     """While the optimizer runs."""
     host: int = 0

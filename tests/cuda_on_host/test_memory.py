@@ -56,6 +56,8 @@ FULL = {"parallel.activation_checkpointing": "full"}
 OFFLOAD = {"parallel.offload_activations": True}
 TILES = {"parallel.tiled_mlp": True}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
+INTERLEAVED = {"parallel.pipeline_schedule": "interleaved"}
+ZERO_BUBBLE = {"parallel.pipeline_schedule": "zero_bubble", "optim.clip_grad_norm": 0.0}
 LORA = {"model.adapter": {"rank": 8}}
 CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 8, "batch.global_batch_size": 32}
 CAUSAL = {"data.mask_documents": False}
@@ -111,7 +113,11 @@ TWO = {
     "pipeline": zero(1, **over(pipeline=2)),
     "pipeline, selective": zero(1, **over(pipeline=2), **SELECTIVE),
     "tensor, selective": zero(1, **over(tensor=2), **SELECTIVE),
+    "pipeline, bf16": zero(1, "bf16", **over(pipeline=2)),
     "pipeline, bf16, recomputed": zero(1, "bf16", **over(pipeline=2), **FULL),
+    "pipeline, bf16, large vocabulary": zero(1, "bf16", **over(pipeline=2), **{"model.config.vocab_size": 8 * VOCAB}),
+    "pipeline, bf16, interleaved": zero(1, "bf16", **over(pipeline=2, pipeline_chunks=2), **INTERLEAVED),
+    "pipeline, bf16, zero bubble": zero(1, "bf16", **over(pipeline=2, pipeline_chunks=2), **ZERO_BUBBLE),
     "tensor": zero(1, **over(tensor=2)),
     "tensor, bf16": zero(1, "bf16", **over(tensor=2)),
     "sequence": zero(1, **over(sequence=2)),
@@ -137,7 +143,6 @@ FEW = ("ZeRO-2, bf16", "pipeline")
 """Those that are always tested."""
 TOO_LARGE = {
     "experts and tensor": "tensor parallel ranks divide some of the experts' tensors: 7% less",
-    "pipeline, bf16, recomputed": "bf16 gradients are freed before each pass of a pipeline: 4 to 5% less",
 }
 """Plans that need less than predicted, and why."""
 
