@@ -102,10 +102,6 @@ class RecipeError(UserError):
     """The command line, the recipe or the plan is wrong. All faults are reported at once."""
 
 
-class MachineError(RecipeError):
-    """A machine lacks something that the plan needs; other machines may have it."""
-
-
 class FamilyError(RecipeError):
     """A split or a kernel changes what a family of models computes. Some callers treat this error as a result."""
 

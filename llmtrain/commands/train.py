@@ -22,7 +22,7 @@ from llmtrain.commands.plan import (
     named_cluster,
     print_plan,
 )
-from llmtrain.errors import Exit, MachineError, UserError
+from llmtrain.errors import Exit, UserError
 from llmtrain.system.host import sleep_beside_others
 from llmtrain.system.stops import leave
 
@@ -212,11 +212,9 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
         plan = startable(declared, cluster, folder, request.resume, rank.world_size)
         check_disks(plan)
     except UserError as error:
-        # A machine's first rank prints the errors of that machine. Rank 0 prints all other errors.
-        is_printed = rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
-        if not is_printed:
-            sys.exit(error.exit_code)
-        raise
+        if rank.local_rank == 0:  # on every machine: others may have other files and packages
+            raise
+        sys.exit(error.exit_code)
     ds_config = render(plan)
     lock = None
     if rank.is_main:

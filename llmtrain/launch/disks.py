@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from llmtrain.errors import MachineError, Problem
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
 
 LIBAIO = "apt install libaio-dev (Debian), dnf install libaio-devel (Fedora), or name its folder in CFLAGS and LDFLAGS"
@@ -21,7 +21,7 @@ PROGRAM = "void io_submit(void); int main(int count, char** words) { io_submit()
 
 
 def check_disks(plan: Plan) -> None:
-    """Raises MachineError with what this machine lacks to offload to disk, if the plan does that."""
+    """Raises RecipeError with what this machine lacks to offload to disk, if the plan does that."""
     parallel = plan.recipe.parallel
     fields = [name for name in ("offload_optimizer", "offload_param") if getattr(parallel, name) == "nvme"]
     if not fields:
@@ -33,7 +33,7 @@ def check_disks(plan: Plan) -> None:
     ]
     problems += _folder_problems(Path(parallel.nvme_path or ""))
     if problems:
-        raise MachineError(problems)
+        raise RecipeError(problems)
 
 
 def _is_built() -> bool:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Exit, MachineError
+from llmtrain.errors import Exit, RecipeError
 from llmtrain.launch import disks
 from llmtrain.launch.disks import check_disks
 from llmtrain.plan import Plan
@@ -46,7 +46,7 @@ def test_a_compiler_may_be_named_by_any_text(value, program, monkeypatch):
 
 
 def test_missing_libaio_is_reported_with_what_to_install(without_libaio, tmp_path):
-    with pytest.raises(MachineError) as error:
+    with pytest.raises(RecipeError) as error:
         check_disks(_plan(tmp_path / "states"))
     (problem,) = error.value.problems
     assert error.value.exit_code == Exit.USAGE
@@ -78,7 +78,7 @@ def test_plans_without_nvme_are_not_checked(without_libaio):
 def test_a_missing_compiler_and_a_wrong_folder_are_reported_together(without_libaio, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError) as error:
+    with pytest.raises(RecipeError) as error:
         check_disks(_plan(tmp_path / "file" / "states"))
     compiler, library, folder = error.value.problems
     assert "no-such-compiler" in compiler.message
