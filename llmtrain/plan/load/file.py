@@ -54,6 +54,8 @@ def _no_such_file(path: Path) -> Problem:
         return Problem("recipe.file", str(path), "is a folder, not a recipe", _listing(path))
     if path.exists():
         return Problem("recipe.file", str(path), "is a device, a pipe or a socket, not a regular file")
+    if path.is_symlink():
+        return Problem("recipe.file", str(path), "is a link that leads to no file")
     folder = path.parent
     if not folder.is_dir():
         return Problem("recipe.file", str(path), f"does not exist: there is no folder '{folder}'")
