@@ -30,7 +30,7 @@ from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
 from llmtrain.commands.train import TrainRequest
 from llmtrain.commands.tune import tune_kernels
-from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
 from llmtrain.system.streams import outlive_the_terminal, take_any_text
@@ -253,7 +253,12 @@ def data(
         console = Console()
         console.print(report(prepared, declared))
         if html:
-            html.write_text(as_html(first_sequences(prepared, declared, show or 8), prepared, declared), "utf-8")
+            page = as_html(first_sequences(prepared, declared, show or 8), prepared, declared)
+            try:
+                html.write_text(page, "utf-8")
+            except OSError as error:
+                message = f"cannot write {html}: {reason(error)}"
+                raise RecipeError(Problem("data.html", "--html", message, "choose another file")) from None
             console.print(f"wrote {html}", highlight=False, soft_wrap=True)
         elif show:
             has_colors = console.color_system is not None and not console.no_color

@@ -9,10 +9,12 @@ from importlib.util import find_spec
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.commands.launchers import SUPPORTED, option_name
 from llmtrain.commands.train import TrainRequest
+from llmtrain.errors import RecipeError
 from tests.helpers.commands import llmtrain, run
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
@@ -313,3 +315,11 @@ def test_plan_without_deepspeed_has_no_configuration_of_it(small_recipe):
     answer = json.loads(llmtrain("plan", small_recipe, "--json", "--set", "parallel.backend=accelerate").stdout)
     assert (answer["legal"], answer["backend"], answer["strategy"]) == (True, "accelerate", "ddp")
     assert answer["ds_config"] is None
+
+
+def test_a_page_of_data_that_cannot_be_written_is_named_with_its_option(monkeypatch, tmp_path):
+    for name in ("prepare", "report", "shown.first_sequences", "shown.as_html"):
+        monkeypatch.setattr(f"llmtrain.data.{name}", lambda *_: "")
+    result = CliRunner().invoke(app, ["data", "recipes/tiny.py", "--html", str(tmp_path)])
+    assert isinstance(result.exception, RecipeError)
+    assert str(result.exception.problems[0]).startswith(f"--html: cannot write {tmp_path}: Is a directory [data.html]")
