@@ -202,7 +202,8 @@ def _unknown_field(path: str) -> Problem:
     listing = next((f"fields of {one}: {', '.join(_fields_of(one))}" for one in holders if one and _fields_of(one)), "")
     if not listing:
         listing = f"a field has the form PART.NAME; the parts are {', '.join(Recipe.model_fields)}"
-    return Problem("recipe.field", short(path), f"there is no such field{hint}", listing)
+    field = short(path) if path.strip(" .") else shown(path)
+    return Problem("recipe.field", field, f"there is no such field{hint}", listing)
 
 
 def _only_place_of(name: str) -> str | None:
@@ -258,7 +259,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
                 target[parent] = {}  # an optional part, of which this is the first field
             target = target.get(parent)
         if not isinstance(target, (dict, list)):
-            return _unknown_field(".".join(parents[: depth + 1]))
+            return _unknown_field(".".join(parents[: depth + 1]) or path)
     if isinstance(target, list):
         index = _index(name, target)
         if index is None:

@@ -208,6 +208,7 @@ def test_arguments_arrive_unchanged():
     [
         (["pvc=runs"], "--kubernetes image: is required"),
         ([*GIVEN, "imag=x"], "--kubernetes imag: is unknown; did you mean 'image'?"),
+        ([*GIVEN, "=x"], "--kubernetes '=x': is unknown"),
         ([*GIVEN, "env=HF_TOKEN=abc"], "looks like a secret"),
         ([*GIVEN, "env=nothing"], "is not NAME=VALUE"),
         ([*GIVEN, "namespace=Not_A_Label"], "--kubernetes namespace"),

@@ -253,6 +253,7 @@ def test_containers(options, line):
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
+        (("=",), ["--slurm '='"]),
         (("tim=1",), ["--slurm tim"]),
         (("time",), ["--slurm time"]),
         (("time=1", "time=2"), ["--slurm time"]),

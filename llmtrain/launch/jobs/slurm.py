@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_origin
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, nearest, shown
 from llmtrain.launch.jobs import render_template
 from llmtrain.recipe import Part, PositiveInt
 
@@ -37,7 +37,8 @@ def parse_site(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
         key, equals, value = assignment.partition("=")
         if key not in fields:
             known = f"known: {', '.join(fields)}"
-            problems.append(Problem(rule, f"{option} {key}", f"is unknown{nearest(key, fields)}", known))
+            name = key or shown(assignment)
+            problems.append(Problem(rule, f"{option} {name}", f"is unknown{nearest(key, fields)}", known))
         elif not equals:
             problems.append(Problem(rule, f"{option} {key}", "has no value", f"{option} {key}=VALUE"))
         elif get_origin(fields[key].annotation) is tuple:
