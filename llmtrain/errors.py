@@ -35,7 +35,7 @@ class Problem:
 
     rule: the id of the broken rule (`batch.divides`), stable across versions.
     field: the dotted recipe field, or the file, that is at fault.
-    message: what was given and why it cannot be.
+    message: what is wrong with the value, and why; it is read after the field.
     fix: what to do about it, ready to paste where that is possible.
     """
 

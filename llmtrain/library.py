@@ -245,8 +245,8 @@ def _check_call(function: str, **numbers: int | None) -> None:
     for name, value in numbers.items():
         least, most = int(name != "max_restarts"), MOST_WORKERS if name == "nproc" else math.inf
         if value is not None and not (type(value) is int and least <= value <= most):
-            limits = f"at least {least}" if most == math.inf else f"from {least} to {most:,}"
-            message = f"{shown(value)} was given: must be an integer, {limits}"
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
+            message = f"must be an integer {limits}, not {shown(value)}"
             problems.append(Problem("library.number", name, message))
     if problems:
         raise RecipeError(problems)

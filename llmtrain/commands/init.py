@@ -93,7 +93,7 @@ def _problems(request: InitRequest) -> list[Problem]:
     problems = []
     for option, text in (("--data", request.data), ("--model", request.model)):
         if text and (fault := json_fault(text)):
-            problems.append(Problem("init.text", option, f"{shown(text)} was given: {fault}"))
+            problems.append(Problem("init.text", option, f"{shown(text)} is invalid: {fault}"))
     if (data := request.data) and not problems and not _is_here(data) and (is_path(data) or kind_of(Path(data))):
         problems.append(Problem("init.data", "--data", f"{shown(data)} does not exist"))
     if request.file.suffix not in SUFFIXES:

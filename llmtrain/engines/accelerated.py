@@ -191,7 +191,8 @@ def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
     holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     if any(number > 1 for number in holders.values()):
         message = (
-            f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, and FSDP2 shards each layer alone"
+            f"'fsdp2' is not supported for '{model_type}': some of its decoder layers share weights, "
+            "but FSDP2 shards each layer separately"
         )
         fix = "--set parallel.accelerate=ddp --set parallel.zero_stage=0"
         raise RecipeError(Problem("accelerate.shared_layers", "parallel.accelerate", message, fix))

@@ -35,7 +35,7 @@ class Horovod(Distribution):
         """Raises RecipeError if Horovod was built without support for the device."""
         start_horovod(plan.cluster.devices_per_node)
         if device.type == "cuda" and not hvd.cuda_built():
-            message = "'horovod' was given on a GPU, but this Horovod was built for CPUs"
+            message = "this build of 'horovod' supports CPUs only, not GPUs"
             fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"
             raise RecipeError(Problem("backend.device", "parallel.backend", message, fix))
         self.place = dist.get_rank(), dist.get_world_size()

@@ -28,7 +28,7 @@ def check_disks(plan: Plan) -> None:
         return
     instead = " ".join(f"--set parallel.{name}=cpu" for name in fields) + " --set parallel.nvme_path=null"
     problems = [
-        Problem("nvme.machine", f"parallel.{fields[0]}", f"'nvme' was given, but {lack}", f"{fix}; or {instead}")
+        Problem("nvme.machine", f"parallel.{fields[0]}", f"'nvme' cannot be used: {lack}", f"{fix}; or {instead}")
         for lack, fix in ([] if _is_built() else _lacking())
     ]
     problems += _folder_problems(Path(parallel.nvme_path or ""))
@@ -93,5 +93,5 @@ def _folder_problems(folder: Path) -> list[Problem]:
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return []
     reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"
-    message = f"'{folder}' was given, but {reason}"
+    message = f"'{folder}' cannot be used: {reason}"
     return [Problem("nvme.path", "parallel.nvme_path", message, "name a folder on a local disk of each node")]

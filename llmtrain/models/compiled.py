@@ -146,7 +146,7 @@ def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
                 Problem(
                     "kernels.compiler",
                     field,
-                    f"'compiled' was given, but {missing}",
+                    f"'compiled' cannot be used: {missing}",
                     f"{cure}, or --set {field}={others[field]}",
                 )
                 for field in fields

@@ -33,15 +33,15 @@ different epsilon, activation or rotation causes deviations of 10⁻³ and more.
 
 
 def liger_unavailable(device: torch.device) -> str:
-    """Returns why Liger's kernels cannot run on a device; empty if they can.
+    """Returns why Liger cannot be used on a device; empty if it can.
 
     Triton's interpreter runs on any device.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
-        return f"not installed: {' and '.join(missing)} ({INSTALL})"
+        return f"it needs {' and '.join(missing)} ({INSTALL})"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"they are written in Triton, which compiles for GPUs, and this is a {device.type}"
+        return f"its kernels are written in Triton, which compiles for GPUs, and this is a {device.type}"
     return ""
 
 
@@ -166,15 +166,17 @@ def _check(
     takes_targets: bool = False,
 ) -> None:
     def refused(why: str) -> RecipeError:
-        return RecipeError(Problem("kernels.liger", field, f"liger was given, but {why}", f"--set {field}={instead}"))
+        return RecipeError(
+            Problem("kernels.liger", field, f"'liger' cannot be used: {why}", f"--set {field}={instead}")
+        )
 
     if why := liger_unavailable(device):
-        raise refused(f"its kernels cannot run: {why}")
+        raise refused(why)
     family = config.model_type
     try:
         deviation = deviation_of(change, config, device, takes_targets)
     except (*COPY_ERRORS, NoKernelsError, NoChunksError) as error:
-        raise refused(f"{family} does not run with them ({type(error).__name__}: {error})") from error
+        raise refused(f"{family} does not run with its kernels ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise refused(f"the loss or gradients of {family} would deviate by {deviation:.0e}")
 

@@ -46,21 +46,22 @@ SIDE = 16
 def fp8_unavailable(device: torch.device) -> str:
     """Returns why a device cannot compute products in fp8; empty if it can."""
     if find_spec("torchao") is None:
-        return f"not installed: torchao ({INSTALL})"
+        return f"it needs torchao ({INSTALL})"
     if device.type != "cuda":
-        return f"they need a GPU, and this is a {device.type}"
+        return f"products in fp8 need a GPU, and this is a {device.type}"
     if torch.version.hip is not None:
         return "torchao's conversion has only been checked for NVIDIA's fp8"
     found = torch.cuda.get_device_capability(device)
     if found < LEAST_CAPABILITY:
-        return f"they need compute capability {_version(LEAST_CAPABILITY)}, and this GPU has {_version(found)}"
+        least = _version(LEAST_CAPABILITY)
+        return f"products in fp8 need compute capability {least}, and this GPU has {_version(found)}"
     return ""
 
 
 def check_fp8(kind: str, device: torch.device) -> None:
     """Raises RecipeError if the device cannot compute products in fp8."""
     if why := fp8_unavailable(device):
-        raise _refused(kind, f"products in fp8 cannot be computed: {why}")
+        raise _refused(kind, why)
 
 
 def use_fp8(model: PreTrainedModel, kind: str) -> None:
@@ -82,12 +83,13 @@ def use_fp8(model: PreTrainedModel, kind: str) -> None:
 def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
     """Raises RecipeError if the same passes take longer in fp8 than in bf16. Both times are in seconds."""
     if fp8 > bf16:
-        times = f"{1000 * fp8:.4g} ms, and in bf16 {1000 * bf16:.4g} ms"
-        raise _refused(kind, f"on this device a micro-batch through some layers takes {times}")
+        times = f"{1000 * fp8:.4g} ms, but {1000 * bf16:.4g} ms in bf16"
+        raise _refused(kind, f"on this device, a micro-batch through some layers takes {times}")
 
 
 def _refused(kind: str, why: str) -> RecipeError:
-    return RecipeError(Problem("kernels.fp8", "kernels.fp8", f"{kind} was given, but {why}", "--set kernels.fp8=off"))
+    message = f"'{kind}' cannot be used: {why}"
+    return RecipeError(Problem("kernels.fp8", "kernels.fp8", message, "--set kernels.fp8=off"))
 
 
 def _is_converted(module: nn.Module, name: str) -> bool:

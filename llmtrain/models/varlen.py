@@ -61,10 +61,8 @@ def check_device(attention: str, device: torch.device) -> None:
     if found >= OLDEST_GPU and (newest is None or found < newest):
         return
     least, own = (".".join(map(str, one)) for one in (OLDEST_GPU, found))
-    most = f", and lower than {newest[0]}.{newest[1]}" if newest else ""
-    message = (
-        f"'{attention}' was given, but its kernel needs compute capability {least} or more{most}: this GPU has {own}"
-    )
+    most = f" and below {newest[0]}.{newest[1]}" if newest else ""
+    message = f"'{attention}' needs a compute capability of at least {least}{most}, but this GPU has {own}"
     raise RecipeError(Problem("model.attention_device", "model.attention", message, "--set model.attention=sdpa"))
 
 

@@ -37,7 +37,7 @@ def multiply_by_onednn(wanted: bool) -> None:
     """
     global _replaced
     if wanted and not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        message = "onednn was given, but this build of torch does not include it"
+        message = "'onednn' is not included in this build of torch"
         raise RecipeError(Problem("kernels.matmul", "kernels.matmul", message, "--set kernels.matmul=torch"))
     if wanted and _replaced is None:
         for name in _KERNELS:

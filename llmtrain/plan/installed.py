@@ -38,13 +38,13 @@ def missing_packages(plan: Plan) -> list[Problem]:
     problems, backend = [], plan.recipe.parallel.backend
     if not is_installed(backend):
         package, command = PACKAGES[backend]
-        message = f"'{backend}' was given, but the package {package} is not installed"
+        message = f"'{backend}' needs the package {package}, which is not installed"
         problems.append(Problem("backend.installed", "parallel.backend", message, command))
     for (field, value), (packages, command) in KERNELS.items():
         missing = [" or ".join(any_of) for any_of in packages if not any(map(find_spec, any_of))]
         part, _, name = field.partition(".")
         if getattr(getattr(plan.recipe, part), name) == value and missing:
-            message = f"'{value}' was given, but not installed: {' and '.join(missing)}"
+            message = f"'{value}' needs packages that are not installed: {' and '.join(missing)}"
             fix = f"{command}, or --set {field}={INSTEAD[field]}"
             problems.append(Problem("kernels.installed", field, message, fix))
     return problems

@@ -204,7 +204,7 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
     for key, value in given.items():
         own = family.aliases.get(key, key)
         if own != key and given.get(own, value) != value:
-            message = f"{value!r} was given, but {own} is {given[own]!r}: both names mean the same setting"
+            message = f"{value!r} contradicts {own}={given[own]!r}: both names mean the same setting"
             problems.append(Problem("model.config_twice", f"model.config.{key}", message, f"keep {own} only"))
         config[own] = value
     return config, problems
@@ -222,7 +222,7 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
 
     def check(key: str, value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            message = f"{value!r} was given: must be a positive integer"
+            message = f"must be a positive integer, not {value!r}"
             problems.append(Problem("model.size", f"model.config.{key}", message))
 
     for key in (*required, *optional):
@@ -234,7 +234,7 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
                 check(f"{rotary}.original_max_position_embeddings", parameters["original_max_position_embeddings"])
     dense = config.get("mlp_only_layers")
     if dense is not None and not (isinstance(dense, list | tuple) and all(isinstance(one, int) for one in dense)):
-        message = f"{dense!r} was given: must be a list of layers"
+        message = f"must be a list of layer numbers, not {dense!r}"
         problems.append(Problem("model.size", "model.config.mlp_only_layers", message))
     return problems or _too_large(config)
 
@@ -245,7 +245,7 @@ def _too_large(config: dict[str, Any]) -> list[Problem]:
     for key, value in config.items():
         most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
         if isinstance(value, int) and value > most:
-            message = f"{value:,} was given: must be at most {most:,}"
+            message = f"must be at most {most:,}, not {value:,}"
             problems.append(Problem("model.size", f"model.config.{key}", message, "give the size that the model has"))
     return problems
 

@@ -71,7 +71,7 @@ def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
-        message = f"{stages} was given: the model has {layers} layers, and every stage needs at least one"
+        message = f"cannot cut {layers} layers into {stages} stages: every stage needs at least one layer"
         raise RecipeError(Problem("pipeline.layers", "parallel.pipeline", message, f"--set parallel.pipeline={layers}"))
     sums = [0.0]
     for cost in costs:

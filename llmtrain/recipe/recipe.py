@@ -139,7 +139,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
             continue
         fields[key], fault = _json_or_text(text)
         if fault:
-            problems.append(Problem("set.form", short(key), f"{shown(text)} was given: {fault}"))
+            problems.append(Problem("set.form", short(key), f"{shown(text)} is invalid: {fault}"))
     if problems:
         raise RecipeError(problems)
     return fields
@@ -185,7 +185,7 @@ def _problem(details: Any, place: str) -> Problem:
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     if details["type"] == "value_error" and isinstance(details["input"], (dict, Part)):
         return Problem("recipe.value", field, message)  # it names the fields of the part that do not fit together
-    return Problem("recipe.value", field, f"{shown(details['input'])} was given: {message}")
+    return Problem("recipe.value", field, f"{shown(details['input'])} is invalid: {message}")
 
 
 def _unknown_field(path: str) -> Problem:

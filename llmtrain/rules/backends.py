@@ -37,7 +37,7 @@ def accelerate(draft: Draft) -> Iterator[Fault]:
     """Refuses `parallel.accelerate` under another backend."""
     parallel = draft.parallel
     if parallel.backend != "accelerate" and parallel.accelerate != "ddp":
-        message = f"'{parallel.accelerate}' was given, but parallel.backend is '{parallel.backend}'"
+        message = f"'{parallel.accelerate}' has no effect: parallel.backend is '{parallel.backend}'"
         fix = f"{assignment(parallel__backend='accelerate')}, or {assignment(parallel__accelerate='ddp')}"
         yield Fault("parallel.accelerate", message, fix)
 
@@ -51,7 +51,7 @@ def degrees(draft: Draft) -> Iterator[Fault]:
     for name in ("pipeline", "tensor", "sequence", "expert"):
         degree = getattr(parallel, name)
         if degree > 1:
-            message = f"{degree} was given: the backend {parallel.backend} supports data parallelism only"
+            message = f"must be 1, not {degree}: the backend {parallel.backend} supports data parallelism only"
             yield Fault(f"parallel.{name}", message, f"{assignment(**{f'parallel__{name}': 1})}, or {_DEEPSPEED}")
 
 
@@ -61,7 +61,7 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
     strategy, stage = draft.parallel.strategy, draft.parallel.zero_stage
     able = STRATEGIES.get(strategy)
     if able and stage not in able.stages:
-        message = f"{stage} was given: {strategy} supports {' and '.join(map(str, able.stages))}"
+        message = f"must be {' or '.join(map(str, sorted(able.stages)))} with {strategy}, not {stage}"
         other = _DEEPSPEED
         if strategy == "ddp" and stage in STRATEGIES["fsdp2"].stages:
             other = assignment(parallel__accelerate="fsdp2")
@@ -82,7 +82,7 @@ def precision(draft: Draft) -> Iterator[Fault]:
     able = STRATEGIES.get(parallel.strategy)
     if able is None or parallel.precision in able.precisions:
         return
-    message = f"'{parallel.precision}' was given: {parallel.strategy} trains in {', '.join(able.precisions)}"
+    message = f"must be {' or '.join(able.precisions)} with {parallel.strategy}, not '{parallel.precision}'"
     other = assignment(parallel__backend="deepspeed", parallel__zero_stage=1)
     if parallel.strategy == "ddp" and parallel.precision == "bf16":
         other = assignment(parallel__accelerate="fsdp2", parallel__zero_stage=3)
@@ -94,7 +94,7 @@ def grad_accum(draft: Draft) -> Iterator[Fault]:
     """Refuses gradient accumulation in less precision than fp32."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.grad_accum_dtype != "fp32":
-        message = f"'{parallel.grad_accum_dtype}' was given: {parallel.strategy} sums gradients in fp32"
+        message = f"'{parallel.grad_accum_dtype}' has no effect: {parallel.strategy} sums gradients in fp32"
         yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype="fp32"))
 
 
@@ -112,7 +112,7 @@ def offload(draft: Draft) -> Iterator[Fault]:
     for name, unused in (("offload_optimizer", "none"), ("offload_param", "none"), ("nvme_path", None)):
         given = getattr(parallel, name)
         if given != unused:
-            message = f"'{given}' was given: offload is not supported with {parallel.strategy}"
+            message = f"must be {unused or 'null'}, not '{given}': offload is not supported with {parallel.strategy}"
             fix = assignment(**{f"parallel__{name}": unused or "null"})
             yield Fault(f"parallel.{name}", message, f"{fix}, or {_DEEPSPEED}")
 
@@ -128,11 +128,11 @@ def devices(draft: Draft) -> Iterator[Fault]:
     if draft.parallel.strategy != "data_parallel":
         return
     if cluster.nodes > 1:
-        message = f"'data_parallel' was given for {cluster.nodes} machines: it runs as one process on one machine"
+        message = f"'data_parallel' does not support {cluster.nodes} machines: it is a single process on one machine"
         yield Fault("parallel.backend", message, _DEEPSPEED)
     elif cluster.spec.on_cpu and cluster.devices_per_node > 1:
         message = (
-            f"'data_parallel' was given for {cluster.devices_per_node} CPU devices: it spreads work over GPUs only"
+            f"'data_parallel' does not support {cluster.devices_per_node} CPU devices: it spreads work over GPUs only"
         )
         yield Fault("parallel.backend", message, f"{_DEEPSPEED}, or use one device")
 
@@ -162,7 +162,7 @@ def hierarchical(draft: Draft) -> Iterator[Fault]:
     """Refuses hpZ, which would be ignored."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.hierarchical_partition > 1:
-        message = f"{parallel.hierarchical_partition} was given: {parallel.strategy} does not support hpZ"
+        message = f"must be 1, not {parallel.hierarchical_partition}: {parallel.strategy} does not support hpZ"
         fix = assignment(parallel__hierarchical_partition=1)
         yield Fault("parallel.hierarchical_partition", message, f"{fix}, or {_DEEPSPEED}")
 

@@ -23,7 +23,7 @@ def keeps_all(draft: Draft) -> Iterator[Fault]:
     for field in ("keep_every_steps", "keep_best"):
         value = getattr(policy, field)
         if value is not None:
-            message = f"{field}={value} has no effect, since all checkpoints are kept"
+            message = f"{value} has no effect: all checkpoints are kept"
             yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
 
 
@@ -61,7 +61,7 @@ def never_evaluated(draft: Draft) -> Iterator[Fault]:
         return
     if not (saved and evaluated) or math.lcm(saved, evaluated) > (recipe.train.max_steps or math.inf):
         message = (
-            f"keep_best={recipe.checkpoint.keep_best}, but no step before the last has both a checkpoint "
+            f"{recipe.checkpoint.keep_best} has no effect: no step before the last has both a checkpoint "
             f"(every_steps={saved}) and an evaluation (evaluation.every_steps={evaluated})"
         )
         fix = assignment(evaluation__every_steps=saved) if saved else ""
@@ -78,10 +78,9 @@ def never(draft: Draft) -> Iterator[Fault]:
     if evaluation.every_steps:
         return
     fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps or 100)
-    for field, given in (("sources", "sources were"), ("sets", "sets were"), ("at_start", "true was")):
+    for field in ("sources", "sets", "at_start"):
         if getattr(evaluation, field):
-            message = f"{given} given, but evaluation.every_steps is 0: there is no evaluation"
-            yield Fault(f"evaluation.{field}", message, fix)
+            yield Fault(f"evaluation.{field}", "has no effect: evaluation.every_steps is 0", fix)
 
 
 @rule("evaluation.fraction", "If `evaluation.sources` are given, no training data are held out.", "arithmetic")
@@ -89,7 +88,7 @@ def fraction(draft: Draft) -> Iterator[Fault]:
     """Refuses a held-out fraction together with separate evaluation sources."""
     given = draft.recipe.data.eval_fraction
     if draft.recipe.evaluation.sources and given not in (0, DEFAULT_FRACTION):
-        message = f"{given} was given, but with evaluation.sources no training data are held out"
+        message = f"{given} has no effect: with evaluation.sources no training data are held out"
         yield Fault("data.eval_fraction", message, assignment(data__eval_fraction=0))
 
 
@@ -98,7 +97,7 @@ def weight(draft: Draft) -> Iterator[Fault]:
     """Refuses weights of sources that are only used for evaluation."""
     for field, source in draft.recipe.evaluation.all_sources.items():
         if source.weight != 1:
-            message = f"{source.weight} was given, but weights only mix the training data"
+            message = f"{source.weight} has no effect: weights only mix the training data"
             yield Fault(f"{field}.weight", message, "leave it out")
 
 
@@ -108,9 +107,9 @@ def samples_never(draft: Draft) -> Iterator[Fault]:
     samples = draft.recipe.samples
     if samples.prompts and not samples.every_steps:
         fix = assignment(samples__every_steps=draft.recipe.train.max_steps or 100)
-        yield Fault("samples.prompts", "prompts were given, but samples.every_steps is 0", fix)
+        yield Fault("samples.prompts", "has no effect: samples.every_steps is 0", fix)
     if samples.every_steps and not samples.prompts:
-        message = f"{samples.every_steps} was given, but there are no samples.prompts"
+        message = f"{samples.every_steps} has no effect: there are no samples.prompts"
         yield Fault("samples.every_steps", message, """--set 'samples.prompts=["Once upon a time"]'""")
 
 
@@ -125,17 +124,15 @@ def tasks_never(draft: Draft) -> Iterator[Fault]:
             if value := getattr(tasks, field):
                 yield Fault(
                     f"tasks.{field}",
-                    f"{value} was given, but tasks.names is empty",
+                    f"{value!r} has no effect: tasks.names is empty",
                     """--set 'tasks.names=["arc_easy"]'""",
                 )
         return
     if tasks.every_steps and (not saved or tasks.every_steps % saved):
-        message = (
-            f"{tasks.every_steps} was given, but checkpoints are written every {saved} steps (checkpoint.every_steps)"
-        )
+        message = f"{tasks.every_steps} needs checkpoints at these steps, but checkpoint.every_steps is {saved}"
         yield Fault("tasks.every_steps", message, assignment(checkpoint__every_steps=tasks.every_steps))
     if not draft.recipe.export.at_end and not tasks.every_steps:
-        message = "tasks were given, but the run exports nothing at its end (export.at_end)"
+        message = "has no effect: tasks.every_steps is 0, and the run exports nothing at its end (export.at_end)"
         yield Fault("tasks.names", message, assignment(export__at_end="true"))
 
 

@@ -24,7 +24,7 @@ def router_noise(draft: Draft) -> Iterator[Fault]:
     """Refuses noise on the input of the router (`module_inject/auto_ep.py`)."""
     noise = draft.recipe.model.config.get("router_jitter_noise")
     if noise:
-        message = f"{noise} was given: with expert parallelism the engine would ignore it"
+        message = f"{noise} has no effect with expert parallelism: the engine's router adds no noise"
         yield Fault("model.config.router_jitter_noise", message, assignment(model__config__router_jitter_noise=0.0))
 
 
@@ -45,8 +45,8 @@ def router_precision(draft: Draft) -> Iterator[Fault]:
     facts = draft.facts
     if facts is not None and draft.weight_dtype != "fp32" and facts.model_type in FP32_ROUTERS:
         message = (
-            f"'{draft.parallel.precision}' was given: '{facts.model_type}' routes in fp32, but the "
-            "engine's experts would route in the data type of the weights"
+            f"'{draft.parallel.precision}' is not supported for '{facts.model_type}' with expert parallelism: "
+            f"the engine would route in {draft.weight_dtype} instead of fp32"
         )
         fix = f"{assignment(parallel__precision='autocast_bf16')}, or {assignment(parallel__expert=1)}"
         yield Fault("parallel.precision", message, fix)
@@ -61,7 +61,10 @@ def router_precision(draft: Draft) -> Iterator[Fault]:
 def loss_scale(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast, whose scaler only sees a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
     if draft.parallel.precision == "autocast_fp16":
-        message = "'autocast_fp16' was given: ranks hold different experts, so they would skip different steps"
+        message = (
+            "'autocast_fp16' is not supported with expert parallelism: ranks hold different experts, "
+            "and would skip different steps"
+        )
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 

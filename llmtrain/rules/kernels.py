@@ -28,7 +28,7 @@ def compiled_experts(draft: Draft) -> Iterator[Fault]:
     """Refuses compiled layers with experts (`transformers/integrations/moe.py:grouped_mm_experts_forward`)."""
     facts = draft.facts
     if facts is not None and facts.experts and draft.recipe.kernels.blocks == "compiled":
-        message = f"'compiled' was given, but the layers of '{facts.model_type}' have experts"
+        message = f"'compiled' is not supported for '{facts.model_type}': its layers have experts"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -40,7 +40,7 @@ def compiled_experts(draft: Draft) -> Iterator[Fault]:
 def compiled_copies(draft: Draft) -> Iterator[Fault]:
     """Refuses compiled layers if the engine copies modules (`torch/nn/parallel/replicate.py`)."""
     if draft.parallel.strategy == "data_parallel" and draft.recipe.kernels.blocks == "compiled":
-        message = "'compiled' was given, but nn.DataParallel does not copy the compiled code of a layer"
+        message = "'compiled' is not supported with nn.DataParallel, which does not copy the compiled code of a layer"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -50,7 +50,7 @@ def liger_device(draft: Draft) -> Iterator[Fault]:
     kernels = draft.recipe.kernels
     for field, instead in (("blocks", "eager"), ("loss", "chunked")):
         if getattr(kernels, field) == "liger" and draft.cluster.spec.on_cpu:
-            message = "liger was given, but its kernels are written in Triton, which needs a GPU"
+            message = "'liger' needs a GPU: its kernels are written in Triton"
             yield Fault(f"kernels.{field}", message, assignment(**{f"kernels__{field}": instead}))
 
 
@@ -63,7 +63,10 @@ def liger_device(draft: Draft) -> Iterator[Fault]:
 def liger_blocks(draft: Draft) -> Iterator[Fault]:
     """Refuses Liger's layers if the engine copies modules."""
     if draft.recipe.kernels.blocks == "liger" and draft.parallel.strategy == "data_parallel":
-        message = "liger was given, but nn.DataParallel does not correctly copy the methods that Liger replaces"
+        message = (
+            "'liger' is not supported with nn.DataParallel, which does not correctly copy the methods "
+            "that Liger replaces"
+        )
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -86,9 +89,8 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
     if TENSOR in used(draft.parallel):
         reasons.append("tensor parallel ranks hold slices of the head")
     if reasons:
-        yield Fault(
-            "kernels.loss", f"liger was given, but {', and '.join(reasons)}", assignment(kernels__loss="chunked")
-        )
+        message = f"'liger' cannot be used: {'; '.join(reasons)}"
+        yield Fault("kernels.loss", message, assignment(kernels__loss="chunked"))
 
 
 @rule(
@@ -117,7 +119,7 @@ def fp8(draft: Draft) -> Iterator[Fault]:
     if tokens := _uneven_tokens(draft):
         reasons.append(f"the {tokens:,} tokens of a micro-batch are not a multiple of {ROWS}")
     if reasons:
-        yield Fault("kernels.fp8", f"{kind} was given, but {'; '.join(reasons)}", assignment(kernels__fp8="off"))
+        yield Fault("kernels.fp8", f"'{kind}' cannot be used: {'; '.join(reasons)}", assignment(kernels__fp8="off"))
 
 
 def _uneven_tokens(draft: Draft) -> int:
@@ -142,7 +144,7 @@ def matmul(draft: Draft) -> Iterator[Fault]:
     if draft.parallel.precision != "fp32":
         reasons.append(f"parallel.precision is '{draft.parallel.precision}'")
     if reasons:
-        message = f"onednn was given, but it is for fp32 on a CPU, and {' and '.join(reasons)}"
+        message = f"'onednn' needs fp32 on a CPU, but {' and '.join(reasons)}"
         yield Fault("kernels.matmul", message, assignment(kernels__matmul="auto"))
 
 

@@ -62,7 +62,7 @@ def expert(draft: Draft) -> Iterator[Fault]:
     if facts is None:
         return
     if not facts.experts:
-        message = f"{degree} was given, but '{facts.model_type}' has no experts"
+        message = f"must be 1, not {degree}: '{facts.model_type}' has no experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
     elif facts.model_type not in EXPERT_PRESETS:
         message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"

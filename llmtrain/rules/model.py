@@ -58,7 +58,7 @@ def new_tokens(draft: Draft) -> Iterator[Fault]:
     """Refuses new tokens for a new model, and rows to keep if there are no new tokens."""
     model = draft.recipe.model
     if model.new_tokens and model.pretrained is None:
-        message = "were given for a new model, whose number of rows is model.config.vocab_size"
+        message = "are only supported with pretrained weights: a new model has model.config.vocab_size rows"
         fix = (
             "add them to a tokenizer (add_tokens and save_pretrained of transformers), name its folder as "
             "data.tokenizer, and set model.config.vocab_size; model.new_tokens=[]"
@@ -88,7 +88,7 @@ def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
         fix = (
             f"{assignment(model__config__tie_word_embeddings='false')}, since adapters cannot train tied tables; {fix}"
         )
-    yield Fault("model.new_tokens", f"were given, but {frozen} would be frozen", fix)
+    yield Fault("model.new_tokens", f"need a trained embedding and head, but {frozen} would be frozen", fix)
 
 
 @rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
@@ -96,7 +96,8 @@ def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """Refuses a chunked loss if the engine needs all logits."""
     loss = draft.recipe.kernels.loss
     if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
-        yield Fault("kernels.loss", f"{loss} was given, but {why}", assignment(kernels__loss="whole"))
+        message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
+        yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
 
 
 @rule("model.positions", "A table of learned positions has no row beyond its end.", "arithmetic")
@@ -104,7 +105,9 @@ def positions(draft: Draft) -> Iterator[Fault]:
     """Refuses sequences longer than the table of learned positions."""
     facts, length = draft.facts, draft.recipe.data.sequence_length
     if facts is not None and facts.learned_positions and facts.max_positions and length > facts.max_positions:
-        message = f"{length} was given, but '{facts.model_type}' has {facts.max_positions} positions"
+        message = (
+            f"must be at most {facts.max_positions}, the number of positions of '{facts.model_type}', not {length}"
+        )
         yield Fault("data.sequence_length", message, assignment(data__sequence_length=facts.max_positions))
 
 
@@ -129,8 +132,8 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
         return
     kind, fixed = facts.rotary_follows
     message = (
-        f"{length} was given: beyond {fixed} positions the frequencies of rope_type '{kind}' depend "
-        "on the longest document of each forward pass, so every micro-batch would train another model"
+        f"{length} is too long for rope_type '{kind}': beyond {fixed} positions its frequencies depend "
+        "on the longest document of each forward pass, so each micro-batch would train a different model"
     )
     fixes = [assignment(data__sequence_length=fixed)] if fixed else []
     if "dynamic" in kind:
@@ -212,11 +215,11 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
     """Refuses GPU kernels on a CPU, and on GPUs for which they are not compiled."""
     attention = draft.recipe.model.attention_kernel
     if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
-        message = f"'{attention}' was given, but it is compiled for Ampere and Hopper only, not for this Blackwell"
+        message = f"'{attention}' is compiled for Ampere and Hopper only, not for this Blackwell GPU"
         yield Fault("model.attention", message, assignment(model__attention="flash_attention_2"))
     if draft.cluster.spec.on_cpu and attention.startswith("fl"):
         fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
-        yield Fault("model.attention", f"'{attention}' was given, but it does not train on CPUs", fix)
+        yield Fault("model.attention", f"'{attention}' cannot train on CPUs", fix)
 
 
 @rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
@@ -226,7 +229,7 @@ def attention_precision(draft: Draft) -> Iterator[Fault]:
     takes_less = attention == "varlen" or attention.startswith("flash")
     if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
         message = (
-            f"'{attention}' was given with {draft.parallel.precision}, but its kernel computes in bf16 or fp16 only"
+            f"'{attention}' is not supported with {draft.parallel.precision}: its kernel computes in bf16 or fp16 only"
         )
         fix = f"{assignment(parallel__precision='bf16')}, or {assignment(model__attention='sdpa')}"
         yield Fault("model.attention", message, fix)
@@ -239,10 +242,8 @@ def attention_heads(draft: Draft) -> Iterator[Fault]:
     if facts is None or draft.cluster.spec.on_cpu or not (attention == "varlen" or attention.startswith("flash")):
         return
     if facts.head_dim > FLASH_HEAD:
-        message = (
-            f"'{attention}' was given, but the model's head size is {facts.head_dim}, and the kernel supports at most "
-        )
-        yield Fault("model.attention", f"{message}{FLASH_HEAD}", assignment(model__attention="sdpa"))
+        message = f"'{attention}' supports head sizes of at most {FLASH_HEAD}, but the model's is {facts.head_dim}"
+        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
 
 
 @rule(

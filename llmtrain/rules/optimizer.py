@@ -28,7 +28,7 @@ def options(draft: Draft) -> Iterator[Fault]:
                 message = f"'{optim.name}' has no such option{nearest(name, known)}"
                 fix = f"options of {optim.name}: {', '.join(known)}" if known else assignment(optim__options="{}")
             else:
-                message = f"{shown(one['input'])} was given: {one['msg'].replace('Input should be', 'must be', 1)}"
+                message = f"{shown(one['input'])} is invalid: {one['msg'].replace('Input should be', 'must be', 1)}"
                 fix = ""
             yield Fault(f"optim.options.{name}", message, fix)
 
@@ -42,7 +42,7 @@ def schedule_free_mean(draft: Draft) -> Iterator[Fault]:
     """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and not optim.betas[0]:
-        message = f"{shown(list(optim.betas))} was given: the first must be greater than 0"
+        message = f"the first must be greater than 0 with 'schedule_free_adamw', not {shown(optim.betas[0])}"
         yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
 
 
@@ -56,7 +56,9 @@ def schedule_free_kto(draft: Draft) -> Iterator[Fault]:
     """Refuses KTO with schedule-free AdamW."""
     recipe = draft.recipe
     if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
-        message = "'schedule_free_adamw' was given, but KTO would estimate its divergence with the averaged weights"
+        message = (
+            "'schedule_free_adamw' is not supported with KTO, which would estimate its divergence on averaged weights"
+        )
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
@@ -70,7 +72,7 @@ def schedule_free_rate(draft: Draft) -> Iterator[Fault]:
     """Gives a note for a decaying learning rate with schedule-free AdamW."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
-        message = f"'{optim.schedule}' was given; 'schedule_free_adamw' needs no decay"
+        message = f"'{optim.schedule}' is not recommended with 'schedule_free_adamw', which needs no decay"
         yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
 
 
@@ -80,7 +82,7 @@ def schedule_free_rate(draft: Draft) -> Iterator[Fault]:
 def muon_experts(draft: Draft) -> Iterator[Fault]:
     """Refuses Muon for mixtures of experts."""
     if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
-        message = "'muon' was given, which has not been certified for mixtures of experts"
+        message = "'muon' has not been certified for mixtures of experts"
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
@@ -94,7 +96,7 @@ def muon_experts(draft: Draft) -> Iterator[Fault]:
 def adafactor_experts(draft: Draft) -> Iterator[Fault]:
     """Refuses Adafactor for distributed experts."""
     if draft.recipe.optim.name == "adafactor":
-        message = f"{draft.parallel.expert} was given, but 'adafactor' needs sums over whole weights of experts"
+        message = f"must be 1, not {draft.parallel.expert}: 'adafactor' needs sums over whole weights of experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
@@ -106,7 +108,10 @@ def adafactor_experts(draft: Draft) -> Iterator[Fault]:
 def adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
     """Refuses states on disks for 8-bit moments."""
     if optimizer_of(draft.recipe.optim).codes and draft.recipe.parallel.offload_optimizer == "nvme":
-        message = f"'nvme' was given, but the moments of '{draft.recipe.optim.name}' are bytes"
+        message = (
+            f"'nvme' is not supported with '{draft.recipe.optim.name}': its moments are bytes, "
+            "which DeepSpeed would swap as fp32 numbers"
+        )
         yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))
 
 

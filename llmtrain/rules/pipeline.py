@@ -24,13 +24,14 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
     parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
     if parallel.zero_stage >= 2:
         message = (
-            f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, reduced once a step, "
-            "so at most ZeRO 1 works"
+            f"must be at most 1 with pipelines, not {parallel.zero_stage}: their stages keep whole gradients, "
+            "reduced once a step"
         )
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
     if parallel.zero_stage == 0 and clip:
         message = (
-            f"0 was given with clip_grad_norm = {clip:g}: it would clip by the norm of the first pipeline stage alone"
+            f"0 is not supported in pipelines with clip_grad_norm = {clip:g}: the engine would clip by the norm of the "
+            "first stage alone"
         )
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
 
@@ -42,12 +43,12 @@ def layers(draft: Draft) -> Iterator[Fault]:
     if facts is None or parallel.stages <= facts.layers:
         return
     if parallel.pipeline > facts.layers:
-        message = f"{parallel.pipeline} was given: the model has {facts.layers} layers"
+        message = f"must be at most {facts.layers}, the model's number of layers, not {parallel.pipeline}"
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
     else:
         message = (
-            f"{parallel.pipeline_chunks} was given: {parallel.pipeline} × {parallel.pipeline_chunks} stages are more "
-            f"than the model's {facts.layers} layers"
+            f"{parallel.pipeline_chunks} is too large: {parallel.pipeline} × {parallel.pipeline_chunks} stages exceed "
+            f"the model's {facts.layers} layers"
         )
         yield Fault("parallel.pipeline_chunks", message, "use fewer devices, or fewer stages on each device")
 
@@ -64,17 +65,17 @@ def chunks(draft: Draft) -> Iterator[Fault]:
     name, given = parallel.pipeline_schedule, parallel.pipeline_chunks
     if parallel.pipeline == 1:
         if (name, given) != ("1f1b", 1):
-            message = f"'{name}' with pipeline_chunks = {given} was given, but parallel.pipeline is 1"
+            message = f"'{name}' with pipeline_chunks = {given} has no effect: parallel.pipeline is 1"
             fix = assignment(parallel__pipeline_schedule="1f1b", parallel__pipeline_chunks=1)
             yield Fault("parallel.pipeline_schedule", message, fix)
     elif name == "1f1b" and given != 1:
-        message = f"{given} was given, but 1f1b has one stage on each device"
+        message = f"must be 1, not {given}: 1f1b has one stage on each device"
         yield Fault("parallel.pipeline_chunks", message, f"{assignment(parallel__pipeline_schedule='interleaved')}")
     elif name == "interleaved" and given == 1:
-        message = "1 was given, but interleaved needs at least 2 stages on each device"
+        message = "must be at least 2, not 1: interleaved needs several stages on each device"
         yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=2))
     elif name == "zero_bubble" and given % 2:
-        message = f"{given} was given, but zero_bubble needs an even number"
+        message = f"must be even, not {given}: the stages of zero_bubble run back and forth over the devices"
         yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=given + 1))
 
 
@@ -101,7 +102,9 @@ def interleaved(draft: Draft) -> Iterator[Fault]:
 def compiled(draft: Draft) -> Iterator[Fault]:
     """Refuses compiled layers under the zero bubble schedule."""
     if draft.parallel.pipeline_schedule == "zero_bubble" and draft.recipe.kernels.blocks == "compiled":
-        message = "'compiled' was given, but zero_bubble cannot split the backward pass of compiled layers"
+        message = (
+            "'compiled' is not supported with zero_bubble, which cannot split the backward pass of compiled layers"
+        )
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
@@ -110,7 +113,7 @@ def chain(draft: Draft) -> Iterator[Fault]:
     """Refuses models without a single list of decoder layers."""
     if draft.facts is not None and not draft.facts.layer_parameters:
         message = (
-            f"{draft.parallel.pipeline} was given, but '{draft.facts.model_type}' has no single list of decoder layers"
+            f"must be 1, not {draft.parallel.pipeline}: '{draft.facts.model_type}' has no single list of decoder layers"
         )
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=1))
 
@@ -125,7 +128,7 @@ def chain(draft: Draft) -> Iterator[Fault]:
 def autocast_fp16(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast under pipelines."""
     if draft.parallel.precision == "autocast_fp16":
-        message = "'autocast_fp16' was given, but the pipeline engine does not apply its loss scale"
+        message = "'autocast_fp16' is not supported with pipelines: their engine does not apply its loss scale"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 
@@ -143,8 +146,8 @@ def tied_accumulation(draft: Draft) -> Iterator[Fault]:
     takes_them = parallel.precision == "bf16" and parallel.zero_stage == 1 and parallel.offload_optimizer == "none"
     if not takes_them:
         message = (
-            f"'{parallel.grad_accum_dtype}' was given for {parallel.precision} weights: the copies of the tied "
-            "embedding on the first and the last stage would drift apart"
+            f"'{parallel.grad_accum_dtype}' for {draft.weight_dtype} weights would let the copies of the tied "
+            "embedding on the first and the last stage drift apart"
         )
         yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype))
 

@@ -12,7 +12,7 @@ from llmtrain.rules.rule import Fault, assignment, rule
 def fp16_cpu(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 weights without a GPU."""
     if draft.parallel.precision == "fp16" and draft.cluster.spec.on_cpu:
-        message = "'fp16' was given, but DeepSpeed does not support it on CPUs"
+        message = "'fp16' is not supported by DeepSpeed on CPUs"
         yield Fault("parallel.precision", message, assignment(parallel__precision="fp32"))
 
 
@@ -25,7 +25,7 @@ def fp16_cpu(draft: Draft) -> Iterator[Fault]:
 def stage0(draft: Draft) -> Iterator[Fault]:
     """Refuses low-precision weights at ZeRO 0; ZeRO 1 on one rank trains them correctly."""
     if draft.parallel.zero_stage == 0 and draft.weight_dtype != "fp32":
-        message = f"0 was given with {draft.parallel.precision}: without ZeRO the engine's first update would be wrong"
+        message = f"0 is not supported with {draft.parallel.precision}: the engine's first update would be wrong"
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
 
 
@@ -39,9 +39,9 @@ def grad_accum(draft: Draft) -> Iterator[Fault]:
     given, weights = draft.parallel.grad_accum_dtype, draft.weight_dtype
     if given in ("fp32", weights):
         return
-    message = f"'{given}' was given for gradients of {weights} weights ({draft.parallel.precision})"
-    allowed = "fp32" if weights == "fp32" else f"fp32, or {weights}"
-    yield Fault("parallel.grad_accum_dtype", f"{message}: use {allowed}", assignment(parallel__grad_accum_dtype="fp32"))
+    allowed = "fp32" if weights == "fp32" else f"fp32 or {weights}"
+    message = f"must be {allowed} for {weights} weights ({draft.parallel.precision}), not '{given}'"
+    yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype="fp32"))
 
 
 @rule(
@@ -53,8 +53,8 @@ def autocast_fp16_zero(draft: Draft) -> Iterator[Fault]:
     """Refuses fp16 autocast under ZeRO, because the gradient norm is too large by the loss scale."""
     if draft.parallel.precision == "autocast_fp16" and draft.parallel.zero_stage:
         message = (
-            "'autocast_fp16' was given with ZeRO: the reported and clipped gradients would be too large "
-            "by the loss scale"
+            "'autocast_fp16' is not supported with ZeRO: the gradient norm that is reported and used to clip "
+            "would be too large by the loss scale"
         )
         fix = f"{assignment(parallel__precision='autocast_bf16')}, or {assignment(parallel__zero_stage=0)}"
         yield Fault("parallel.precision", message, fix)

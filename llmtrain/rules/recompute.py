@@ -16,7 +16,7 @@ def every(draft: Draft) -> Iterator[Fault]:
     """Refuses `checkpoint_every` if nothing is recomputed."""
     parallel = draft.parallel
     if parallel.checkpoint_every > 1 and parallel.activation_checkpointing == "none":
-        message = f"{parallel.checkpoint_every} was given, but activation_checkpointing is 'none'"
+        message = f"{parallel.checkpoint_every} has no effect: activation_checkpointing is 'none'"
         yield Fault("parallel.checkpoint_every", message, f"{FULL}, or {assignment(parallel__checkpoint_every=1)}")
 
 
@@ -39,7 +39,7 @@ def selective(draft: Draft) -> Iterator[Fault]:
     if draft.parallel.strategy == "data_parallel":
         reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
     if reasons:
-        yield Fault("parallel.activation_checkpointing", f"'selective' was given, but {'; '.join(reasons)}", FULL)
+        yield Fault("parallel.activation_checkpointing", f"'selective' cannot be used: {'; '.join(reasons)}", FULL)
 
 
 @rule(
@@ -54,10 +54,10 @@ def offload(draft: Draft) -> Iterator[Fault]:
     if not parallel.offload_activations:
         return
     if parallel.activation_checkpointing != "full":
-        message = f"was given, but activation_checkpointing is '{parallel.activation_checkpointing}'"
+        message = f"needs activation_checkpointing 'full', not '{parallel.activation_checkpointing}'"
         yield Fault("parallel.offload_activations", message, FULL)
     if parallel.strategy == "data_parallel":
-        message = "was given, but nn.DataParallel runs layers in threads"
+        message = "is not supported with nn.DataParallel, which runs layers in threads"
         yield Fault("parallel.offload_activations", message, assignment(parallel__offload_activations="false"))
 
 
@@ -82,7 +82,7 @@ def tiles(draft: Draft) -> Iterator[Fault]:
     if parallel.strategy == "data_parallel":
         reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
     if reasons:
-        message = f"was given, but {'; '.join(reasons)}"
+        message = f"cannot be used: {'; '.join(reasons)}"
         yield Fault("parallel.tiled_mlp", message, assignment(parallel__tiled_mlp="false"))
 
 

@@ -46,7 +46,7 @@ def family(draft: Draft) -> Iterator[Fault]:
     elif facts.model_type not in SLICED_FAMILIES:
         message = f"'{facts.model_type}' cannot be split correctly"
     if message:
-        yield Fault("parallel.tensor", f"{parallel.tensor} was given, but {message}", assignment(parallel__tensor=1))
+        yield Fault("parallel.tensor", f"must be 1, not {parallel.tensor}: {message}", assignment(parallel__tensor=1))
 
 
 @rule(

@@ -16,7 +16,7 @@ def offload_optimizer_stage(draft: Draft) -> Iterator[Fault]:
     """Refuses optimizer offload at ZeRO 0."""
     parallel = draft.parallel
     if parallel.offload_optimizer != "none" and parallel.zero_stage == 0:
-        message = f"'{parallel.offload_optimizer}' was given, but at ZeRO 0 the optimizer states stay on the device"
+        message = f"'{parallel.offload_optimizer}' has no effect at ZeRO 0: the optimizer states stay on the device"
         yield Fault("parallel.offload_optimizer", message, assignment(parallel__zero_stage=1))
 
 
@@ -26,7 +26,7 @@ def offload_param_stage(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     if parallel.offload_param != "none" and parallel.zero_stage < 3:
         message = (
-            f"'{parallel.offload_param}' was given, but at ZeRO {parallel.zero_stage} parameters stay on the device"
+            f"'{parallel.offload_param}' needs ZeRO 3: at ZeRO {parallel.zero_stage} parameters stay on the device"
         )
         fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_param='none')}"
         yield Fault("parallel.offload_param", message, fix)
@@ -37,7 +37,7 @@ def nvme_stage(draft: Draft) -> Iterator[Fault]:
     """Refuses NVMe offload of the optimizer at ZeRO 1 and 2."""
     parallel = draft.parallel
     if parallel.offload_optimizer == "nvme" and parallel.zero_stage in (1, 2):
-        message = f"'nvme' was given, but ZeRO {parallel.zero_stage} would keep the states in host memory instead"
+        message = f"'nvme' needs ZeRO 3: at ZeRO {parallel.zero_stage} the states would stay in host memory"
         fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_optimizer='cpu')}"
         yield Fault("parallel.offload_optimizer", message, fix)
 
@@ -51,7 +51,7 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
         message = "is required for nvme offload: name a folder on a local disk of each node"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="/local_nvme"))
     if parallel.nvme_path and not wanted:
-        message = f"'{parallel.nvme_path}' was given, but nothing is offloaded to nvme"
+        message = f"'{parallel.nvme_path}' has no effect: nothing is offloaded to nvme"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
 
 
@@ -66,11 +66,11 @@ def expert(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
     if parallel.autotp_ranks > 1 and offloads:
-        message = f"{parallel.expert} was given: with tensor parallelism the engine's experts support no offload"
+        message = f"{parallel.expert} is not supported with tensor parallelism and offload together"
         fix = f"{assignment(parallel__tensor=1)}, or no offload"
         yield Fault("parallel.expert", message, fix)
     if PIPELINE in used(parallel):
-        message = f"{parallel.expert} was given: the pipeline engine has no expert groups"
+        message = f"{parallel.expert} is not supported with pipelines: their engine has no expert groups"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
@@ -79,7 +79,7 @@ def hierarchical_stage(draft: Draft) -> Iterator[Fault]:
     """Refuses hpZ below ZeRO 3."""
     parallel = draft.parallel
     if parallel.hierarchical_partition > 1 and parallel.zero_stage < 3:
-        message = f"{parallel.hierarchical_partition} was given, but ZeRO {parallel.zero_stage} gathers no parameters"
+        message = f"{parallel.hierarchical_partition} has no effect: ZeRO {parallel.zero_stage} gathers no parameters"
         fix = f"{assignment(parallel__zero_stage=3)}, or {WITHOUT_HPZ}"
         yield Fault("parallel.hierarchical_partition", message, fix)
 
@@ -98,10 +98,10 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
     for axis in (TENSOR, EXPERT):
         if axis in used(parallel):
             ranks_of = f"{axis.name} parallelism ({axis.degree(parallel)} ranks)"
-            message = f"{size} was given, but hpZ does not support {ranks_of}"
+            message = f"must be 1, not {size}: hpZ does not support {ranks_of}"
             yield Fault("parallel.hierarchical_partition", message, WITHOUT_HPZ)
     if ranks % size or size >= ranks:
-        message = f"{size} was given: must be a proper divisor of the {ranks} ranks"
+        message = f"must be a proper divisor of the {ranks} ranks, not {size}"
         per_node = draft.cluster.devices_per_node
         fix = assignment(parallel__hierarchical_partition=per_node) if 1 < per_node < ranks else WITHOUT_HPZ
         yield Fault("parallel.hierarchical_partition", message, fix)
@@ -116,7 +116,10 @@ def hierarchical_nvme(draft: Draft) -> Iterator[Fault]:
     """Refuses hpZ with parameters offloaded to a disk (`partition_parameters.py:_partition_param_sec`)."""
     parallel = draft.parallel
     if parallel.hierarchical_partition > 1 and parallel.offload_param == "nvme":
-        message = f"{parallel.hierarchical_partition} was given, but parameters are offloaded to nvme"
+        message = (
+            f"{parallel.hierarchical_partition} is not supported with parameters on nvme: hpZ would keep its copies "
+            "there, but torch has no tensors on disks"
+        )
         fix = f"{WITHOUT_HPZ}, or {assignment(parallel__offload_param='cpu')}"
         yield Fault("parallel.hierarchical_partition", message, fix)
 

@@ -186,11 +186,11 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     """
     if recipe.kernels.fp8 != "off":
         message = (
-            f"{recipe.kernels.fp8} was given: by design, matrix products in fp8 differ from those of the reference"
+            f"'{recipe.kernels.fp8}' cannot be verified: by design, products in fp8 differ from those of the reference"
         )
         raise RecipeError(Problem("verify.fp8", "kernels.fp8", message, "--set kernels.fp8=off"))
     if recipe.parallel.precision not in COMPARABLE:
-        message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
+        message = f"'{recipe.parallel.precision}' cannot be verified: its loss scale skips steps, unlike the reference"
         raise RecipeError(
             Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
         )

@@ -51,9 +51,9 @@ def test_devices_without_machine_code_are_refused(attention, device):
 @pytest.mark.parametrize(
     ("attention", "capability", "told"),
     [
-        ("varlen", (7, 5), "needs compute capability 8.0 or more: this GPU has 7.5"),
-        ("flash_attention_2", (7, 0), "needs compute capability 8.0 or more: this GPU has 7.0"),
-        ("flash_attention_3", (12, 0), "needs compute capability 8.0 or more, and lower than 10.0: this GPU has 12.0"),
+        ("varlen", (7, 5), "needs a compute capability of at least 8.0, but this GPU has 7.5"),
+        ("flash_attention_2", (7, 0), "needs a compute capability of at least 8.0, but this GPU has 7.0"),
+        ("flash_attention_3", (12, 0), "of at least 8.0 and below 10.0, but this GPU has 12.0"),
         ("flash_attention_3", (9, 0), ""),
         ("flash_attention_2", (12, 0), ""),
         ("varlen", (8, 0), ""),

@@ -130,9 +130,9 @@ def test_layers_with_indivisible_dimensions_are_not_converted():
 @pytest.mark.parametrize(
     ("installed", "device", "capability", "why"),
     [
-        (False, "cuda", (9, 0), "not installed: torchao (pip install llmtrain[fp8])"),
-        (True, "cpu", None, "they need a GPU, and this is a cpu"),
-        (True, "cuda", (8, 0), "they need compute capability 8.9, and this GPU has 8.0"),
+        (False, "cuda", (9, 0), "it needs torchao (pip install llmtrain[fp8])"),
+        (True, "cpu", None, "products in fp8 need a GPU, and this is a cpu"),
+        (True, "cuda", (8, 0), "products in fp8 need compute capability 8.9, and this GPU has 8.0"),
         (True, "cuda", (8, 9), ""),
         (True, "cuda", (10, 0), ""),
     ],
@@ -151,11 +151,11 @@ def test_models_without_linear_layers_are_refused():
 
 
 def test_a_cpu_is_refused():
-    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but products in fp8 cannot be computed"):
+    with pytest.raises(RecipeError, match=r"kernels\.fp8: 'rowwise' cannot be used: .*fp8"):
         precision.check_fp8("rowwise", CPU)
 
 
 def test_slower_fp8_is_refused_with_both_times():
     precision.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
-    with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, and in bf16 2 ms.*\n.*kernels\.fp8=off"):
+    with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, but 2 ms in bf16.*\n.*kernels\.fp8=off"):
         precision.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)

@@ -241,7 +241,7 @@ def test_the_loss_without_gradients_is_the_same():
 @needs_liger
 def test_families_unknown_to_liger_are_refused():
     with pytest.raises(
-        RecipeError, match=r"kernels\.blocks.*cohere does not run with them.*no kernels.*\n.*blocks=eager"
+        RecipeError, match=r"kernels\.blocks.*cohere does not run with its kernels.*no kernels.*\n.*blocks=eager"
     ):
         liger.check_blocks(AutoConfig.for_model("cohere"), CPU)
 
@@ -273,9 +273,9 @@ def test_a_nan_gradient_deviates():
 @pytest.mark.parametrize(
     ("installed", "interpreted", "device", "why"),
     [
-        ((), "1", "cuda", "not installed: liger_kernel and triton (pip install llmtrain[liger])"),
-        (("triton",), "1", "cuda", "not installed: liger_kernel (pip install llmtrain[liger])"),
-        (("triton", "liger_kernel"), "0", "cpu", "they are written in Triton, which compiles for GPUs"),
+        ((), "1", "cuda", "it needs liger_kernel and triton (pip install llmtrain[liger])"),
+        (("triton",), "1", "cuda", "it needs liger_kernel (pip install llmtrain[liger])"),
+        (("triton", "liger_kernel"), "0", "cpu", "its kernels are written in Triton, which compiles for GPUs"),
         (("triton", "liger_kernel"), "0", "cuda", ""),
         (("triton", "liger_kernel"), "1", "cpu", ""),
     ],
@@ -290,5 +290,5 @@ def test_requirements_on_packages_and_devices(monkeypatch, installed, interprete
 
 def test_missing_requirements_are_refused(monkeypatch):
     monkeypatch.setattr(liger, "liger_unavailable", lambda device: "no such thing here")
-    with pytest.raises(RecipeError, match=r"kernels\.loss: liger was given, but its kernels cannot run: no such thing"):
+    with pytest.raises(RecipeError, match=r"kernels\.loss: 'liger' cannot be used: no such thing"):
         liger.check_loss(AutoConfig.for_model("llama"), CPU)

@@ -62,7 +62,7 @@ class TestBalance:
         assert balance([0.0, 0.0, 5.0], 3) == [StageBounds(layer, layer + 1) for layer in range(3)]
 
     def test_more_stages_than_layers_are_refused(self):
-        with pytest.raises(RecipeError, match="4 was given: the model has 3 layers"):
+        with pytest.raises(RecipeError, match="cannot cut 3 layers into 4 stages"):
             balance([1.0] * 3, 4)
 
 

@@ -78,7 +78,7 @@ def test_recomputed_logits_are_part_of_the_predicted_time():
 )
 @pytest.mark.parametrize("loss", ["chunked", "compiled", "liger"])
 def test_engines_that_need_the_logits_refuse_chunks(loss, fields):
-    with pytest.raises(RecipeError, match=rf"{loss} was given, but .*\n.*kernels\.loss=whole"):
+    with pytest.raises(RecipeError, match=rf"'{loss}' is not supported with .*\n.*kernels\.loss=whole"):
         small_plan(**fields, **{"kernels.loss": loss})
 
 

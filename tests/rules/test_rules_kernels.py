@@ -168,7 +168,7 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch):
         ("kernels.installed", "kernels.loss"),
         ("kernels.installed", "kernels.fp8"),
     ]
-    assert problems[0].message == "'liger' was given, but not installed: liger_kernel and triton"
+    assert problems[0].message == "'liger' needs packages that are not installed: liger_kernel and triton"
     assert problems[0].fix == "pip install llmtrain[liger], or --set kernels.blocks=auto"
     assert problems[2].fix == "pip install llmtrain[fp8], or --set kernels.fp8=off"
     assert installed.missing_packages(_on_gpu()) == []

@@ -23,7 +23,7 @@ def test_all_invalid_options_are_named_at_once():
     found = _refused(**{"optim.name": "muon", "optim.options": options})
     assert found.keys() == {f"optim.options.{name}" for name in options}
     assert "did you mean 'ns_steps'?" in found["optim.options.ns_stepz"]
-    assert "2.0 was given: must be less than 1" in found["optim.options.momentum"]
+    assert "2.0 is invalid: must be less than 1" in found["optim.options.momentum"]
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

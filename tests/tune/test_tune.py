@@ -354,7 +354,7 @@ def test_fp8_that_is_slower_is_refused(batch, monkeypatch, always):
         assert found.milliseconds["kernels.fp8"] == {"off": 1000.0, "rowwise": 500.0}
     assert "rowwise" in converted
     of_fp8["rowwise"] = 2.5
-    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but .* ms, and in bf16 .* ms"):
+    with pytest.raises(RecipeError, match=r"kernels\.fp8: 'rowwise' cannot be used: .* ms, but .* ms in bf16"):
         _tune(plan, batch, always)
 
 

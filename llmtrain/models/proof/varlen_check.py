@@ -31,7 +31,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 def wrong_attention(config: PreTrainedConfig, attention: str, reason: str) -> FamilyError:
     """Returns the refusal of a family whose attention is not what the kernel computes."""
-    refused = f"'{attention}' was given for {config.model_type}"
+    refused = f"'{attention}' is not supported for {config.model_type}"
     return FamilyError("model.attention", "model.attention", "sdpa", refused, reason)
 
 

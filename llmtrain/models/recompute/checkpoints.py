@@ -70,7 +70,7 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
 def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     """Raises FamilyError if layers cannot be recomputed one by one, as in some models from the hub with own code."""
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        refused = f"was given for {model.config.model_type}, or offload_activations"
+        refused = f"neither this nor offload_activations is supported for {model.config.model_type}"
         reason = "its layers can only be recomputed together"
         raise FamilyError("recompute.every", "parallel.checkpoint_every", 1, refused, reason)
 

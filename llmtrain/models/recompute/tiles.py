@@ -27,7 +27,7 @@ weights are summed over tiles: the order of summation of a few hundred terms dif
 
 def no_tiles(config: PreTrainedConfig, reason: str) -> FamilyError:
     """Returns the refusal of a family whose feed-forward layers cannot be computed in tiles."""
-    refused = f"true was given for {config.model_type}"
+    refused = f"is not supported for {config.model_type}"
     return FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, reason)
 
 

@@ -104,7 +104,10 @@ def _check_length(recipe: Recipe) -> None:
         return
     problems = []
     if recipe.train.max_steps is not None:
-        message = f"{recipe.train.max_steps} was given, but epochs={recipe.train.epochs} determines the number of steps"
+        message = (
+            f"{recipe.train.max_steps} cannot be combined with epochs={recipe.train.epochs}, "
+            "which determines the number of steps"
+        )
         fix = "--set train.max_steps=null, or --set train.epochs=null"
         problems.append(Problem("recipe.length", "train.max_steps", message, fix))
     for number, source in enumerate(recipe.data.sources):
