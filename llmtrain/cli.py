@@ -25,15 +25,15 @@ from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
 from llmtrain.commands.init import write_recipe
 from llmtrain.commands.lint import lint_files
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, print_as_is, show_plan
+from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
 from llmtrain.commands.train import TrainRequest
 from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
-from llmtrain.system.host import limit_spinning
+from llmtrain.system.host import MOST_WORKERS, limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
-from llmtrain.system.streams import outlive_the_terminal, take_any_text
+from llmtrain.system.streams import outlive_the_terminal, print_as_is, take_any_text
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe

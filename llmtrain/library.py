@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason, shown
+from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -63,14 +64,9 @@ class Planned:
 
     def lines(self) -> Iterator[str]:
         """Yields readable lines: model, layout, memory, predicted time and notes."""
-        from llmtrain.plan.described import model_line, split_lines
-        from llmtrain.predict.time import describe_time
+        from llmtrain.predict.time import describe
 
-        yield from (model_line(self.plan), *split_lines(self.plan), *(self.memory.described() if self.memory else ()))
-        if self.time:
-            yield describe_time(self.time, measured=self.plan.cluster.measured is not None)
-        for one in self.plan.notes:
-            yield f"note: {one['message']} [{one['rule']}]"
+        yield from describe(self.plan, self.memory, self.time)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -96,11 +92,11 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     and the nearest legal plans.
     """
     from llmtrain.cluster import local_cluster
-    from llmtrain.commands.precheck import check_stages
     from llmtrain.plan.load import declared
     from llmtrain.predict import memory_of
     from llmtrain.rules import resolve
     from llmtrain.search.cheapest import suggesting
+    from llmtrain.train.start import check_stages
 
     wanted, written_for = declared(recipe)
     cluster = cluster or written_for or local_cluster()
@@ -134,10 +130,10 @@ def train(
     in the main thread: on a signal, the run saves and stops, and StoppedError is raised. Raises other UserErrors for
     recipes that cannot be started and for workers that died.
     """
-    from llmtrain.commands.train import LocalStart
     from llmtrain.launch import discover
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.train.start import LocalStart
 
     _check_call("train", nproc=nproc, max_steps=max_steps, max_restarts=max_restarts)
     if rank := discover(os.environ, sys.argv):
@@ -174,12 +170,12 @@ def verify(
     thread.
     """
     from llmtrain.cluster import local_cluster
-    from llmtrain.commands.precheck import without_uncut
     from llmtrain.data import Progress, prepare
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.search.enumerate import enumerate_plans
     from llmtrain.system.streams import plain_console
+    from llmtrain.train.start import without_uncut
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose_plans, comparable
 
@@ -239,8 +235,6 @@ def variant_of(recipe: Recipe | str | PathLike[str]) -> str | None:
 
 def _check_call(function: str, **numbers: int | None) -> None:
     """Refuses numbers that the command line refuses, too, and calls in other threads."""
-    from llmtrain.commands.plan import MOST_WORKERS
-
     problems = []
     for name, value in numbers.items():
         least, most = int(name != "max_restarts"), MOST_WORKERS if name == "nproc" else math.inf

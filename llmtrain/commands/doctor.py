@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, SetOption
+from llmtrain.commands.plan import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
+from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.doctor.run import Visit

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, print_as_is
+from llmtrain.commands.plan import JsonOption
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
-from llmtrain.system.streams import quiet_libraries
+from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.commands.plan import print_as_is, print_plan
-from llmtrain.commands.train import LauncherName, TrainRequest, runnable_plan, startable
+from llmtrain.commands.train import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.tools import TOOLS
+from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
     from llmtrain.launch import Rank
@@ -22,6 +22,7 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and the command line of each node to standard output."""
     from llmtrain.launch.tools import check_tool, lines_of
     from llmtrain.run_dir import RunDir
+    from llmtrain.train.start import print_plan, startable
 
     declared, written_for = request.load()
     machine = request.cluster(written_for)
@@ -40,9 +41,9 @@ def run_small(request: TrainRequest) -> None:
     """Runs the scaled-down plan and prints the report, which is also written next to the real run's directory."""
     from rich.console import Console
 
-    from llmtrain.commands.precheck import check_stages
     from llmtrain.dry_run.run import REPORT, dry_run
     from llmtrain.run_dir import RunDir
+    from llmtrain.train.start import check_stages, runnable_plan
 
     try:
         declared, written_for = request.load()
@@ -74,6 +75,7 @@ def enqueue(request: TrainRequest) -> None:
     from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, following, parse_site, render_job, submit
     from llmtrain.plan.load import load_recipe
     from llmtrain.run_dir import RunDir
+    from llmtrain.train.start import print_plan, startable
 
     options, resume = parse_site(SlurmOptions, "slurm", request.slurm), request.resume
     declared, written_for = request.load()
@@ -103,6 +105,7 @@ def print_manifest(request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and its manifest to standard output."""
     from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
     from llmtrain.launch.jobs.slurm import parse_site
+    from llmtrain.train.start import print_plan, runnable_plan
 
     options = parse_site(KubernetesOptions, "kubernetes", request.kubernetes)
     declared, written_for = request.load()
@@ -127,6 +130,7 @@ def train_on_hosts(request: TrainRequest) -> None:
     from llmtrain.launch.hosts import HostsJob, run_on_hosts
     from llmtrain.launch.local import clear_failures
     from llmtrain.system.stops import caught_signals, leave
+    from llmtrain.train.start import print_plan, startable
 
     if request.hostfile is None:
         raise RecipeError(

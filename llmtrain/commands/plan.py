@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,17 +13,13 @@ import typer
 from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from llmtrain.cluster import Cluster
-    from llmtrain.plan import Plan
     from llmtrain.recipe import Recipe
 
 
-MOST_WORKERS = 1024
-"""The largest number of workers on one machine."""
 RecipeArgument = Annotated[
     str,
     typer.Argument(
@@ -74,21 +69,6 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
             Problem("cluster.size", options.get(problem.field, problem.field), problem.message, "use fewer devices")
             for problem in recipe_problems(error)
         ) from None
-
-
-def print_as_is(console: Console, lines: Iterable[str]) -> None:
-    """Prints lines without wrapping, highlighting or markup."""
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints model, layout, memory, predicted time and notes, by default to standard error."""
-    from rich.console import Console
-
-    from llmtrain.predict import memory_of
-
-    print_as_is(console or Console(stderr=True), library.Planned(plan, memory_of(plan)).lines())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import MOST_WORKERS, JsonOption, RecipeArgument, SetOption, print_as_is
+from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.host import busy, cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import MOST_WORKERS, busy, cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
     from llmtrain.plan import KernelChoice, Plan

@@ -6,13 +6,15 @@ published runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from llmtrain.plan.described import model_line, split_lines
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.predict.assumptions import Assumptions, assumed_of
 from llmtrain.predict.links import Links
+from llmtrain.predict.memory import PlanMemory
 from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
 from llmtrain.predict.work import StageParameters, Work, Worker, held_by_ranks
@@ -87,6 +89,15 @@ def unknown(plan: Plan) -> str | None:
     wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": offloads}
     missing += [name for name, needed in wanted.items() if needed and getattr(device, name) is None]
     return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
+
+
+def describe(plan: Plan, memory: PlanMemory | None, time: StepTime | None) -> Iterator[str]:
+    """Yields readable lines: model, layout, memory, predicted time and notes."""
+    yield from (model_line(plan), *split_lines(plan), *(memory.described() if memory else ()))
+    if time:
+        yield describe_time(time, measured=plan.cluster.measured is not None)
+    for one in plan.notes:
+        yield f"note: {one['message']} [{one['rule']}]"
 
 
 def describe_time(time: StepTime, measured: bool) -> str:

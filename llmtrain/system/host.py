@@ -30,6 +30,8 @@ takes milliseconds. If another process occupies the core of one thread, all the 
 on waiting instead of giving it one (`docs/design/decisions.md`). The number of threads, and thus the results of a run,
 stay the same."""
 
+MOST_WORKERS = 1024
+"""The largest number of workers on one machine."""
 ROUNDED_MIB = 64
 """Size up to which blocks of pinned memory are still rounded up; equal sizes are easier to use again."""
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

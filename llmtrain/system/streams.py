@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -103,6 +103,12 @@ def plain_console(stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal(stream))
+
+
+def print_as_is(console: Console, lines: Iterable[str]) -> None:
+    """Prints lines without wrapping, highlighting or markup."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

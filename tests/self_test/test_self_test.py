@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.cluster import Cluster, measured_on, self_test_folder
-from llmtrain.commands.train import _offer_self_test
 from llmtrain.recipe import parse_recipe
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.self_test import run
+from llmtrain.train.start import offer_self_test
 
 
 def test_each_strategy_is_tried_once():
@@ -29,13 +29,13 @@ def test_each_strategy_is_tried_once():
     assert all("ep" in one.name for one in run.representatives(legal, 4, experts=True))
 
 
-def test_the_self_test_is_recommended_once_on_gpus(monkeypatch, tmp_path, capsys):
+def test_the_self_test_is_recommended_once_on_gpus(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
-    _offer_self_test(Cluster())
-    assert capsys.readouterr().err == ""
+    offer_self_test(Cluster())
+    assert capfd.readouterr().err == ""
     for _ in range(2):
-        _offer_self_test(Cluster(device="h100"))
-    assert capsys.readouterr().err.count("llmtrain doctor --self-test") == 1
+        offer_self_test(Cluster(device="h100"))
+    assert capfd.readouterr().err.count("llmtrain doctor --self-test") == 1
 
 
 @pytest.mark.parametrize("option", ["--prebuild", "--hostfile=hosts", "recipes/tiny.py"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.commands.precheck import check_stages, without_uncut
-from llmtrain.commands.train import runnable_plan
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.search.enumerate import enumerate_plans
+from llmtrain.train.start import check_stages, runnable_plan, without_uncut
 
 TINY = load_recipe("recipes/tiny.py:verify", [])[0]
 PIPELINE = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
