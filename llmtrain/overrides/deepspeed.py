@@ -25,6 +25,7 @@ from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_g
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 
 from llmtrain.overrides import replaced
 from llmtrain.overrides.torch import squared_norm
@@ -199,6 +200,30 @@ class NormWithLoss:
         norm = sums[0].sqrt().float()
         _mark_invalid(norm)
         return norm
+
+
+class VerdictWithinStep:
+    """Calls `judge` within a step of DeepSpeed, which has no other place between the norm and the update."""
+
+    def __init__(self, optimizer: Optimizer, judge: Callable[[Tensor | None], object], device: torch.device) -> None:
+        """optimizer: the one that DeepSpeed wraps. judge: gets 1 for an overflow or 0; None if neither is known."""
+        self._judge = judge
+        self._device = device
+        self._is_taken = False
+        optimizer.register_step_pre_hook(self._before)
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Runs a step, and calls `judge` once, although with ZeRO the optimizer begins more than once."""
+        self._is_taken = False
+        step()
+        if not self._is_taken:  # a loss scaler has dropped the update, which is not a fault of the run
+            self._judge(torch.ones((), device=self._device))
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
+            self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
 
 
 @contextmanager

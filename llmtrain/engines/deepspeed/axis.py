@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
-from llmtrain.data import MicroBatch
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.engine import StepResult
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
 
@@ -72,7 +74,37 @@ class EngineAxis:
     def before_backward(self) -> None:
         """Runs before the backward pass of each micro-batch."""
 
+    # These methods replace what the engine does with a batch. They return None to leave it to the engine.
+
+    def train_step(self, batch: StepBatch) -> StepResult | None:
+        """Accumulates this rank's micro-batches and updates once."""
+        return None
+
+    def evaluate(self, batch: StepBatch) -> Tensor | None:
+        """Returns this rank's sum of losses."""
+        return None
+
+    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor] | None:
+        """Returns the logits of the token after the position with a label, by row."""
+        return None
+
+    def sum_over_replicas(self, value: Tensor) -> Tensor | None:
+        """Returns the sum of a value over the ranks that compute different parts of it; changes the value."""
+        return None
+
     # These methods describe which rank holds what.
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module with this rank's weights; None if it is the one that DeepSpeed trains."""
+        return None
+
+    def models(self) -> list[tuple[PreTrainedModel, bool]] | None:
+        """Returns the model of each stage of this rank, and whether the loss is computed from its output.
+
+        Returns None if the rank has the layers of the whole model.
+        """
+        return None
 
     @property
     def grid(self) -> Any:
@@ -119,3 +151,7 @@ class EngineAxis:
         Returns None if the model's own parameters have these names already.
         """
         return None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what this rank holds, for the run's record."""
+        return {}

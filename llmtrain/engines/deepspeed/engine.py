@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
-from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult, take_step
 from llmtrain.engines.forward import (
@@ -62,6 +61,7 @@ from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gra
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
+    VerdictWithinStep,
     clip_by,
     gradients_in_order,
     last_norm,
@@ -132,14 +132,13 @@ class DeepSpeedEngine(HasState):
         self.plan = plan
         self.device = device
         self.axes = axes
-        self.pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
         recipe = plan.recipe
         leave_muon_eager()
         check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
         self.module = self._build(ds_config)
-        self.model: Any = self.module.stages if self.pipeline else self.module
+        self.model: Any = _first(axis.model for axis in axes) or self.module
         for model, has_head in self.models():
             # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
             use_recomputation(model, recipe.parallel)
@@ -161,15 +160,14 @@ class DeepSpeedEngine(HasState):
         self._prepared_by = prepared_by
         reduce_among_several(self.engine)
         gradients_in_order(self.engine.optimizer)
-        if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
-            clip_by(self.engine, self._norm_of_step)
+        clip_by(self.engine, self._norm_of_step)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
         self.objective = objective_of(recipe, _first(axis.slices for axis in axes))
         locate_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
-        self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
+        self._verdict = VerdictWithinStep(self.engine.basic_optimizer, self._judge, device)
         self.guard.watch(self.engine.basic_optimizer)
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
@@ -184,7 +182,7 @@ class DeepSpeedEngine(HasState):
 
     def models(self) -> list[tuple[PreTrainedModel, bool]]:
         """Returns the model, or that of each stage of this rank, and whether the loss is computed from its output."""
-        return [(stage.model, stage.is_last) for stage in self.model] if self.pipeline else [(self.model, True)]
+        return _first(axis.models() for axis in self.axes) or [(self.model, True)]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -195,7 +193,8 @@ class DeepSpeedEngine(HasState):
         """Accumulates this rank's micro-batches and updates once."""
         estimate_divergence(self, [batch])
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            return self.pipeline.train_step(batch) if self.pipeline else take_step(self, batch)
+            done = _first(axis.train_step(batch) for axis in self.axes)
+            return take_step(self, batch) if done is None else done
 
     @property
     def learning_rate(self) -> float:
@@ -237,31 +236,21 @@ class DeepSpeedEngine(HasState):
         return self.judged(lambda: loss, self.engine.step)
 
     def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
-        """Runs a step of DeepSpeed. The verdict is taken within it, when DeepSpeed's optimizer begins.
+        """Runs a step of DeepSpeed. The verdict is taken within it, because only DeepSpeed knows when to update.
 
         loss: returns this rank's share of the loss; called once the norm is known.
         """
         self._loss = loss
-        self._measured: Measured | None = None
         if self._norm_with_loss is not None:
             self._norm_with_loss.share = loss
-        step()
-        if self._measured is None:  # a loss scaler has dropped the update, which is not a fault of the run
-            self._judge(torch.ones((), device=self.device))
-        assert self._measured is not None
+        self._verdict.run(step)
+        self._own_norm = None
         return self._measured
-
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Takes the verdict once per step, although with ZeRO the optimizer begins more than once."""
-        if self._measured is None:
-            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
-            self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _judge(self, overflowed: Tensor | None) -> None:
-        measured = self._measure(self._loss())
-        self.guard.judge(measured, overflowed)
-        self._measured = measured
+        self._measured = self._measure(self._loss())
+        self.guard.judge(self._measured, overflowed)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -269,14 +258,15 @@ class DeepSpeedEngine(HasState):
         if self.objective:
             self.objective.begin()
         with self.averaged(), self._active():
-            total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
+            total = _first(axis.evaluate(batch) for axis in self.axes)
+            total = self._evaluate(batch) if total is None else total
         return self._sum_over_replicas(total) / batch.terms
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
         with self._active():
-            if self.pipeline:
-                return self.pipeline.next_logits(batch)
+            if (found := _first(axis.next_logits(batch) for axis in self.axes)) is not None:
+                return found
             self.engine.eval()
             with documents_known(batch):
                 return next_logits(self.engine, self.model, self.slice(batch), self.device)
@@ -371,10 +361,10 @@ class DeepSpeedEngine(HasState):
 
     def describe(self) -> dict[str, Any]:
         """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
-        stage = {"stage": self.module.stage_id} if self.pipeline else {}
+        own = {key: value for axis in self.axes for key, value in axis.describe().items()}
         return {
-            "engine": f"{self._prepared_by}deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
-            **stage,
+            "engine": f"{self._prepared_by}deepspeed {deepspeed.__version__}",
+            **own,
             "optimizer": type(self.engine.optimizer).__name__,
             "basic_optimizer": type(self.engine.basic_optimizer).__name__,
             "device": str(self.device),
@@ -396,8 +386,8 @@ class DeepSpeedEngine(HasState):
 
     def _measure(self, loss: Tensor) -> Measured:
         """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
-        if self.pipeline and self.plan.parallel.zero_stage == 0:
-            self._own_norm = self._gradient_norm()
+        if self._own_norm is None:
+            self._own_norm = self._replicated_grad_norm()
         norm = self._norm_of_step()
         if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
             return Measured(known, finite_or_infinite(norm))
@@ -405,9 +395,8 @@ class DeepSpeedEngine(HasState):
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
-        if self.pipeline:  # the last stages have the value; the others have zero
-            dist.all_reduce(value)
-            return value / self.plan.parallel.tensor
+        if (total := _first(axis.sum_over_replicas(value) for axis in self.axes)) is not None:
+            return total
         if self.plan.holders > 1:
             dist.all_reduce(value, group=self._replicas)
         return value

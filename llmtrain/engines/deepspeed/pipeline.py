@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
@@ -108,7 +109,7 @@ class PipelineAxis(SlicedAxis):
         self._engine = engine
         self.passes = PassRunner(
             PipelineSchedule.of(self.plan.parallel),
-            self._stages,
+            self.model,
             PipeLinks(self._grid.pipe_groups, self.device),
             self.device,
             partial(autocast, self.plan.parallel.precision, self.device.type),
@@ -143,6 +144,22 @@ class PipelineAxis(SlicedAxis):
         self.passes.evaluate([batch], [own], logits)
         return found
 
+    def sum_over_replicas(self, value: Tensor) -> Tensor:
+        """Sums over all ranks. The last stages have the value, equal on tensor parallel ranks; the others have zero."""
+        dist.all_reduce(value)
+        return value / self.plan.parallel.tensor
+
+    @property
+    def model(self) -> RankStages:
+        """The stages of this rank."""
+        stages: RankStages = self._pipeline.stages
+        return stages
+
+    def models(self) -> list[tuple[PreTrainedModel, bool]]:
+        """Returns the models of this rank's stages; the loss is computed from the output of the last one."""
+        stages: Any = self.model
+        return [(stage.model, stage.is_last) for stage in stages]
+
     def tied_copy(self, name: str) -> tuple[int, int]:
         """Returns (index, number) of this rank among those that hold the weight."""
         tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
@@ -154,14 +171,14 @@ class PipelineAxis(SlicedAxis):
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the name in the whole model; a tied weight has the name of its first occurrence."""
-        return self._stages.hugging_face_name(name)
+        return self.model.hugging_face_name(name)
 
     def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
-        held = dict(named_weights(self._stages))
-        own = {name: held[path] for path, name in self._stages.hf_names.items()}
+        held = dict(named_weights(self.model))
+        own = {name: held[path] for path, name in self.model.hf_names.items()}
         for owner in self._grid.pp_group:
             names = broadcast(list(own), owner, group)
             for name in names:
@@ -171,10 +188,9 @@ class PipelineAxis(SlicedAxis):
                 yield name, _broadcast(weight, owner, group, self.device)
             seen.update(names)
 
-    @property
-    def _stages(self) -> RankStages:
-        stages: RankStages = self._pipeline.stages
-        return stages
+    def describe(self) -> dict[str, Any]:
+        """Returns the rank's place in the pipe."""
+        return {"stage": self._pipeline.stage_id}
 
     def _begin(self, batch: StepBatch) -> list[MicroBatch]:
         """Prepares a pass over a batch; returns this rank's slices of its micro-batches."""
@@ -185,7 +201,7 @@ class PipelineAxis(SlicedAxis):
         return [self._engine.slice(one) for one in batch.micro_batches]
 
     def _train(self, batch: StepBatch) -> None:
-        if not self._stages.training:
+        if not self.model.training:
             self._engine.engine.train()
         self.passes.train(batch.micro_batches, self._begin(batch), self._loss)
         finish_step(self._engine.engine)
