@@ -171,9 +171,11 @@ def verify(
     """
     from llmtrain.cluster import local_cluster
     from llmtrain.data import Progress, prepare
+    from llmtrain.overrides import untried_versions
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.search.enumerate import enumerate_plans
+    from llmtrain.system.stops import say
     from llmtrain.system.streams import plain_console
     from llmtrain.train.start import without_uncut
     from llmtrain.verify import certify
@@ -184,6 +186,8 @@ def verify(
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
     chosen, refused = without_uncut(choose_plans(runnable, refused, plans), refused)
+    for line in untried_versions():
+        say(f"warning: {line}")
     prepare(wanted, Progress(plain_console(stderr=True)))
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, "verify")
     return certify.verify(wanted, chosen, refused, steps, folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from llmtrain.commands.train import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.tools import TOOLS
+from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def run_small(request: TrainRequest) -> None:
     from rich.console import Console
 
     from llmtrain.dry_run.run import REPORT, dry_run
+    from llmtrain.overrides import untried_versions
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import check_stages, runnable_plan
 
@@ -52,6 +54,8 @@ def run_small(request: TrainRequest) -> None:
         folder = RunDir(beside.parent / f"{beside.name}-dry-run")
         plan = runnable_plan(declared, request.cluster(written_for))
         check_stages(plan)
+        for line in untried_versions():
+            say(f"warning: {line}")
         report = dry_run(plan, folder)
     except UserError as error:
         if request.as_json:

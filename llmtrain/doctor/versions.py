@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok
 from llmtrain.launch.disks import compiler_of, has_libaio
+from llmtrain.overrides import TRIED, untried_versions
 from llmtrain.system.host import installed_version
 from llmtrain.system.untrusted import expanded
 
@@ -60,6 +61,9 @@ def packages(scene: Scene) -> Iterator[CheckResult]:
     found = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
     if wrong:
         yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
+    for line in untried_versions():
+        package = line.partition(" ")[0]
+        yield caution("versions.untested", line, f"pip install {package}=={TRIED[package]}")
     if found:
         rest = "" if wrong else f"; all {len(needed)} packages satisfy the requirements"
         yield ok("versions.packages", found + rest)

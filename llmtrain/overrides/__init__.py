@@ -385,10 +385,14 @@ def check_overrides() -> None:
 
 
 def untried_versions() -> Iterator[str]:
-    """Yields a line for each installed library of another minor version than the one that the tests were run with."""
+    """Yields a line for each installed library of another version than the one that the tests were run with.
+
+    Of DeepSpeed, every release counts, since its patch releases change the engines. Of the others, only minor ones do.
+    """
     for package, tried in TRIED.items():
         installed = installed_version(package)
-        if installed and installed.split(".")[:2] != tried.split(".")[:2]:
+        parts = 3 if package == "deepspeed" else 2
+        if installed and re.findall(r"\d+", installed)[:parts] != re.findall(r"\d+", tried)[:parts]:
             places = [
                 place.partition(":")[2].removeprefix(".")
                 for one in OVERRIDES

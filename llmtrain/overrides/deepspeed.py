@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
-from deepspeed.module_inject import set_autotp_mode
-from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
-from deepspeed.ops import __compatible_ops__
+from deepspeed import ops
+from deepspeed.module_inject import auto_ep_folding, set_autotp_mode
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -21,7 +20,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+from deepspeed.sequence import layer as sequence_layer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -104,8 +103,8 @@ def group_with_experts(expert: Tensor) -> dist.ProcessGroup:
 
 def all_to_all(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the differentiable exchange in which rank i of the group receives row i of every rank."""
-    register_all_to_all_group(group)
-    return partial(_dim_zero_all_to_all, group)
+    sequence_layer.register_all_to_all_group(group)
+    return partial(sequence_layer._dim_zero_all_to_all, group)
 
 
 def use_no_compiled_collective() -> None:
@@ -113,7 +112,7 @@ def use_no_compiled_collective() -> None:
 
     Compiling DeepSpeed's shared-memory collective takes a minute at the first start.
     """
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def reduce_among_several(engine: DeepSpeedEngine) -> None:
@@ -341,7 +340,7 @@ def forget_folded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) 
     """
     if isinstance(optimizer, BF16_Optimizer):
         for parameter in parameters:
-            clear_autoep_folding_gradient_corrected(parameter)
+            auto_ep_folding.clear_autoep_folding_gradient_corrected(parameter)
 
 
 class PipelineTiedByName(PipelineModule):  # type: ignore[misc]

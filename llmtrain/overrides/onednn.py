@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library, get_kernel
+from torch import Tensor, library
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.host import of_processor
@@ -27,7 +26,7 @@ oneDNN is twice as fast."""
 ZEN_5 = 26
 """Family of the first of AMD's processors that compute 512 bits at once."""
 
-_replaced: Library | None = None
+_replaced: library.Library | None = None
 
 
 def multiply_by_onednn(wanted: bool) -> None:
@@ -42,7 +41,7 @@ def multiply_by_onednn(wanted: bool) -> None:
     if wanted and _replaced is None:
         for name in _KERNELS:
             _original(name)
-        _replaced = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        _replaced = library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for name, kernel in _KERNELS.items():
@@ -54,7 +53,7 @@ def multiply_by_onednn(wanted: bool) -> None:
 
 @cache
 def _original(name: str) -> Any:
-    return get_kernel(f"aten::{name}", "CPU")
+    return library.get_kernel(f"aten::{name}", "CPU")
 
 
 def _is_faster(left: Tensor, right: Tensor) -> bool:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import Work
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch._subclasses import fake_tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
@@ -102,7 +102,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def fake_tensors() -> AbstractContextManager[object]:
     """Returns a context in which new tensors have shapes but no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -111,9 +111,9 @@ def storage_of(tensor: Tensor) -> int:
     return address
 
 
-def rendezvous_store() -> Store:
+def rendezvous_store() -> distributed_c10d.Store:
     """Returns the store where the ranks of the process group met, which the launcher may have opened."""
-    return _get_default_store()
+    return distributed_c10d._get_default_store()
 
 
 def join_fake_group(rank: int, world_size: int) -> None:

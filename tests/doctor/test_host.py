@@ -133,6 +133,12 @@ def test_packages_are_compared_with_pyproject(scene, monkeypatch):
     assert "no-such-package is not installed" in finding.text
 
 
+def test_an_untested_version_is_a_warning(scene, monkeypatch):
+    monkeypatch.setitem(versions.TRIED, "deepspeed", "0.19.7")
+    (finding,) = (one for one in versions.packages(scene) if one.check == "versions.untested")
+    assert (finding.level, finding.fix) == ("warning", "pip install deepspeed==0.19.7")
+
+
 def test_an_old_python_is_a_fault(scene, monkeypatch):
     assert _only(versions.python(scene)).level == "ok"
     monkeypatch.setattr(versions, "requirements", lambda: (">=3.99", {}))

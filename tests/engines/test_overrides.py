@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -23,6 +25,14 @@ from tests.helpers.traces import plan_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llmtrain"
+
+
+NAMED = (
+    "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",
+    "deepspeed.sequence.layer:_dim_zero_all_to_all",
+    "torch.distributed.distributed_c10d:_get_default_store",
+)
+"""Places that nothing else in the libraries imports by name once they are loaded."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +122,28 @@ def test_a_version_without_an_overridden_part_is_refused_before_an_engine_is_bui
     assert f"pip install deepspeed=={TRIED['deepspeed']}" in str(error.value)
 
 
+def test_modules_load_without_a_part_that_a_later_version_may_lack():
+    """Otherwise an ImportError would come before the refusal, which says what is missing and what to do."""
+    program = "\n".join(
+        (
+            "from importlib import import_module",
+            f"for module, name in {[place.split(':') for place in NAMED]}: delattr(import_module(module), name)",
+            "import llmtrain.engines",
+            "from llmtrain.overrides import check_overrides",
+            "check_overrides()",
+        )
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "RecipeError" in done.stderr
+    assert all(place.replace(":", ".") in done.stderr for place in NAMED)
+
+
 def test_an_untested_version_is_named_with_the_possible_differences(monkeypatch):
     assert list(untried_versions()) == []
-    installed = {**TRIED, "deepspeed": "0.20.1", "torch": "2.13.1+cu130"}
+    installed = {**TRIED, "deepspeed": "0.19.9+cpu", "torch": "2.13.1+cu130"}
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
     (line,) = untried_versions()
-    assert line.startswith("deepspeed 0.20.1 is untested")
+    assert line.startswith("deepspeed 0.19.9+cpu is untested")
     assert "DeepSpeedEngine.allreduce_no_retain" in line
 
 
