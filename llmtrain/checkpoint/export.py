@@ -105,7 +105,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:
-    """Returns a checkpoint's names for the weights of a model, tied ones once.
+    """Returns the names under which a checkpoint stores the weights of a model; tied weights once.
 
     Raises CheckpointError if one is missing.
     """

@@ -90,7 +90,7 @@ def newest(checkpoints: Path) -> Path | None:
 
 
 def faults(checkpoints: Path) -> list[Problem]:
-    """Returns the problems of `latest` and of unreadable checkpoints, which explain the choice of `newest`."""
+    """Returns what is wrong with `latest` and with unreadable checkpoints, which `newest` does not choose."""
     found = find(checkpoints)
     named, problems = read_latest(checkpoints)
     if named is not None and named not in {one.folder.name for one in found}:

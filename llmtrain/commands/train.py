@@ -46,7 +46,8 @@ class TrainRequest:
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
+            help="auto: continue from the newest checkpoint, if there is one; never: start over; PATH: continue from "
+            "that checkpoint."
         ),
     ] = "auto"
     max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None

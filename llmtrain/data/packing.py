@@ -136,7 +136,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int6
 
 
 def _place(pieces: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
-    """Returns the bins of pieces that are given by decreasing length."""
+    """Returns the pieces of each bin; `pieces` must be sorted by decreasing length."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = defaultdict(list)  # remaining room → bins
     rooms: list[int] = []  # the keys of `with_room`, sorted

@@ -177,7 +177,8 @@ class Schedule:
         epochs: int | None = None,
         shortens: bool = False,
     ) -> None:
-        """epochs: after these, the batch is smaller and the next one begins anew; None: batches run on.
+        """epochs: number of epochs after which a batch has only the sequences that are left, and the next batch starts
+        over; None: batches always continue from one epoch into the next.
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
@@ -247,7 +248,7 @@ class Schedule:
         return prefetched(self._eval_batches(max_sequences, name))
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
-        """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not tell them."""
+        """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
         asked = (max_sequences, name)
         if asked not in self._eval_bytes:
             tokenizer = self._prepared.tokenizer

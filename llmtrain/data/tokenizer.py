@@ -141,8 +141,8 @@ def prepare_tokenizer(
 def cut(text: str) -> Iterator[str]:
     """Yields the text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
 
-    That is at a single line end or before a single space, so that cutting does not change the tokens; only a text
-    without either for a long stretch is cut elsewhere. (A tokenizer that marks the start of a text marks each piece.)
+    They are cut at a single line end or before a single space, which does not change the tokens. A long stretch without
+    either is cut elsewhere. A tokenizer that marks the start of a text marks each piece.
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:

@@ -40,7 +40,7 @@ class CheckResult:
 
 
 def ok(check: str, text: str) -> CheckResult:
-    """Returns a finding that nothing is wrong."""
+    """Returns a finding that reports no problem."""
     return CheckResult(check, "ok", text)
 
 

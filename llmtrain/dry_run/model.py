@@ -75,8 +75,8 @@ def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tin
     def chosen(names: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
         """Returns the names of the copy that correspond to some of `among`, the names in the whole model.
 
-        The copy's layers correspond to layers at equal distances, from the first to the last. Of what is meant in none
-        of these, every layer is chosen.
+        The copy's layers correspond to layers at equal distances, from the first to the last. If none of the layers
+        in `among` corresponds to one of the copy, all layers of the copy are chosen.
         """
         wanted = set(among)
         kinds: dict[str, list[str]] = {}

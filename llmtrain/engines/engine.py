@@ -57,8 +57,8 @@ class Engine(HasState, Protocol):
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits [vocab] of the token after a position, in fp32, by the row of the batch.
 
-        The position is the one that has a label. Every rank is given the same batch, and returns the rows whose logits
-        it computes; each row is returned by at least one rank.
+        Each row has one label, which marks the position. Every rank gets the same batch, and returns the rows whose
+        logits it computes. Each row is returned by at least one rank.
         """
 
     def rewards(self) -> Tensor | None:

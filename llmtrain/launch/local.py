@@ -106,7 +106,7 @@ def clear_failures(run_dir: RunDir) -> None:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserves a TCP port on which rank 0 can listen, and which no other process is given meanwhile.
+    """Reserves a TCP port on which rank 0 can listen, and which the kernel gives to no other process meanwhile.
 
     The port stays bound here. Rank 0 can bind it too, since torch's store and this socket both set SO_REUSEADDR and
     only one of them listens. The kernel does not give a bound port to a process that asks for a free one.
@@ -189,7 +189,7 @@ class _LocalWorker:
 
     @property
     def struck_down(self) -> bool:
-        """Whether it crashed or was killed without warning, other than by us or while exiting after our signal."""
+        """Whether it crashed or was killed, except by us or while it was exiting after our signal."""
         number = -(self.returncode or 0)
         return number in SUDDEN and (number not in self.sent if number == signal.SIGKILL else not self.sent)
 

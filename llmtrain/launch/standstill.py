@@ -43,7 +43,7 @@ class Standstill:
 
     @property
     def still(self) -> list[Problem]:
-        """The processes that are stopped, however briefly, or were when they ended."""
+        """The processes that are stopped now, or were stopped when they ended."""
         return list(self._seen.values())
 
     def look(self, processes: Mapping[str, int]) -> None:

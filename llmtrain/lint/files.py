@@ -50,8 +50,8 @@ class Settings:
 def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     """Returns the name of each file and its path, or its content for standard input.
 
-    In folders and patterns, only files are taken that mention batch sizes or ZeRO and whose keys are not mostly another
-    program's. A file that several links lead to is taken once.
+    In folders and patterns, a file is only taken if it mentions batch sizes or ZeRO, and if most of its keys are not
+    those of another program. A file that several links lead to is taken once.
 
     Raises: RecipeError if there is none.
     """

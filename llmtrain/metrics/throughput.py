@@ -154,7 +154,7 @@ class Forecast:
         self._clock = clock
         self._started = clock()
         self._first: tuple[int, float] | None = None
-        """The first logged step, and when it was logged: what is before it also compiles and allocates."""
+        """The first logged step, and when it was logged. Steps before it include compilation and allocation."""
 
     def after(self, step: int, step_time_s: float) -> dict[str, float]:
         """Returns what a record of `step` says about it. step_time_s: of the last steps alone."""

@@ -225,9 +225,9 @@ def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
 def _adapted_modules(
     whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig, saved: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[Problem]]:
-    """Returns the names of the linear layers that an adapter is for, and problems with them.
+    """Returns the names of the linear layers that an adapter targets, and problems with them.
 
-    saved: modules that are trained as a whole, and have no adapters within.
+    saved: modules that are trained as a whole, and contain no adapters.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 

@@ -112,8 +112,7 @@ class _Origin:
     """The tensors that a weight is made of."""
 
     target: str
-    """The name that `transformers` gives to the target of these tensors; with a converter, the first of several
-    weights."""
+    """The model's name for the weight made from these tensors; the first of several if a converter makes them."""
     converter: WeightConverter | None
     keys: list[tuple[str, str]] = field(default_factory=list)
     """Names in the files, each with the pattern that it matches."""

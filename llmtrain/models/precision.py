@@ -83,7 +83,7 @@ def use_fp8(model: PreTrainedModel, kind: str) -> None:
 def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
     """Raises RecipeError if the same passes take longer in fp8 than in bf16. Both times are in seconds."""
     if fp8 > bf16:
-        times = f"{1000 * fp8:.4g} ms, but {1000 * bf16:.4g} ms in bf16"
+        times = f"{1000 * fp8:.4g} ms in fp8, but only {1000 * bf16:.4g} ms in bf16"
         raise _refused(kind, f"on this device, a micro-batch through some layers takes {times}")
 
 

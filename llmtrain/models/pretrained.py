@@ -61,9 +61,10 @@ class Pretrained:
 def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
     """Copies the first rows of a table into a larger one, and sets all others to the mean of these.
 
-    The logits of such a row are the mean of those of the old tokens at every position, and thus never the largest; rows
-    at random could have any (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Padding rows are such rows, too:
-    as in Megatron-LM, they take part in the softmax, and since they are never targets their logits only decrease.
+    The logits of such a row are the mean of those of the old tokens at every position, and thus never the largest.
+    Those of random rows could be arbitrarily large (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Padding
+    rows are such rows, too: as in Megatron-LM, they take part in the softmax, and since they are never targets their
+    logits only decrease.
     """
     kept = table[:kept_rows]
     total = torch.zeros(kept.shape[1:], dtype=torch.float64, device=kept.device)

@@ -267,7 +267,7 @@ def _mark_invalid(norm: Tensor, device: object = None) -> None:
 
 
 def gradients_in_order(optimizer: Any) -> None:
-    """Makes later work on the device wait for the gradients that ZeRO reduces meanwhile, instead of the host.
+    """Makes later work on the device, instead of the host, wait for the gradients that ZeRO is reducing.
 
     DeepSpeed waits on the host when a micro-batch's backward pass is over. Offloaded gradients are read by the host,
     which has to wait.

@@ -167,7 +167,7 @@ def varlen_backward(
     scale: float,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the states of `varlen_attn`, as torch's own formula of its gradient calls the kernel."""
+    """Returns the gradients of the states of `varlen_attn`, by the same kernel call as in torch's backward formula."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
     is_causal = window == (-1, 0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(

@@ -72,7 +72,7 @@ def defining_module(module: nn.Module) -> ModuleType:
 
 
 def call_instead(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Lets a module call `function` while it computes, in place of the one of its family that has this name."""
+    """Replaces the function `name` of a module's family by `function` during the module's forward pass."""
     family, plain = defining_module(module), type(module).forward
 
     @wraps(plain)

@@ -48,11 +48,11 @@ class EightBitOptions(Part):
 STRETCH = 4_194_304
 """Largest number of elements of a matrix with 8-bit moments that are updated at once, unless one row has more."""
 STRETCH_BYTES = 28
-"""Largest number of bytes for each of them: two fp32 moments, and what one is computed from or rounded with."""
+"""Largest number of bytes for each of them: two fp32 moments, and temporary tensors to compute or round one."""
 UPDATE_BYTES = 262
 """Bytes that the operations of such an update read and write for an element; torch has no kernel that joins them."""
 CODE_TABLES = 4 * 2 * (256 + 254)
-"""Bytes of what the codes of both moments stand for, and of the borders between these values."""
+"""Bytes of the tables for both moments: the values of the codes, and the borders between the values."""
 POINT = "z"
 """State of schedule-free AdamW: the trained weights are a mixture of this point and of the averaged weights."""
 
@@ -73,8 +73,8 @@ class OptimizerRow:
     options: type[Part] = NoOptions
     """Model of `optim.options`."""
     layer_states: tuple[str, ...] | None = None
-    """Names of the tensors that are kept for the matrices of decoder layers, if it updates them in another way, which
-    takes the whole matrix."""
+    """Names of the tensors that are kept for matrices of decoder layers, if the optimizer updates these as whole
+    matrices."""
     factors: tuple[str, ...] = ()
     """Names of the tensors that are kept of a matrix in place of `states`: a value for each row, and for each column.
     Each rank that holds a part of the matrix has them whole."""
@@ -156,9 +156,9 @@ OPTIMIZERS = {
 
 
 def states_kept(optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
-    """Returns the number of fp32 tensors of its shape that are kept of a weight; SGD without momentum has none.
+    """Returns the number of fp32 states that have the shape of a weight; SGD without momentum has none.
 
-    in_layers: whether it is updated in the way of `layer_states`.
+    in_layers: whether the weight has the optimizer's `layer_states`.
     """
     row = optimizer_of(optim)
     if (row.factors or row.moments) and is_matrix:

@@ -209,5 +209,5 @@ class HeldRows:
         return row, self.held[own]
 
     def is_cut(self, element: int) -> bool:
-        """Whether a range that ends before an element ends within a block."""
+        """Whether an element and the one before it are in the same block."""
         return element % self.elements > 0 and self.number(element - 1) == self.number(element)

@@ -80,7 +80,7 @@ class Activations:
     gradient: int
     """The logits' gradient, when the loss is done."""
     head: int
-    """The head's new gradient, which is computed from that of the logits, before it is added to their sum."""
+    """The head's gradient from one micro-batch, before it is accumulated."""
     sent: int
     """Tensors between pipeline stages."""
     host: int
@@ -112,7 +112,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     saved = passes * sum(again[index].size if index in again else size for index, size in whole.items()) // chunks
     host = 0
     if plan.parallel.offload_activations:
-        # On the device are the input of the newest layer, and of the one below it on its way back.
+        # The device holds two inputs: that of the newest layer, and the one that is being copied back.
         inputs = passes * len(again) // chunks
         saved -= max(0, inputs - 2) * stream
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))

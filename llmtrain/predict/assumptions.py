@@ -55,7 +55,7 @@ class Assumptions(Part):
     attention and feed-forward, in units of the model's width: two norms in fp32 (2 × 19) and the residual sums (2 × 3).
     """
     end_passes: PositiveFloat = 26.0
-    """The same for the inputs and outputs of the matrix products, as far as they are as wide as the model."""
+    """The same for those inputs and outputs of the matrix products that have the model's width."""
     width_passes: PositiveFloat = 2.5
     """The same for activation, gate and rotary positions, in units of the sum of the widths of all matrix products."""
     logit_bytes: PositiveFloat = 32.0

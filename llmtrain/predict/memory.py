@@ -126,7 +126,7 @@ class PlanMemory(Part):
         if host := max(stage.host for stage in self.stages):
             yield f"         {readable(host)} of host memory per rank"
         if copies := max(stage.host_copies for stage in self.stages):
-            yield f"         {readable(copies)} of host memory per rank for a checkpoint on its way to the disk"
+            yield f"         {readable(copies)} of host memory per rank while a checkpoint is being written"
 
 
 def by_part(parts: Parts) -> str:

@@ -55,11 +55,11 @@ class Passing(Part):
     """Bytes of gradients that exist only within a backward pass of a pipeline, at whose end they are freed."""
 
     first: int = 0
-    """Those that exist when the pass comes to the first of its decoder layers."""
+    """At the start of the backward pass of its first decoder layer."""
     last: int = 0
-    """Those that exist, at most, in that of the last one; see `Activations.lowest`."""
+    """Maximum during the backward pass of its last decoder layer; see `Activations.lowest`."""
     whole: int = 0
-    """All of them, with the fp32 copy of the largest one that is added to the sums."""
+    """At its end, with the fp32 copy of the largest gradient that is added to the sums."""
 
 
 class State(Part):

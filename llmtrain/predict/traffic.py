@@ -26,11 +26,11 @@ from llmtrain.predict.work import DeviceShare, StageParameters, held_by_ranks
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
 SUMS = 4
-"""Tensors of a layer that tensor parallel ranks sum: in the forward pass what leaves attention and feed-forward, and in
-the backward pass the gradients of what enters them."""
+"""Tensors of a layer that tensor parallel ranks sum: the outputs of attention and feed-forward in the forward pass,
+and the gradients of their inputs in the backward pass."""
 SUMS_BESIDE_EXPERTS = 5
-"""The same if the experts of a layer are distributed: what leaves attention, and the gradients of the inputs of query,
-key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
+"""The same if the experts of a layer are distributed: the output of attention, and the gradients of the inputs of
+query, key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class CommunicationGroups:
             yield Transfer("all_to_all", shards)
 
     def _factors(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the sums over whole weights, for an optimizer that keeps those along rows and columns.
+        """Yields the all-reduces for an optimizer that keeps sums along rows and columns.
 
-        Of a weight there are also those of its squares and of its update's. Replicas whose flat partitions consist of
-        whole weights have nothing to add up.
+        The sums of squares of each weight and of its update are exchanged as well. Replicas whose flat partitions
+        consist of whole weights exchange nothing.
         """
         weights, replicas = self.plan.model.weights, self.groups.replicas.size
         if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
@@ -356,7 +356,7 @@ def _hide(transfer: Transfer, share: float, waited: list[Transfer], hidden: list
 
 
 def _is_in_regions(weight: Weight) -> bool:
-    """Whether a vector belongs to a norm between attention and feed-forward, or is added to what leaves these."""
+    """Whether a vector belongs to a norm between attention and feed-forward, or is added to their output."""
     is_beside = weight.name.count(".") == 1
     return is_beside or (weight.module in SPLIT_COLUMNS and weight.name.endswith(".bias"))
 

@@ -151,8 +151,8 @@ def slow(draft: Draft) -> Iterator[Fault]:
     if draft.parallel.strategy == "data_parallel" and draft.cluster.devices_per_node > 1:
         message = (
             "nn.DataParallel copies the weights to each device in every pass, updates on the first "
-            "device alone and drives all from one interpreter: PyTorch recommends one process per "
-            "device, which trains the same"
+            "device alone and drives all of them from one interpreter: PyTorch recommends one process "
+            "per device, which gives the same result"
         )
         yield Fault("parallel.backend", message, _DEEPSPEED)
 

@@ -21,7 +21,7 @@ ROOM = 3
 
 
 def use_kernels_of_cpu(plan: Plan) -> None:
-    """Sets the number of threads, if the recipe has one, and whose matrix products are used."""
+    """Sets the number of threads, if the recipe has one, and the library for matrix products."""
     if isinstance(threads := plan.recipe.kernels.threads, int):
         torch.set_num_threads(threads)
     multiply_by_onednn(matmul_of(plan) == "onednn")

@@ -104,10 +104,10 @@ def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
 
 
 def _changes_the_same(way: Way, known: Way) -> bool:
-    """Whether a way changes all the fields that a known way changes, which is at least about as fast."""
+    """Whether a way changes at least the fields of a known way. The known one is about as fast or faster."""
     return known.changes.keys() <= way.changes.keys()
 
 
 def _goes_further(way: Way, known: Way) -> bool:
-    """Whether a way consists of a known way and additional changes."""
+    """Whether a way only adds changes to a known one."""
     return known.changes.items() <= way.changes.items()

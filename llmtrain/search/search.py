@@ -206,7 +206,7 @@ def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, 
 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
-    """Whether a plan only differs from a faster one, which fits, in that it saves memory."""
+    """Whether a plan differs from a faster one that fits only by saving memory."""
     degrees = (*DEGREES, *SCHEDULE, ZERO_STAGE, MICRO_BATCH)
     return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
 

@@ -129,7 +129,7 @@ def sleep_beside_others(environment: MutableMapping[str, str], ranks: int) -> st
 
 
 def are_lacking(others: float, threads: int) -> bool:
-    """Whether this many threads lack cores if others use that many."""
+    """Whether `threads` threads lack cores while other processes use `others` of them."""
     return others + threads - own_cores() >= LACKING_CORES
 
 

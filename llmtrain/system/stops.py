@@ -1,6 +1,6 @@
 """The signals that end a run, before and while it has something to save.
 
-From our first line on, none of them ends a run with an undocumented exit code.
+From the first line of our code on, each of them ends a run with a documented exit code.
 """
 
 from __future__ import annotations

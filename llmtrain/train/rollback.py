@@ -55,10 +55,11 @@ class Trouble:
 def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:
     """Loads the last checkpoint before the skipped steps, and skips their data; called by all ranks.
 
-    Skipped updates do not change the weights, but what led to them may have. Therefore the checkpoint is from before
-    the first of them, or the newest one if no such checkpoint is kept. Steps, schedule, weights and random state are
-    those of the checkpoint; the position in the data and the counters are kept. Raises DivergedError if the recipe says
-    so (`guard.then`), if the run has rolled back too often, or if it has saved nothing.
+    Skipped updates do not change the weights, but their cause may have done so before. The checkpoint is therefore
+    one from before the first of them, or the newest one if no such checkpoint is kept. Steps, schedule, weights and
+    random state are those of the checkpoint; the position in the data and the counters are kept. Raises
+    DivergedError if the recipe says so (`guard.then`), if the run has rolled back too often, or if it has saved
+    nothing.
     """
     guard, state = trouble.plan.recipe.guard, trouble.state
     choice = choose_newest(checkpoints, run, storage, before=trouble.first_step) or choose_newest(

@@ -166,7 +166,7 @@ class _Worker:
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
             storage = probe(run_dir.checkpoints)
-            # A checkpoint is verified before the engine is built: a damaged one costs no minutes.
+            # A checkpoint is verified before the engine is built, so that damage is found before minutes are spent.
             choice = self._choose(resume, storage)
             if choice and (nothing_left := already_taken(run_dir.path, choice.manifests[0].step, max_steps)):
                 self._say(nothing_left)

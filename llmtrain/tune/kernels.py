@@ -46,7 +46,7 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
         return cached
     steps = plan.recipe.train.steps * plan.batch.tokens_per_step / plan.cluster.world_size
     if plan.flops_per_token * steps < WORTH_FLOPS and plan.recipe.kernels.fp8 == "off":
-        why = "by the rules: the run is too short to measure; `llmtrain tune` measures"
+        why = "chosen by the rules, because the run is too short to measure; run `llmtrain tune` to measure"
         return KernelChoice(key=key, device=name, why=why, values={})
     try:
         return measure(plan, str(device), threads, always=False, say=say)

@@ -16,7 +16,7 @@ GONE = "worker.gone"
 ENDING = (Phase.FINISHING, Phase.DONE)
 """Phases of a rank after which others may end."""
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
-"""Phases that have a limit of their own, within which the other ranks wait for one that is in them."""
+"""Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
 HALTED = ("T", "t")
 """States of a process that continues only if another process lets it."""
 STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}

@@ -86,7 +86,7 @@ def install(patch: pytest.MonkeyPatch, attention: str = "flash_attention_2") -> 
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
     def one_row_one_document(*states: Tensor, **named: object) -> Tensor:
-        raise AssertionError("a flash kernel that is told of no documents")
+        raise AssertionError("a flash kernel was called without document boundaries")
 
     for name in _STATE:
         patch.setattr(flash, name, None)

@@ -55,8 +55,8 @@ FOUND: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
-"""Given format → the formats to look for, in order, where these are not just the given one. A preference pair can be
-read as two judged completions."""
+"""Format in the recipe → formats to try, in order, if there are several. A preference pair can be read as two judged
+completions."""
 
 
 class RowError(Exception):

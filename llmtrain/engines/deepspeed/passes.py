@@ -49,8 +49,8 @@ class PassRunner:
         computing: Callable[[], AbstractContextManager[object]],
         accumulating: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """computing: the context of forward passes. accumulating: that of backward passes, at whose end gradients are
-        added to the step's."""
+        """computing: the context of forward passes. accumulating: the context of backward passes; when it ends, it adds
+        their gradients to those of the step."""
         self.schedule = schedule
         held: list[Any] = list(stages)
         self._stages: dict[int, Stage] = dict(zip(schedule.stages_of(links.rank), held, strict=True))

@@ -62,9 +62,9 @@ class GatheredSection(SplitSection):
 
 
 class PartialSection(GatheredSection):
-    """Split modules whose sum waits: that of the embedding until the regions begin, of experts until their block ends.
+    """Split modules whose outputs are summed later, and the head, whose input is gathered where the regions end.
 
-    The head belongs here, too: its input is gathered where the regions end.
+    The outputs of the embedding are summed where the regions begin, those of experts where their block ends.
     """
 
     def leave(self, partial: Tensor) -> Tensor:

@@ -95,10 +95,10 @@ class TensorParallel:
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
 
-        If the layer's outputs are split, so are those of the outer matrix, and the inner one is whole; if its inputs
-        are, it is the other way round. Gradients of whole matrices are then whole on each rank, or summed over the
-        ranks if these hold slices of the sequence. Raises FamilyError for a layer whose outputs are exchanged in
-        another way.
+        If the layer's outputs are split, so are those of the outer matrix, and the inner matrix is whole. If the
+        layer's inputs are split, so are those of the inner matrix, and the outer one is whole. Gradients of whole
+        matrices are then whole on each rank, or summed over the ranks if these hold slices of the sequence. Raises
+        FamilyError for a layer whose outputs are exchanged differently.
         """
         style, shard = self.split.styles.get(name, "replicate"), shard_of(base.weight)
         section = self._regions.section_of(name) if self._regions else self._alone
