@@ -1,4 +1,4 @@
-"""A part of the tests, by a budget of minutes and in an order drawn from an id."""
+"""A part of the tests, by a budget of minutes and from a number on."""
 
 import os
 import subprocess
@@ -44,17 +44,17 @@ def run(tmp_path):
     return run
 
 
-def test_the_order_is_drawn_from_the_id(run):
-    drawn, _ = run("--shuffle-by", "one")
-    assert drawn == [1, 9, 16, 3, 8, 13, 0, 12, 6, 14, 11, 15, 4, 19, 18, 2, 17, 7, 10, 5]
-    other, _ = run("--shuffle-by", "two")
-    assert sorted(other) == sorted(drawn)
-    assert other != drawn
+ORDER = [7, 3, 10, 6, 12, 15, 14, 2, 18, 9, 16, 8, 11, 13, 19, 0, 1, 4, 5, 17]
+
+
+def test_the_order_is_always_the_same_and_begins_at_a_number(run):
+    assert run("--start-at", "0")[0] == ORDER
+    assert run("--start-at", "47")[0] == ORDER[7:] + ORDER[:7]
 
 
 def test_no_test_starts_after_the_budget_and_the_report_lists_the_started_ones(run):
-    numbers, said = run("--shuffle-by", "one", "--budget-minutes", "3.5")
-    assert numbers == [1, 9, 16, 3]
+    numbers, said = run("--start-at", "0", "--budget-minutes", "3.5")
+    assert numbers == ORDER[:4]
     assert "4 of 20 tests were run" in said
     named = [line for line in said.splitlines() if line.startswith("test_minutes.py::")]
     assert named == sorted(f"test_minutes.py::test_takes_a_minute[{number}]" for number in numbers)
@@ -62,10 +62,9 @@ def test_no_test_starts_after_the_budget_and_the_report_lists_the_started_ones(r
 
 
 def test_workers_take_the_tests_in_that_order(run):
-    drawn, _ = run("--shuffle-by", "one")
     workers = ("-n", "2", "--dist", "load", "--maxschedchunk", "1")
-    numbers, _ = run("--shuffle-by", "one", *workers)
-    assert sorted(numbers) == sorted(drawn)
-    numbers, said = run("--shuffle-by", "one", "--budget-minutes", "1.5", *workers)
-    assert sorted(numbers) == sorted(drawn[:4])  # two of each worker
+    numbers, _ = run("--start-at", "3", *workers)
+    assert sorted(numbers) == sorted(ORDER)
+    numbers, said = run("--start-at", "3", "--budget-minutes", "1.5", *workers)
+    assert sorted(numbers) == sorted(ORDER[3:7])  # two of each worker
     assert "4 of 20 tests were run" in said

@@ -177,7 +177,7 @@ def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool
         what = f"not finished after {seconds:.0f} s: {what}"
     known = sorted({line for lines in progress.interfaces.values() for line in lines})
     used = f" ({'; '.join(known)})" if known else ""
-    variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO tells more"
+    variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO logs more"
     fix = "check `free -m`, `nvidia-smi` and `dmesg | tail` there"
     if len(set(names.values())) > 1:
         fix = f"check for a firewall between the hosts, or choose another interface with {variable}"

@@ -49,7 +49,7 @@ def link(rule: str) -> str:
 
 
 def written(results: list[Result], form: Format, release: Release, guessed: bool) -> str:
-    """Returns all findings in a format; `guessed` tells whether the readers are."""
+    """Returns all findings in a format; guessed: whether the readers were guessed."""
     if form in ("text", "github"):
         lines = (
             _text(results, guessed)

@@ -157,5 +157,7 @@ def test_a_cpu_is_refused():
 
 def test_slower_fp8_is_refused_with_both_times():
     precision.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
-    with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, but 2 ms in bf16.*\n.*kernels\.fp8=off"):
+    with pytest.raises(
+        RecipeError, match=r"through some layers takes 2\.5 ms in fp8, but only 2 ms in bf16.*\n.*kernels\.fp8=off"
+    ):
         precision.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)

@@ -354,7 +354,9 @@ def test_fp8_that_is_slower_is_refused(batch, monkeypatch, always):
         assert found.milliseconds["kernels.fp8"] == {"off": 1000.0, "rowwise": 500.0}
     assert "rowwise" in converted
     of_fp8["rowwise"] = 2.5
-    with pytest.raises(RecipeError, match=r"kernels\.fp8: 'rowwise' cannot be used: .* ms, but .* ms in bf16"):
+    with pytest.raises(
+        RecipeError, match=r"kernels\.fp8: 'rowwise' cannot be used: .* ms in fp8, but only .* ms in bf16"
+    ):
         _tune(plan, batch, always)
 
 
