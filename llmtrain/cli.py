@@ -28,12 +28,12 @@ from llmtrain.commands.lint import lint_files
 from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
-from llmtrain.commands.train import TrainRequest
+from llmtrain.commands.train import train_recipe
 from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
 from llmtrain.system.host import MOST_WORKERS, limit_spinning
-from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
-from llmtrain.system.streams import outlive_the_terminal, print_as_is, take_any_text
+from llmtrain.system.stops import Stopped, before_the_first_step, leave, say
+from llmtrain.system.streams import print_as_is, take_any_text
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
@@ -193,32 +193,7 @@ def refuse(error: UserError) -> NoReturn:
 
 
 command(write_recipe, "init")
-
-
-@command
-def train(request: TrainRequest) -> None:
-    """Train a recipe, or continue its run.
-
-    The command starts the workers on this machine, or submits a job (--launcher). If another launcher started it, it
-    becomes one of the workers.
-
-    --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; default: the recipe's own
-    cluster. A dry run with --nproc plans for that many workers on this machine.
-    """
-    stop_by_exception()
-    from llmtrain.commands.launchers import HERE, check_options, launch
-    from llmtrain.commands.train import train_here
-    from llmtrain.launch import discover
-
-    outlive_the_terminal()
-    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
-    check_options(request, rank)
-    if request.dry_run or request.launcher not in HERE:
-        launch(request)
-    else:
-        train_here(request, rank)
-
-
+command(train_recipe, "train")
 command(show_plan, "plan")
 lint = command(lint_files, "lint")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.commands.train import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.tools import TOOLS
 from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
+    from llmtrain.commands.train import LauncherName, TrainRequest
     from llmtrain.launch import Rank
     from llmtrain.launch.tools import Tool
 

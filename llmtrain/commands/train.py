@@ -1,7 +1,8 @@
-"""`llmtrain train`: its options, and training as a worker that a launcher started."""
+"""`llmtrain train`: its options, and what it does. With another launcher, `launchers.py` does it."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from llmtrain.commands.plan import (
 )
 from llmtrain.errors import UserError
 from llmtrain.system.host import MOST_WORKERS
-from llmtrain.system.stops import leave, say
+from llmtrain.system.stops import leave, say, stop_by_exception
+from llmtrain.system.streams import outlive_the_terminal
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -159,6 +161,28 @@ class TrainRequest:
         from llmtrain.run_dir import RunDir, default_run_dir
 
         return RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)
+
+
+def train_recipe(request: TrainRequest) -> None:
+    """Train a recipe, or continue its run.
+
+    The command starts the workers on this machine, or submits a job (--launcher). If another launcher started it, it
+    becomes one of the workers.
+
+    --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; default: the recipe's own
+    cluster. A dry run with --nproc plans for that many workers on this machine.
+    """
+    stop_by_exception()
+    from llmtrain.commands.launchers import HERE, check_options, launch
+    from llmtrain.launch import discover
+
+    outlive_the_terminal()
+    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
+    check_options(request, rank)
+    if request.dry_run or request.launcher not in HERE:
+        launch(request)
+    else:
+        train_here(request, rank)
 
 
 def train_here(request: TrainRequest, rank: Rank | None) -> None:

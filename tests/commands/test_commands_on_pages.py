@@ -1,0 +1,86 @@
+"""The command lines on all pages have commands, options and arguments that exist. Other tests run many of them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from llmtrain.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAM: Any = get_command(app)
+GROUPS = [[name] for name, command in PROGRAM.commands.items() if hasattr(command, "commands")]
+OPERATORS = "|&;<>\n"
+"""Characters that end a command."""
+
+
+def _commands(shell: str) -> Iterator[list[str]]:
+    """Yields the words after `llmtrain` of each command."""
+    lexer = shlex.shlex(shell.replace("\\\n", ""), posix=True, punctuation_chars=OPERATORS)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    words = list(lexer)
+    for place, word in enumerate(words):
+        after = list(takewhile(lambda one: not set(one) <= set(OPERATORS), words[place + 1 :]))
+        before = words[place - 1] if place else "\n"
+        # Elsewhere in a line, it is a container's image, after which the command may follow.
+        is_first = set(before) <= set(OPERATORS) or "=" in before
+        if word == "llmtrain" and after[:1] != ["llmtrain"] and (is_first or {*after[:1]} & {*PROGRAM.commands}):
+            yield after
+
+
+def _in_blocks(page: Path) -> Iterator[list[str]]:
+    """Yields the commands of the page's shell blocks."""
+    for kind, block in re.findall(r"^ *```(sh|console)\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        yield from _commands(block if kind == "sh" else "\n".join(re.findall(r"^\$ (.*)", block, flags=re.MULTILINE)))
+
+
+def _in_text(page: Path) -> Iterator[list[str]]:
+    """Yields the commands that are mentioned in the page's text, without placeholders and groups of commands."""
+    for line in re.findall(r"(?<!`)`(llmtrain [^`]+)`", page.read_text()):
+        yield from (one for one in _commands(line) if "…" not in one and one[0] != "COMMAND" and one not in GROUPS)
+
+
+def _refusal(words: list[str]) -> str:
+    """Returns why the program refuses a command line while it parses it; empty if it does not."""
+    command = PROGRAM
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"No such command: {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    if {"--help", "--version"} & {*words}:  # these end the program while it parses
+        return ""
+    try:
+        command.make_context("llmtrain", list(words))
+    except TyperException as error:
+        return str(error)
+    return ""
+
+
+def _of_pages(kind: Any) -> Any:
+    found = [(page.stem, words) for page in PAGES for words in kind(page)]
+    return pytest.mark.parametrize("words", [words for _, words in found], ids=[" ".join([p, *w]) for p, w in found])
+
+
+@_of_pages(_in_blocks)
+def test_a_command_of_a_page_is_accepted(words):
+    assert _refusal(words) == ""
+
+
+@_of_pages(_in_text)
+def test_a_command_in_a_text_has_known_options(words):
+    assert _refusal(words).partition(":")[0] in ("", "Missing parameter")
+
+
+def test_unknown_commands_and_options_are_found():
+    assert _refusal(["plan", "recipes/tiny.py", "--no-such-option"]) == "No such option: --no-such-option"
+    assert _refusal(["checkpoint", "no-such"]) == "No such command: no-such"
+    assert _refusal(["train"]) == "Missing parameter: recipe"
