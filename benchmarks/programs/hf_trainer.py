@@ -10,8 +10,25 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.programs.windows import print_speed, read
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+KERNELS = {*PRODUCTS, ATTENTION, f"{ATTENTION}_backward"}
+"""Torch's kernels that compute nearly all of a step's floating point operations."""
+
+
+def kernel_ms(model: Any, micro_batch: Any, accumulation: int) -> float:
+    """Returns the time that `KERNELS` take in the passes of a step, in milliseconds, on a CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):  # the first one is not counted
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            model(input_ids=micro_batch, labels=micro_batch).loss.backward()
+    taken = sum(one.self_cpu_time_total for one in trace.key_averages() if one.key in KERNELS)
+    return accumulation * taken / 1000
 
 
 def main() -> None:
@@ -83,7 +100,12 @@ def main() -> None:
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     if rank == 0:
-        print_speed(times, train, world, torch.cuda.max_memory_allocated() / 2**30 if options.gpu else None)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if options.gpu else None
+        more = {}
+        if world == 1 and options.zero is None and not options.gpu and not options.bf16:
+            micro_batch = torch.stack([row["input_ids"] for row in rows[: train.micro_batch_size]])
+            more = {"kernel_ms": kernel_ms(model, micro_batch, train.accumulation)}
+        print_speed(times, train, world, peak, **more)
 
 
 if __name__ == "__main__":
