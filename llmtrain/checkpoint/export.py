@@ -27,6 +27,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
+from llmtrain.models.pretrained import INDEX
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
@@ -40,7 +41,6 @@ QUANTIZED = "trained_in_nf4.json"
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file, as recommended by the hub; a larger tensor gets a file of its own."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-INDEX = "model.safetensors.index.json"
 
 
 def export(

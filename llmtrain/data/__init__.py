@@ -7,10 +7,12 @@ from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepa
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import data_summary, notes, report
 from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
+from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.store import TokenStore
 
 __all__ = [
     "MAIN_SET",
+    "NO_TARGET",
     "Completions",
     "Documents",
     "MicroBatch",

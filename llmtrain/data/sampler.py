@@ -108,7 +108,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     """Positions restart at 0 at each document if documents are masked."""
     labels: torch.Tensor
-    """The target of the input at the same position, already shifted. -100 if there is none."""
+    """The target of the input at the same position, already shifted. `NO_TARGET` if there is none."""
     completions: Completions | None = None
     """Set if the loss is a mean over completions, or over pairs of them."""
 
@@ -125,7 +125,7 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     """This rank's part."""
     target_tokens: int
-    """Number of labels other than -100 in the whole global batch."""
+    """Number of labels other than `NO_TARGET` in the whole global batch."""
     samples: int
     """Number of sequences in the global batch, without padding rows."""
     first_sample: int
@@ -381,7 +381,7 @@ def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
 
 
 def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
-    """Returns the number of labels other than -100 in each sequence, and of its examples."""
+    """Returns the number of labels other than `NO_TARGET` in each sequence, and of its examples."""
     targets, examples = np.zeros((2, len(sequences)), np.int64)
     for number, view in enumerate(views):
         mine = sources == number

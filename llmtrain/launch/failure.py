@@ -21,6 +21,7 @@ from llmtrain.errors import (
 )
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
+HANG = "worker.hang"
 CUT_OFF = "worker.cut_off"
 """The rule for a rank that no longer hears from rank 0. It cannot know which of the two is lost."""
 USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from llmtrain.errors import Problem, WorkerError
+from llmtrain.launch.failure import HANG
 from llmtrain.recipe import WatchdogConfig
 from llmtrain.system.host import process_fields
 
-RULE = "worker.hang"
 HALTED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger"}
 """States of a process that only continues if another process lets it."""
 LOOK_S = 1.0
@@ -58,10 +58,10 @@ class Standstill:
         self._stopped_s = {pid: self._stopped_s.get(pid, 0.0) + passed for pid in halted.values()}
         fix = "it was process {}; the same command continues from the last checkpoint"
         described = {name: f"{HALTED[states[name]]} for {self._stopped_s[pid]:.0f} s" for name, pid in halted.items()}
-        seen = {pid: Problem(RULE, name, described[name], fix.format(pid)) for name, pid in halted.items()}
+        seen = {pid: Problem(HANG, name, described[name], fix.format(pid)) for name, pid in halted.items()}
         self._seen = {pid: problem for pid, problem in self._seen.items() if not process_state(pid)} | seen
         late = [
-            Problem(RULE, name, f"{described[name]}, but only {self._allowed_s:.0f} s are allowed", fix.format(pid))
+            Problem(HANG, name, f"{described[name]}, but only {self._allowed_s:.0f} s are allowed", fix.format(pid))
             for name, pid in halted.items()
             if self._allowed_s and self._stopped_s[pid] > self._allowed_s + LATER_S
         ]

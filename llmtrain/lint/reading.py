@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.schema import Where
-from llmtrain.system.untrusted import read_bytes, why
+from llmtrain.system.untrusted import BYTE_ORDER_MARK, read_bytes, why
 
 LARGEST_FILE = 2**20
 """Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
@@ -23,9 +23,6 @@ MOST_DIGITS = 4000
 """Digits of the longest integer; Python refuses to convert more than 4300."""
 DEEPEST = 64
 """Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
-
-
-BYTE_ORDER_MARK = "\ufeff"
 
 
 def read_file(path: Path) -> str:

@@ -10,13 +10,12 @@ from llmtrain.models.build import (
     stage_names,
 )
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
-from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum, target_losses
+from llmtrain.models.loss import router_loss_weight, target_loss_sum, target_losses
 from llmtrain.models.objective import Objective, reward_metrics
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.models.varlen import takes_bounds
 
 __all__ = [
-    "IGNORE",
     "ChunkedLoss",
     "Objective",
     "RankStages",

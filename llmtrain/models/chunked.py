@@ -114,7 +114,7 @@ class ChunkedLoss:
     def forward(self, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the model's own forward, or returns `Losses` if there are targets.
 
-        targets: [batch, T], already shifted; IGNORE at positions without a target.
+        targets: [batch, T], already shifted; NO_TARGET at positions without a target.
         """
         if targets is None:
             return self._whole(*args, **kwargs)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.data import NO_TARGET
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import ChunkedLoss, NoChunksError
-from llmtrain.models.loss import IGNORE
 from llmtrain.models.proof.compare import deviation_of
 from llmtrain.models.proof.cut import COPY_ERRORS
 from llmtrain.overrides.transformers import call_instead
@@ -213,7 +213,7 @@ class LigerLoss(ChunkedLoss):
             self._linear.weight,
             targets.reshape(-1),
             bias=self._linear.bias,
-            ignore_index=IGNORE,
+            ignore_index=NO_TARGET,
             reduction="sum",
             softcap=self._cap,
             # A sum over chunks in a lower precision would round where a single product over all tokens does not.

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-IGNORE = -100
-"""Label of a position that has no target (padding)."""
+from llmtrain.data import NO_TARGET
 
 
 def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -22,10 +21,10 @@ def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     It is a sum and not a mean, because micro-batches hold different numbers of target tokens: in a mean of means, a
     token's weight would depend on its neighbours (huggingface/transformers#34191).
 
-    logits: [batch, T, vocab]; labels: [batch, T], already shifted; IGNORE at positions without a target.
+    logits: [batch, T, vocab]; labels: [batch, T], already shifted; NO_TARGET at positions without a target.
     """
     return torch.nn.functional.cross_entropy(
-        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="sum"
+        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=NO_TARGET, reduction="sum"
     )
 
 
@@ -35,7 +34,7 @@ def target_losses(logits: Tensor, labels: Tensor) -> Tensor:
     logits and labels: as for `target_loss_sum`.
     """
     losses = torch.nn.functional.cross_entropy(
-        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="none"
+        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=NO_TARGET, reduction="none"
     )
     return losses.view_as(labels)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from llmtrain.cluster import GIB
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.activations import activations_of, in_flight
 from llmtrain.predict.model_state import saved_bytes, state_of
-from llmtrain.predict.parts import GIB, Parts, Shortage, readable, unit_of
+from llmtrain.predict.parts import Parts, Shortage, readable, unit_of
 from llmtrain.recipe import Part
 
 CONTEXT = GIB

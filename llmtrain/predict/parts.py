@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmtrain.cluster import GIB
 from llmtrain.recipe import Part
 
-GIB = 2**30
 MIB = 2**20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llmtrain.cluster import Cluster
+from llmtrain.cluster import GIB, Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
@@ -14,7 +14,6 @@ from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.plan.vocabulary import grown
 from llmtrain.predict import memory_of
 from llmtrain.predict.memory import LABELS, by_part
-from llmtrain.predict.parts import GIB
 from llmtrain.recipe import Recipe
 from llmtrain.rules import (
     adapter,

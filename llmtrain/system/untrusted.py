@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
 """Size of the longest text or JSON document that is read."""
+BYTE_ORDER_MARK = "\ufeff"
 UNREADABLE = (OSError, ValueError)
 """The exceptions of the functions below about a file, for `except`; `why` formats them."""
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

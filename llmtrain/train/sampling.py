@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from llmtrain.data import MicroBatch, Prepared
+from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.engines import Engine
 from llmtrain.errors import DataError, Problem
@@ -115,7 +115,7 @@ class Sampler:
         if not self._has_one_shape:
             rows, columns = len(texts), min(-(-max(map(len, texts)) // COLUMNS) * COLUMNS, self._length)
         inputs = torch.zeros((rows, columns), dtype=torch.int64)
-        labels = torch.full((rows, columns), -100)
+        labels = torch.full((rows, columns), NO_TARGET)
         for row, ids in enumerate(texts):
             inputs[row, : len(ids)] = torch.tensor(ids)
             if row in left:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.data import MicroBatch
+from llmtrain.data import NO_TARGET, MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
@@ -54,7 +54,7 @@ class Trial:
             self.model = causal_lm(config, recipe.model, weight_dtype(recipe.parallel.precision)).train()
         use_recomputation(self.model, recipe.parallel)
         install_kernels(self.model, plan)
-        self.targets = int((batch.labels != -100).sum())
+        self.targets = int((batch.labels != NO_TARGET).sum())
 
     def warm(self) -> float:
         """Runs the first passes; returns the loss, a mean over target tokens."""

@@ -21,16 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmtrain.data import Completions, MicroBatch, Prepared, PreparedSource, Schedule, StepBatch
+from llmtrain.data import NO_TARGET, Completions, MicroBatch, Prepared, PreparedSource, Schedule, StepBatch
 from llmtrain.data.samples import PackedSamples
 from llmtrain.data.store import Split
 from llmtrain.engines import Engine
 from llmtrain.engines.reference_model import Values, attach, log_probs
-from llmtrain.models import IGNORE
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from llmtrain.verify import reference
 from llmtrain.verify.documents import read_documents
-from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, Sequences, count_terms
+from llmtrain.verify.reference import ReferenceDocument, Sequences, count_terms
 
 LOSES_ONE = 3
 EVAL_SEQUENCES = 16
@@ -151,7 +151,7 @@ class Batches:
         """Makes rows uneven; `samples` are their indices within their batch."""
         if (found := rows.completions) is not None:
             lost = (samples[:, None] % LOSES_ONE == 1) & (found.segments < self._conversations)
-            labels = rows.labels.masked_fill(lost, IGNORE)
+            labels = rows.labels.masked_fill(lost, NO_TARGET)
             left = Completions.of(found.segments, labels, found.references, found.desirable)
             return replace(rows, labels=labels, completions=left)
         hidden, start = (one[:, None] for one in self._places(samples))
@@ -161,13 +161,16 @@ class Batches:
             # Only the document that contains the position is cut there.
             across = (places >= start) & (places - positions < start)
             positions = torch.where(across, places - start, positions)
-        return replace(rows, labels=rows.labels.masked_fill(places < hidden, IGNORE), position_ids=positions)
+        return replace(rows, labels=rows.labels.masked_fill(places < hidden, NO_TARGET), position_ids=positions)
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
         if self.recipe.objective.of_completions:
             lost = self._conversations if sample % LOSES_ONE == 1 else 0
-            empty = [ReferenceDocument(one.inputs, torch.full_like(one.targets, NO_TARGET)) for one in documents[:lost]]
+            empty = [
+                ReferenceDocument(one.inputs, torch.full_like(one.targets, reference.NO_TARGET))
+                for one in documents[:lost]
+            ]
             return [*empty, *documents[lost:]]
         hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
         found: list[ReferenceDocument] = []
@@ -175,7 +178,7 @@ class Batches:
         for one in documents:
             end = begin + len(one.inputs)
             places = torch.arange(begin, end)
-            targets = one.targets.masked_fill(places < hidden, NO_TARGET)
+            targets = one.targets.masked_fill(places < hidden, reference.NO_TARGET)
             is_cut = self.recipe.data.keeps_apart and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
             found += map(ReferenceDocument, torch.split(one.inputs, sizes), torch.split(targets, sizes))

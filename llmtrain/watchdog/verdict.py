@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmtrain.errors import Problem
-from llmtrain.launch.failure import CUT_OFF
+from llmtrain.launch.failure import CUT_OFF, HANG
+from llmtrain.launch.standstill import HALTED
 from llmtrain.recipe import WatchdogConfig
 from llmtrain.system.heartbeat import Phase, Pulse
 
-RULE = "worker.hang"
 GONE = "worker.gone"
 """The rule of a rank that ended and was still needed."""
 ENDING = (Phase.FINISHING, Phase.DONE)
 """Phases of a rank after which others may end."""
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
-HALTED = ("T", "t")
-"""States of a process that continues only if another process lets it."""
-STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}
+STOPPED = {**HALTED, "D": "waiting for a disk or a driver"}
 """States in which a process can do nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
 """Source lines where a rank may wait in C: in a backward pass that reduces gradients (DDP), and in Horovod."""
@@ -134,7 +132,7 @@ def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
         lines += [_described(rank, statuses[rank]) for rank in others[:MOST_NAMED]]
     lines += [f"no contact with {_ranks(silent)}"] if silent else []
     lines.append("the stacks of all ranks are in logs/rank_*.log; the same command continues from the last checkpoint")
-    return Problem(RULE, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
+    return Problem(HANG, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
 
 
 def _described(rank: int, one: Status) -> str:

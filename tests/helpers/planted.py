@@ -10,10 +10,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from torch import distributed as dist
 from torch import nn
 
-from llmtrain.data import Schedule
+from llmtrain.data import NO_TARGET, Schedule
 from llmtrain.engines.deepspeed import engine
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-from llmtrain.models import IGNORE
 from llmtrain.verify import train
 
 
@@ -51,7 +50,7 @@ def loss_by_micro_batch(patch):
 
     def forward(model, config, rows, *others):
         loss_sum, auxiliary = original(model, config, rows, *others)
-        return loss_sum * (seen["mean"] / (rows.labels != IGNORE).sum() if model.module.training else 1), auxiliary
+        return loss_sum * (seen["mean"] / (rows.labels != NO_TARGET).sum() if model.module.training else 1), auxiliary
 
     _on_batch(patch, note)
     patch.setattr(engine, "forward", forward)
@@ -59,7 +58,7 @@ def loss_by_micro_batch(patch):
 
 def labels_shifted_twice(patch):
     def shift(rows):
-        last = torch.full_like(rows.labels[:, :1], IGNORE)
+        last = torch.full_like(rows.labels[:, :1], NO_TARGET)
         return replace(rows, labels=torch.cat([rows.labels[:, 1:], last], dim=1))
 
     _on_micro_batch(patch, shift)
@@ -155,7 +154,7 @@ def stale_tied_copy(patch):
 def forgotten_micro_batch(patch):
     def forget(plan, batch):
         *kept, last = batch.micro_batches
-        return replace(batch, micro_batches=[*kept, replace(last, labels=torch.full_like(last.labels, IGNORE))])
+        return replace(batch, micro_batches=[*kept, replace(last, labels=torch.full_like(last.labels, NO_TARGET))])
 
     _on_batch(patch, forget)
 

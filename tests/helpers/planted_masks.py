@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from llmtrain.models import IGNORE
+from llmtrain.data import NO_TARGET
 from tests.helpers.planted import _on_batch, _on_micro_batch, loss_by_micro_batch
 
 
@@ -15,8 +15,8 @@ def _with_mask(change):
 
     def masked(rows):
         following = torch.cat([rows.input_ids[:, 1:], rows.labels[:, -1:]], dim=1)
-        is_trained = rows.labels != IGNORE
-        return replace(rows, labels=torch.where(change(is_trained), following, IGNORE))
+        is_trained = rows.labels != NO_TARGET
+        return replace(rows, labels=torch.where(change(is_trained), following, NO_TARGET))
 
     return lambda patch: _on_micro_batch(patch, masked)
 

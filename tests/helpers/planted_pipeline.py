@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from llmtrain.data import NO_TARGET
 from llmtrain.engines.deepspeed import engine, pipeline
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis, RankSpec, StagePipeline
-from llmtrain.models import IGNORE
 from llmtrain.verify.batches import Batches
 from tests.helpers.planted_zero import clipping_per_partition
 
@@ -53,7 +53,9 @@ def loss_by_micro_batch(patch):
 
     def loss(self, stage, inputs, batch):
         terms = self._terms
-        self._terms = (batch.labels != IGNORE).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
+        self._terms = (
+            (batch.labels != NO_TARGET).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
+        )
         try:
             return original(self, stage, inputs, batch)
         finally:

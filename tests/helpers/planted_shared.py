@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from llmtrain.data import sampler, samples
+from llmtrain.data import NO_TARGET, sampler, samples
 from llmtrain.engines import forward, optim
-from llmtrain.models import IGNORE, build, loss
+from llmtrain.models import build, loss
 from llmtrain.overrides.torch import squared_norm
 
 
@@ -112,7 +112,7 @@ def late_positions(patch):
 def labels_not_shifted(patch):
     def same(rows):
         labels = rows.labels.copy()
-        labels[labels != IGNORE] = rows.input_ids[labels != IGNORE]
+        labels[labels != NO_TARGET] = rows.input_ids[labels != NO_TARGET]
         return rows._replace(labels=labels)
 
     _on_rows(patch, same)
@@ -120,7 +120,7 @@ def labels_not_shifted(patch):
 
 def labels_shifted_twice(patch):
     def shift(batch):
-        last = torch.full_like(batch.labels[:, :1], IGNORE)
+        last = torch.full_like(batch.labels[:, :1], NO_TARGET)
         return replace(batch, labels=torch.cat([batch.labels[:, 1:], last], dim=1))
 
     original = sampler._tensors

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmtrain.data import NO_TARGET
 from llmtrain.errors import FamilyError, RecipeError
-from llmtrain.models import IGNORE, ChunkedLoss, target_loss_sum
+from llmtrain.models import ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.proof.cut import build_chain, check_cut, find_cut, packed_input, reference, run_chain
@@ -139,7 +140,7 @@ def test_a_last_stage_computes_the_loss_in_chunks(family, recomputed):
     config = families.tiny_config(family)
     whole, inputs = reference(config, "eager").train(), packed_input(config)
     labels = inputs[0].roll(-1, dims=1)
-    labels[0, 3:9] = IGNORE
+    labels[0, 3:9] = NO_TARGET
     output = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
     expected = [target_loss_sum(output.logits, labels), *([output.aux_loss] if "aux_loss" in output else [])]
     stages = build_chain(whole, find_cut(config, HALVES), "eager")

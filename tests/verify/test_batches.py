@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.data import prepare
+from llmtrain.data import NO_TARGET, prepare
 from llmtrain.engines.optim import parameter_groups
-from llmtrain.models import IGNORE, build_model
+from llmtrain.models import build_model
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.reference import count_targets
 from tests.helpers.small_verify import STEPS, job_of, small
@@ -28,7 +28,7 @@ def _rows(sequences, field: str) -> torch.Tensor:
 
 
 def _targets(rows) -> int:
-    return int((rows.labels != IGNORE).sum())
+    return int((rows.labels != NO_TARGET).sum())
 
 
 def test_micro_batches_and_ranks_have_different_numbers_of_targets(recipe, batches):

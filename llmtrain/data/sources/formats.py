@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from llmtrain.errors import DataError, Problem, nearest
-from llmtrain.system.untrusted import is_unicode
+from llmtrain.system.untrusted import BYTE_ORDER_MARK, is_unicode
 
 if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 1000
-BYTE_ORDER_MARK = "\ufeff"
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
