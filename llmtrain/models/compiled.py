@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.loss import target_loss_sum, target_losses
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.models.varlen import VARLEN, varying_documents
@@ -200,7 +200,7 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
     worst = 0.0
     for one, other in zip(computed(), expected, strict=True):
         if one is not None and other is not None:
-            worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)))
+            worst = max(worst, relative_deviation(one, other))
         elif one is not None or other is not None:
             return float("inf")
     return worst

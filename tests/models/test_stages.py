@@ -16,7 +16,15 @@ from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
 from llmtrain.models.loss import freeze_choosers
-from llmtrain.models.proof.cut import build_chain, check_cut, find_cut, packed_input, reference, run_chain
+from llmtrain.models.proof.cut import (
+    build_chain,
+    check_cut,
+    find_cut,
+    packed_input,
+    reference,
+    relative_deviation,
+    run_chain,
+)
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.models.stages import StageEntry, build_stage
 from llmtrain.plan.stages import StageBounds, balance
@@ -310,3 +318,11 @@ def test_opt_with_projections_around_its_layers_is_cut_unchanged():
         expected = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits
         (found,) = run_chain(build_chain(whole, cut, "eager"), inputs)[-1]
     torch.testing.assert_close(found, expected)
+
+
+def test_a_deviation_is_relative_and_infinite_for_a_nan():
+    expected = torch.tensor([2.0, -4.0])
+    assert relative_deviation(torch.tensor([2.0, -3.0]), expected) == 0.25
+    assert relative_deviation(torch.tensor([2.0, -3.0]), expected, least=10.0) == 0.1
+    assert relative_deviation(torch.tensor([2.0, torch.nan]), expected) == torch.inf
+    assert relative_deviation(torch.tensor([2.0]), expected) == torch.inf

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.engines.optim import gradient_of
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
+from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.overrides.deepspeed import check_no_inputs, tensor_group
 
@@ -101,16 +101,16 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
         return "AutoTP renames its weights"
     if not _cuts_layers(parts):
         return "AutoTP finds nothing in its layers to cut"
-    found = [] if _close(expected, logits) else ["its logits differ from the whole model's"]
-    floor = NOISE * max(gradient_of(parameter).abs().max() for parameter in whole.parameters())
+    found = ["its logits differ from the whole model's"] if relative_deviation(logits, expected) > TOLERANCE else []
+    least = NOISE * max(float(gradient_of(parameter).abs().max()) for parameter in whole.parameters())
     for name, parameter in whole.named_parameters():
         part = cut[name]
         split = split_of(part)
-        gradient = gradient_of(part)
         # Every rank has to gather every weight, even after it has found a difference.
+        gradient = gather_whole(gradient_of(part), split, tensor_group())
         if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
             found.append(f"{name} cannot be gathered")
-        if not _close(gradient_of(parameter), gather_whole(gradient, split, tensor_group()), floor):
+        if relative_deviation(gradient, gradient_of(parameter), least) > TOLERANCE:
             found.append(f"the gradient of {name} differs from the whole model's")
     return found[0] if found else ""
 
@@ -126,13 +126,6 @@ def _agree(reason: str) -> str:
     reasons = [""] * dist.get_world_size(tensor_group())
     dist.all_gather_object(reasons, reason, group=tensor_group())
     return next(filter(None, reasons), "")
-
-
-def _close(expected: Tensor, other: Tensor, floor: Tensor | float = 0.0) -> bool:
-    """Returns whether two tensors are equal up to rounding; `floor`: lower bound of the scale, the largest entry."""
-    if expected.shape != other.shape:
-        return False
-    return bool((expected - other).abs().max() <= TOLERANCE * max(expected.abs().max(), floor))
 
 
 def _short(error: BaseException) -> str:

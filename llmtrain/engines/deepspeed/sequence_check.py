@@ -23,7 +23,7 @@ from llmtrain.engines.forward import documents_known
 from llmtrain.engines.optim import gradient_of
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
-from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.runtime.agree import gather
 from llmtrain.runtime.distributed import is_alone
@@ -113,9 +113,9 @@ def _deviation(
         # Each rank has the whole auxiliary loss, and contributes its share.
         _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()  # type: ignore[no-untyped-call]
     wrong = _wrong_gradients(split, whole, ulysses.group)  # first, because every rank has to take part
-    if not _close(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank], TOLERANCE):
+    if relative_deviation(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank]) > TOLERANCE:
         return "the logits of a slice deviate from those of the whole sequence"
-    if not all(_close(*losses, TOLERANCE) for losses in zip(result[1:], expected[1:], strict=True)):
+    if any(relative_deviation(*losses) > TOLERANCE for losses in zip(result[1:], expected[1:], strict=True)):
         return "the auxiliary loss of slices deviates from that of the whole sequence"
     return f"gradients of {len(wrong)} parameters deviate, {wrong[0]} among them" if wrong else ""
 
@@ -126,12 +126,12 @@ def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Grou
     mine, theirs = ({name: gradient_of(one) for name, one in model.named_parameters()} for model in models)
     together = torch.cat([gradient.flatten() for gradient in mine.values()])
     dist.all_reduce(together, group=group)
-    rounding = ROUNDING * max(float(gradient.abs().max()) for gradient in theirs.values())
+    least = ROUNDING / GRADIENT_TOLERANCE * max(float(gradient.abs().max()) for gradient in theirs.values())
     summed = torch.split_with_sizes(together, [gradient.numel() for gradient in mine.values()])
     return [
         name
         for gradient, (name, expected) in zip(summed, theirs.items(), strict=True)
-        if not _close(gradient.view_as(expected), expected, GRADIENT_TOLERANCE, rounding)
+        if relative_deviation(gradient.view_as(expected), expected, least) > GRADIENT_TOLERANCE
     ]
 
 
@@ -145,9 +145,3 @@ def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
 def _loss(result: tuple[Tensor, ...], own: MicroBatch, whole: MicroBatch | None = None) -> Tensor:
     logits, *auxiliary = result
     return sum(auxiliary, target_loss_sum(logits, own.labels) / (whole or own).labels.numel())
-
-
-def _close(ours: Tensor, theirs: Tensor, tolerance: float, floor: float = 0.0) -> bool:
-    if ours.shape != theirs.shape:
-        return False
-    return bool((ours - theirs).abs().max() <= max(tolerance * float(theirs.abs().max()), floor))

@@ -6,6 +6,7 @@ family is rejected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -69,7 +70,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
             reason = reason or f"its forward pass fails on a part of the layers ({type(error).__name__}: {error})"
             continue
-        deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
+        deviation = max(relative_deviation(part, other) for part, other in zip(result, expected, strict=True))
         if deviation <= TOLERANCE:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
@@ -102,6 +103,17 @@ def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(3, min(config.vocab_size, 90), (2, 16))
     positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
     return tokens, positions
+
+
+def relative_deviation(ours: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+    """Returns the largest deviation of an entry, relative to the largest expected one, or to `least` if that is larger.
+
+    The result is infinite if the shapes differ or a deviation is not finite, because Python's `max` can drop a NaN.
+    """
+    if ours.shape != expected.shape:
+        return math.inf
+    deviation = float((ours - expected).abs().max()) / max(float(expected.abs().max()), least)
+    return deviation if math.isfinite(deviation) else math.inf
 
 
 def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:
@@ -171,9 +183,3 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
         everything.update(own[name] for name in names)
     used[0] |= everything - set().union(*used)
     return tuple(frozenset(names) for names in used)
-
-
-def _deviation(part: Tensor, other: Tensor) -> float:
-    if part.shape != other.shape:
-        return float("inf")
-    return float((part - other).abs().max() / other.abs().max().clamp_min(1e-30))
