@@ -39,7 +39,7 @@ from benchmarks.programs.slow_network import (  # noqa: E402
 from llmtrain.plan import Plan  # noqa: E402
 from llmtrain.plan.schedules import PipelineSchedule  # noqa: E402
 from llmtrain.predict.assumptions import Assumptions  # noqa: E402
-from llmtrain.predict.links import Kind, Links  # noqa: E402
+from llmtrain.predict.links import Links, TransferKind  # noqa: E402
 from llmtrain.predict.time import waits_of  # noqa: E402
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
 from llmtrain.predict.work import Work, held_by  # noqa: E402
@@ -55,7 +55,7 @@ LOOPBACK = 2e9
 ASSUMED = Assumptions(link=0.95, overlap=1.0, node_latency_s=1e-4, network_latency_s=2e-4)
 """Assumptions for this setup: headers take 5% of the rate, and a sleeping process leaves its core to communication."""
 PORT = 29500
-BESIDE_COMPUTATION: dict[str, Kind | None] = {"deepspeed": "all_gather", "ddp": "all_reduce", "fsdp2": None}
+BESIDE_COMPUTATION: dict[str, TransferKind | None] = {"deepspeed": "all_gather", "ddp": "all_reduce", "fsdp2": None}
 """Strategy → kind of transfer that overlaps with computation on CPUs. DeepSpeed and FSDP2 overlap other transfers by
 means of streams, which only accelerators have."""
 

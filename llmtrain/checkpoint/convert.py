@@ -41,8 +41,6 @@ from llmtrain.run_dir import check_unchanged, identity_of, versions
 from llmtrain.runtime.distributed import pretend
 from llmtrain.system.durable import fingerprint
 
-Files = dict[str, Written]
-
 
 def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[Cluster], Cluster]) -> Plan:
     """Returns the plan to convert to: that of the checkpoint with other fields, on another cluster.
@@ -119,7 +117,7 @@ def _on_cpus(plan: Plan) -> Plan:
     return on_cpu
 
 
-def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
+def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str, Written]:
     """Returns what a rank writes.
 
     The process is forked, since importing torch and DeepSpeed takes longer than the rest.
@@ -130,7 +128,7 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Fi
     process.start()
     sender.close()
     try:
-        result: Files | UserError | str = receiver.recv()
+        result: dict[str, Written] | UserError | str = receiver.recv()
     except EOFError:
         result = f"rank {rank} died without an error message; it may have run out of memory"
     process.join()
@@ -156,7 +154,7 @@ def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connectio
         os._exit(0)
 
 
-def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
+def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str, Written]:
     pretend(rank, plan.workers)
     engine = build_engine(plan, render(plan), torch.device("cpu"))
     writer = DiskWriter(folder)

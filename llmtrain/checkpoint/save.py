@@ -110,8 +110,6 @@ def _copy(content: Tensor, memory: Sequence[Tensor], offset: int) -> Iterator[Te
         content, offset = content[target.numel() :], offset + target.numel()
 
 
-Files = dict[str, File]
-
 PAUSES_S = (1.0, 5.0, 15.0)
 """Seconds before each retry of a failed save: a network file system has often recovered by then."""
 
@@ -232,7 +230,7 @@ class Saver:
         """Runs an action on one rank of each file system, while the others wait."""
         raise_together(attempt(action, what) if self.storage.is_leader else [], self._group)
 
-    def _write_files(self, folder: Path, contents: Callable[[Writer], None]) -> Files:
+    def _write_files(self, folder: Path, contents: Callable[[Writer], None]) -> dict[str, File]:
         """Makes every rank write its files; returns the files on this rank's file system."""
         writer = DiskWriter(folder)
         contents(writer)
@@ -244,7 +242,7 @@ class Saver:
             for name, file in written[rank].items()
         }
 
-    def _manifest(self, state: TrainerState, files: Files) -> Manifest:
+    def _manifest(self, state: TrainerState, files: dict[str, File]) -> Manifest:
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         save, written = broadcast((uuid.uuid4().hex, now), group=self._group)
         return Manifest(

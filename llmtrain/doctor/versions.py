@@ -148,7 +148,8 @@ def _nccl_version() -> str:
 
 STALE_S = 600
 """Seconds after which a lock in the folder of compiled operators is stale: the slowest takes a few minutes."""
-LAUNCHERS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "sbatch": "slurm-client"}
+LAUNCH_PROGRAMS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "sbatch": "slurm-client"}
+"""Program → the package of Debian that has it."""
 
 
 def compilers(scene: Scene) -> Iterator[CheckResult]:
@@ -204,8 +205,8 @@ def operators(scene: Scene) -> Iterator[CheckResult]:
 
 def launchers(scene: Scene) -> Iterator[CheckResult]:
     """Lists the programs that start workers on other hosts."""
-    there = [name for name in LAUNCHERS if shutil.which(name)]
-    absent = [f"{name} ({package})" for name, package in LAUNCHERS.items() if name not in there]
+    there = [name for name in LAUNCH_PROGRAMS if shutil.which(name)]
+    absent = [f"{name} ({package})" for name, package in LAUNCH_PROGRAMS.items() if name not in there]
     lines = [f"launchers: {', '.join(there) or 'none'}"]
     yield ok("tools.launchers", "; ".join([*lines, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
     beside = Path(sys.executable).parent / "deepspeed"

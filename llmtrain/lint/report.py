@@ -17,7 +17,7 @@ from llmtrain.lint.document import EFFECTS
 from llmtrain.lint.rules.rule import LintRule
 from llmtrain.lint.versions import Release
 
-Format = Literal["text", "json", "sarif", "github"]
+ReportFormat = Literal["text", "json", "sarif", "github"]
 PAGE = "reference/lint"
 MOST_WARNINGS = 3
 """The most lines of warnings for a file in text."""
@@ -48,7 +48,7 @@ def link(rule: str) -> str:
     return f"{page}#{rule.replace('.', '')}"
 
 
-def written(results: list[Result], form: Format, release: Release, guessed: bool) -> str:
+def written(results: list[Result], form: ReportFormat, release: Release, guessed: bool) -> str:
     """Returns all findings in a format; guessed: whether the readers were guessed."""
     if form in ("text", "github"):
         lines = (

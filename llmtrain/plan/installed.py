@@ -14,7 +14,7 @@ PACKAGES = {
 """Backend → the package that it imports, and the command that installs it."""
 _LIGER = (("liger_kernel",), ("triton",)), "pip install llmtrain[liger]"
 _FP8 = (("torchao",),), "pip install llmtrain[fp8]"
-KERNELS = {
+PACKAGES_OF_KERNELS = {
     ("model.attention", "flash_attention_2"): ((("flash_attn", "kernels"),), "pip install kernels"),
     ("model.attention", "flash_attention_3"): ((("flash_attn_interface", "kernels"),), "pip install kernels"),
     ("kernels.blocks", "liger"): _LIGER,
@@ -40,7 +40,7 @@ def missing_packages(plan: Plan) -> list[Problem]:
         package, command = PACKAGES[backend]
         message = f"'{backend}' needs the package {package}, which is not installed"
         problems.append(Problem("backend.installed", "parallel.backend", message, command))
-    for (field, value), (packages, command) in KERNELS.items():
+    for (field, value), (packages, command) in PACKAGES_OF_KERNELS.items():
         missing = [" or ".join(any_of) for any_of in packages if not any(map(find_spec, any_of))]
         part, _, name = field.partition(".")
         if getattr(getattr(plan.recipe, part), name) == value and missing:

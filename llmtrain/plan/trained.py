@@ -60,11 +60,11 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     )
 
 
-Change = Callable[..., Iterator[Weight]]
+WeightChange = Callable[..., Iterator[Weight]]
 """Yields the weights of a part of the model as they are trained, given the prefix of their names."""
 
 
-def _named(patterns: Sequence[str], tied: bool) -> Change:
+def _named(patterns: Sequence[str], tied: bool) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         for number, weight in enumerate(weights):
             names = [prefix + weight.name] + ([TIED_HEAD] if tied and is_table and number == 0 else [])
@@ -123,7 +123,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
 
 
-def _beside(adapter: _Adapter, packs: bool) -> Change:
+def _beside(adapter: _Adapter, packs: bool) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):

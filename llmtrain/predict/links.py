@@ -10,7 +10,7 @@ from llmtrain.plan.axes import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import Assumptions
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
+TransferKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
 Store = Literal["cpu", "nvme"]
 """The places where a host stores offloaded tensors."""
 
@@ -55,7 +55,7 @@ class Groups:
         )
 
 
-def sent(kind: Kind, size: float, where: RankGroup | Store) -> float:
+def sent(kind: TransferKind, size: float, where: RankGroup | Store) -> float:
     """Returns the bytes that each rank sends for a tensor of `size` bytes.
 
     Collectives are rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange
@@ -84,7 +84,7 @@ class Links:
     """Bandwidth of one device to the memory of its host."""
     assumed: Assumptions
 
-    def seconds(self, kind: Kind, size: float, where: RankGroup | Store) -> float:
+    def seconds(self, kind: TransferKind, size: float, where: RankGroup | Store) -> float:
         """Returns the seconds that it takes to send the bytes that `sent` counts."""
         if not isinstance(where, RankGroup):
             return size / (self.host if where == "cpu" else self.assumed.nvme_bandwidth)

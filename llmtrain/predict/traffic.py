@@ -20,7 +20,7 @@ from llmtrain.plan.stages import head_parameters
 from llmtrain.plan.weights import Weight
 from llmtrain.predict import flat
 from llmtrain.predict.flat import SPLIT_COLUMNS, bucket_elements, reduces_meanwhile
-from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
+from llmtrain.predict.links import Groups, RankGroup, Store, TransferKind, sent
 from llmtrain.predict.work import DeviceShare, StageParameters, held_by_ranks
 
 REUSE_DISTANCE = 1_000_000_000
@@ -37,7 +37,7 @@ query, key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed
 class Transfer:
     """Tensors that a rank sends one after the other."""
 
-    kind: Kind
+    kind: TransferKind
     tensors: tuple[tuple[float, RankGroup | Store], ...]
     """Bytes of each tensor, and the ranks that take part or the place on the host that it is sent to."""
     times: float = 1.0
@@ -72,7 +72,7 @@ class Traffic(NamedTuple):
 
 
 def by_kind(
-    transfers: Iterable[Transfer], amount: Callable[[Kind, float, RankGroup | Store], float]
+    transfers: Iterable[Transfer], amount: Callable[[TransferKind, float, RankGroup | Store], float]
 ) -> dict[str, float]:
     """Returns the amount for each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
     amounts: list[dict[str, float]] = [
@@ -91,7 +91,7 @@ def summed(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
-    """Returns, for each rank of a pipe, the bytes that it sends in a step, by kind (`Kind`).
+    """Returns, for each rank of a pipe, the bytes that it sends in a step, by kind (`TransferKind`).
 
     Empty for `nn.DataParallel`, which copies within one process.
     """
@@ -337,7 +337,7 @@ class CommunicationGroups:
         """Returns the all-gathers of a device's weights, or of a part of them."""
         return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes))
 
-    def _gradients(self, kind: Kind, held: StageParameters) -> Transfer:
+    def _gradients(self, kind: TransferKind, held: StageParameters) -> Transfer:
         """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
         return Transfer(kind, self._among_replicas(held, held.trained * self.share.gradient_bytes))
 

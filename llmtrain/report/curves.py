@@ -19,7 +19,7 @@ MOST_NUMBERS = 140_000
 JUDGED = ("loss", "grad_norm", "tokens_per_second", "data_wait_s", "save_blocked_s", "slowest_ratio", "step_time_s")
 """Columns whose extremes are always kept. Other columns follow these, or never decrease."""
 MOST_JUDGED = 12
-AXES = ("step", "tokens", "hours")
+X_AXES = ("step", "tokens", "hours")
 LEFT_OUT = (
     *("samples", "tokens_per_second_per_device", "skipped_steps", "rollbacks"),
     *("time", "left_s", "device_hours", "cost", "cost_at_end"),
@@ -75,7 +75,7 @@ def charts_of(runs: Sequence[RunData]) -> list[Chart]:
         drawn |= {*chart.training, *chart.evaluation}
         if own.training or own.evaluation:
             found.append(own)
-    drawn |= {*AXES, *LEFT_OUT, *SHOWN_IN_WORDS}
+    drawn |= {*X_AXES, *LEFT_OUT, *SHOWN_IN_WORDS}
     groups: dict[str, list[str]] = {}
     for name in sorted(evaluation - drawn):
         groups.setdefault(name.partition("/")[0], []).append(name)
@@ -120,7 +120,7 @@ def curves_of(run: RunData, charts: Sequence[Chart], runs: int) -> tuple[Curves,
     numbers = MOST_NUMBERS if runs == 1 else 2 * MOST_NUMBERS // runs
     evaluation_names = dict.fromkeys(name for chart in charts for name in chart.evaluation)
     evaluations = _in_order(run.evaluations, list(evaluation_names))
-    for axis in AXES[1:]:
+    for axis in X_AXES[1:]:
         evaluations[axis] = _at(evaluations["step"], train["step"], train[axis])
     return _kept(train, numbers * 3 // 4), _kept(evaluations, numbers // 4)
 

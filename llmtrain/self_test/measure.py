@@ -32,8 +32,8 @@ LONG_S = 2e-3
 """Duration of a kernel in seconds from which on its launch is negligible."""
 SECONDS = 0.3
 """Seconds for which the largest kernel is repeated, so that a GPU reaches its power limit."""
-KERNELS = 2000
-"""Number of kernels whose launches are timed."""
+LAUNCHES = 2000
+"""Number of launches of a kernel that are timed."""
 WARM_UP, STEPS = 2, 5
 EXACT = 64
 """Inner size of a product of integers from −2 to 2. Its sums are at most 256, so they are exact even in bf16."""
@@ -156,7 +156,7 @@ def _block(size: int, device: torch.device) -> torch.Tensor:
 
 def _launch(device: torch.device) -> float:
     one = torch.zeros(1, device=device)
-    return _seconds(lambda: [one.add_(1) for _ in range(KERNELS)], SECONDS, device) / KERNELS
+    return _seconds(lambda: [one.add_(1) for _ in range(LAUNCHES)], SECONDS, device) / LAUNCHES
 
 
 def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]]:

@@ -24,7 +24,7 @@ from llmtrain.plan import Plan
 from llmtrain.runtime.distributed import barrier
 from llmtrain.verify.compare import Weights
 
-DATA = "verify"
+DATA_KEY = "verify"
 """Key of the data, which no checkpoint of a real run has."""
 
 
@@ -34,12 +34,12 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
     weights: those of the engine. folder: for the checkpoint, removed afterwards. Called by all ranks. Raises
     CheckpointError if a weight is missing, or has other values than in the engine.
     """
-    Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA, base=base_of(plan)))
+    Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA_KEY, base=base_of(plan)))
     checkpoint = newest(folder)
     assert checkpoint is not None, "a save leaves a checkpoint or raises"
     if dist.get_rank() == 0:
         _check_export(checkpoint, plan, weights)
-    load(checkpoint, engine, plan, DATA)
+    load(checkpoint, engine, plan, DATA_KEY)
     for name, weight in engine.named_weights():
         _check_equal(name, weight, weights, checkpoint, "after loading")
     barrier()

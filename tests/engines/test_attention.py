@@ -113,7 +113,7 @@ def _train_on_flash(rank: int, recipes: dict, ranks: int) -> dict[str, tuple[Tra
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
         told = flash_stand_in.install(patch)
-        patch.setattr(installed, "KERNELS", {})
+        patch.setattr(installed, "PACKAGES_OF_KERNELS", {})
         for name, recipe in recipes.items():
             told.clear()
             # Past the rules, which know of no such kernel on a CPU.

@@ -10,9 +10,9 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmtrain.predict.links import Kind
+from llmtrain.predict.links import TransferKind
 
-KINDS: dict[str, tuple[Kind, int]] = {
+KINDS: dict[str, tuple[TransferKind, int]] = {
     "allreduce_": ("all_reduce", 0),
     "allgather_": ("all_gather", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
 class Seen(NamedTuple):
     """A collective or a message."""
 
-    kind: Kind
+    kind: TransferKind
     size: int
     """Bytes of the whole tensors."""
     ranks: int
@@ -56,7 +56,7 @@ class Collectives(TorchDispatchMode):
         self._see("all_to_all", input.nbytes, kwargs.get("group") or dist.group.WORLD)
         return self._exchange(output, input, *args, **kwargs)
 
-    def _see(self, kind: Kind, size: int, group: dist.ProcessGroup) -> None:
+    def _see(self, kind: TransferKind, size: int, group: dist.ProcessGroup) -> None:
         if group.size() > 1:
             self.seen.append(Seen(kind, size, group.size()))
 

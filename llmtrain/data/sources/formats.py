@@ -39,7 +39,7 @@ class Document(NamedTuple):
     """The parsed row, if `text` is its JSON and was read from JSON; avoids parsing it again."""
 
 
-Reader = Callable[[Path, str | None], Iterator[Document]]
+DocumentReader = Callable[[Path, str | None], Iterator[Document]]
 """Reads the documents of a file from a column; if the column is None, each row becomes a JSON object."""
 
 
@@ -123,7 +123,7 @@ def read_batches(
             yield from _document(text, f"{place}, row {row}", column, fraction)
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, DocumentReader] = {
     ".txt": read_document,
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
