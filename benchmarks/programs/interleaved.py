@@ -120,7 +120,7 @@ def child(options: argparse.Namespace) -> None:
 
     own = metrics.TrainingProgress.advance
     metrics.TrainingProgress.advance = advance  # type: ignore[method-assign, assignment]
-    train_rank(rank, folder, plan, config, "never", None, StopSignals())
+    train_rank(rank, folder, plan, config, resume="never", signals=StopSignals())
 
 
 def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank: int) -> Iterator[None]:

@@ -47,6 +47,7 @@ def export(
     checkpoint: Path,
     tokenizer: Path,
     out: Path,
+    *,
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
     replace: bool = False,

@@ -47,6 +47,7 @@ def merge_checkpoint(
     checkpoint: Path,
     tokenizer: Path,
     out: Path,
+    *,
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
     base: str | None = None,
@@ -64,14 +65,15 @@ def merge_checkpoint(
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
         adapter = Path(folder) / "adapter"
-        export(checkpoint, tokenizer, adapter, "float32", base=base)  # rounded only once, after it was added
-        merge(adapter, out, tokenizer, None, dtype, most_bytes, into)
+        export(checkpoint, tokenizer, adapter, dtype="float32", base=base)  # rounded only once, after it was added
+        merge(adapter, out, tokenizer, dtype=dtype, most_bytes=most_bytes, into=into)
 
 
 def merge(
     adapter: Path,
     out: Path,
     tokenizer: Path | None = None,
+    *,
     base: str | None = None,
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,

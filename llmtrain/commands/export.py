@@ -109,15 +109,15 @@ def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> No
         from llmtrain.checkpoint.export import export, size_in_bytes
         from llmtrain.checkpoint.merge import merge, merge_checkpoint
 
-        most = size_in_bytes(request.max_shard_size)
+        most, dtype, base = size_in_bytes(request.max_shard_size), request.dtype, request.base
         if is_peft:
-            merge(source, out, request.tokenizer, request.base, request.dtype, most, request.into)
+            merge(source, out, request.tokenizer, base=base, dtype=dtype, most_bytes=most, into=request.into)
             return
         tokenizer = request.tokenizer or source.parent.parent / "tokenizer"
         if request.merge:
-            merge_checkpoint(source, tokenizer, out, request.dtype, most, request.base, request.into)
+            merge_checkpoint(source, tokenizer, out, dtype=dtype, most_bytes=most, base=base, into=request.into)
         else:
-            export(source, tokenizer, out, request.dtype, most, base=request.base)
+            export(source, tokenizer, out, dtype=dtype, most_bytes=most, base=base)
 
 
 def _push(folder: Path, request: ExportRequest) -> None:

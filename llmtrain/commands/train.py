@@ -239,4 +239,5 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
         lock = RunLock.take(folder.path, say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
-    train_rank(rank, folder, plan, ds_config, request.resume, request.max_steps, signals, lock)
+    resume, max_steps = request.resume, request.max_steps
+    train_rank(rank, folder, plan, ds_config, resume=resume, max_steps=max_steps, signals=signals, lock=lock)

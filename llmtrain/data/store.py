@@ -277,8 +277,17 @@ def _tokenize_conversations(
     plain = Encoder(tokenizer.folder)
     finder = Finder(plain.special_tokens())
     encoder = ChatEncoder(tokenizer.folder, chat.template, train_on=chat.train_on, parse_special=reading.parses)
-    sizes = reading.eval_fraction, tokenizer.vocab_size
-    meta = tokenize_conversations(folder, corpus, field, chat, encoder, finder, *sizes, task)
+    meta = tokenize_conversations(
+        folder,
+        corpus,
+        field,
+        reading=chat,
+        encoder=encoder,
+        finder=finder,
+        eval_fraction=reading.eval_fraction,
+        vocab_size=tokenizer.vocab_size,
+        task=task,
+    )
     reading.check(finder.found(), corpus, field, plain)
     return meta
 

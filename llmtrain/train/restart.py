@@ -42,6 +42,7 @@ def train_with_restarts(
     command: list[str],
     workers: int,
     folder: RunDir,
+    *,
     resume: str,
     max_restarts: int,
     console: Console,

@@ -121,8 +121,16 @@ class LocalStart:
             console.print(f"starting workers with {self.tool}")
             return run_by_tool(ToolJob(self.tool, plan, folder, (*arguments, "--resume", self.resume)))
         command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
-        restarts, allowed_s = self.max_restarts, plan.recipe.watchdog.min_seconds
-        code = train_with_restarts(command, plan.workers, folder, self.resume, restarts, console, template, allowed_s)
+        code = train_with_restarts(
+            command,
+            plan.workers,
+            folder,
+            resume=self.resume,
+            max_restarts=self.max_restarts,
+            console=console,
+            template=template,
+            allowed_s=plan.recipe.watchdog.min_seconds,
+        )
         if template:
             template.close()
         return code

@@ -56,7 +56,8 @@ def main(
     if rank is None:
         raise SystemExit("llmtrain.train.worker is started by a launcher, which sets RANK; use `llmtrain train`")
     folder = RunDir(run_dir)
-    train_rank(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps, signals)
+    plan, ds_config = folder.read_plan(), folder.read_ds_config()
+    train_rank(rank, folder, plan, ds_config, resume=resume, max_steps=max_steps, signals=signals)
 
 
 def train_rank(
@@ -64,9 +65,10 @@ def train_rank(
     run_dir: RunDir,
     plan: Plan,
     ds_config: dict[str, object],
+    *,
     resume: str,
-    max_steps: int | None,
     signals: StopSignals,
+    max_steps: int | None = None,
     lock: RunLock | None = None,
 ) -> None:
     """Trains as `rank`. Exits with the code of its failure, or 75 if a signal stopped it; returns otherwise.

@@ -54,7 +54,8 @@ def train(folder, outcomes, max_restarts, resume="auto"):
     command = [sys.executable, str(script), str(folder.path / "attempts")]
     output = io.StringIO()
     try:
-        return train_with_restarts(command, 1, folder, resume, max_restarts, Console(file=output)), output.getvalue()
+        arguments = {"resume": resume, "max_restarts": max_restarts, "console": Console(file=output)}
+        return train_with_restarts(command, 1, folder, **arguments), output.getvalue()
     except WorkerError as error:
         return error, output.getvalue()
 

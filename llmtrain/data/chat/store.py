@@ -112,6 +112,7 @@ def tokenize_conversations(
     folder: Path,
     corpus: ConversationCorpus,
     place: str,
+    *,
     reading: ChatReading,
     encoder: ChatEncoder,
     finder: Finder,
