@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from llmtrain.plan.draft import BYTES_OF, WEIGHT_DTYPE
+from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.optimizers import CODE_TABLES, STRETCH, STRETCH_BYTES, block_of, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -143,7 +143,7 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
         largest = [(max(group.sizes), group) for group in groups if group.factors or group.codes]
         part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
         return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
-    each = 4 if plan.recipe.parallel.precision == "fp32" else 2
+    each = BYTES_OF[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
     parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
         (
@@ -323,7 +323,7 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
 
     The model is built completely, cast to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
     """
-    computed = 2 if plan.recipe.parallel.precision == "bf16" else 4
+    computed = weight_bytes(plan)
     every = list(weights.of_layers(0, weights.layers, first=True, last=True))
     own = [weight for weight in every if weight.trained]
     elements, trained = weights.elements, sum(weight.elements for weight in own)

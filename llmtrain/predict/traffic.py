@@ -141,7 +141,7 @@ class CommunicationGroups:
         apart = held.trained * self.share.apart(held)
         if not apart:
             return
-        size = apart * (4 if self.plan.recipe.parallel.precision == "fp32" else 2)
+        size = apart * self.share.compute_bytes
         shards = self._among_replicas(held, size / self.groups.replicas.size)
         yield Transfer("all_to_all", shards)
         if self.plan.parallel.zero_stage == 0:

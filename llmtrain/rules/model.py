@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.plan.draft import COMPUTE_DTYPE, Draft
+from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -256,7 +256,7 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
     facts = draft.facts
     if facts is None or facts.weights is None:
         return
-    step = EXPERT_ROW_BYTES // (4 if draft.weight_dtype == "fp32" else 2)
+    step = EXPERT_ROW_BYTES // BYTES_OF[draft.weight_dtype]
     ranks = draft.parallel.split_ranks
     weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
     widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
