@@ -71,7 +71,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def verdicts(result: Result) -> Sequence[Verdict]:
     """Returns the verdicts on whether compiling is faster. No aim was set for how much."""
-    return [_faster(case, BASE, "compiled is faster than what transformers has") for case in result["cases"]]
+    return [_faster(case, BASE, "compiled is faster than the defaults of transformers") for case in result["cases"]]
 
 
 def _faster(case: Result, other: str, aim: str) -> Verdict:
@@ -111,12 +111,12 @@ COLUMNS = {
 }
 BENCHMARK = Benchmark(
     name="cpu",
-    title="What each choice brings on a CPU",
+    title="The gain of each choice on a CPU",
     description=(
         "Forward and backward pass of a micro-batch of `recipes/tiny.py` through two layers and the head, with "
-        "packed documents masked, on two threads unless stated otherwise: as `transformers` does it (sdpa with a "
-        "mask, logits of all tokens), and with one change at a time. `auto` tries the kernels among these; the "
-        "recipe decides the precision."
+        "packed documents masked, on two threads unless stated otherwise: with the defaults of `transformers` (sdpa "
+        "with a mask, logits of all tokens), and with one change at a time. `auto` measures the kernels among these "
+        "changes and chooses the fastest; the recipe decides the precision."
     ),
     cases=cases,
     columns=COLUMNS,

@@ -133,30 +133,31 @@ BENCHMARK = Benchmark(
     name="data",
     title="Data",
     description=(
-        "Tokenizing from a jsonl file to the token store, including reading, splitting and writing, is compared with "
-        "`tokenizers` alone on texts in memory, 1,000 at once; a byte-level BPE of 16,384 tokens, documents of 3,000 "
-        "characters on average. Then best-fit packing. Then the first call of a new process, which has imported its "
-        "packages and opened a corpus of 2³⁰ sequences, until it has the tensors: of one sample, and of the 8 rows "
-        "of a rank in a global batch of 512, including the count of the targets of the whole batch. The pages of the "
-        "corpus are in the page cache, or were removed from it; what the disk then reads is shown. (Only those "
-        "sequences are written, the rest of the 4.4 TB is a sparse file.) Then the peak memory of tokenizing as a "
-        "corpus grows (10 GB: `python -m benchmarks corpus`), and how long a step waits for its data."
+        "Five measurements. *Tokenizing*, from a jsonl file to the token store, including reading, splitting and "
+        "writing: it is compared with `tokenizers` alone on texts in memory, 1,000 at once. The tokenizer is a "
+        "byte-level BPE of 16,384 tokens, and documents have 3,000 characters on average. *Packing*: best-fit. *The "
+        "first call* of a new process, which has already imported its packages and opened a corpus of 2³⁰ sequences, "
+        "until it has its tensors: those of one sample, or those of the 8 rows of a rank in a global batch of 512, "
+        "including the number of targets of the whole batch. The pages of the corpus are in the page cache, or were "
+        "removed from it and are read from the disk. (Only these sequences are written; the rest of the 4.4 TB is a "
+        "sparse file.) *The peak memory* of tokenizing as a corpus grows (10 GB: `python -m benchmarks corpus`). *The "
+        "time* that a step waits for its data."
     ),
     cases=cases,
     columns={
         "tokens_per_second": SPEED,
         "tokens_per_cpu_second": ("tokens per second of CPU", ",.0f"),
         "peak_gib": ("peak memory, GiB", ".2f"),
-        "of_tokenizing": ("of tokenizing", ".2%"),
+        "of_tokenizing": ("time, relative to tokenizing", ".2%"),
         "fill": ("fill", ".3%"),
-        "fill_possible": ("possible, the last sequence not full", ".3%"),
+        "fill_possible": ("highest possible fill", ".3%"),
         "documents_split": ("short documents split", ".0f"),
         "seek_ms": ("first call, ms", ".2f"),
-        "seek_cpu_ms": ("of that computing", ".2f"),
+        "seek_cpu_ms": ("CPU time of the call, ms", ".2f"),
         "read_kib": ("read from the disk, KiB", ",.0f"),
-        "seek_10_12_ms": ("then at 10¹², ms", ".2f"),
+        "seek_10_12_ms": ("then a call at 10¹², ms", ".2f"),
         **GROWTH,
-        "stall": ("waited of a step", ".3%"),
+        "stall": ("waiting, relative to a step", ".3%"),
     },
     verdicts=verdicts,
     minutes=45,

@@ -99,7 +99,7 @@ def faults(checkpoints: Path) -> list[Problem]:
 
 
 def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
-    """Returns the name in `latest`, or None if it is missing or unreadable, and what is wrong with the file."""
+    """Returns the name in `latest`, or None if it is missing or unreadable, and the problems of the file."""
     path = checkpoints / LATEST
     try:
         name = read_text(path, MOST_LATEST_BYTES).strip()
@@ -208,7 +208,7 @@ class Building:
 
 
 def as_found(folder: Path) -> FoundCheckpoint:
-    """Reads the manifests in a folder, or why that is impossible."""
+    """Returns a folder with its manifests, or with the problems if they cannot be read."""
     try:
         return FoundCheckpoint(folder, tuple(read_manifests(folder)))
     except CheckpointError as error:

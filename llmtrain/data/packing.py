@@ -76,7 +76,7 @@ class _PieceWriter:
     def add(
         self, pieces: Pieces, trained: NDArray[np.int64], order: NDArray[np.int64], firsts: NDArray[np.int64]
     ) -> None:
-        """Appends pieces in an order; firsts: the places in it where sequences begin."""
+        """Appends pieces in the given order. firsts: the positions in it at which sequences begin."""
         self.starts.append(pieces.starts[order])
         self.lengths.append(pieces.lengths[order])
         self.targets.append(np.add.reduceat(trained[order], firsts))

@@ -282,7 +282,7 @@ class Schedule:
             yield own[rows_of(0, self._rank, self._size, self._micro)], batch
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
-        """Yields batches that are read several steps at a time; the first, which is waited for, alone.
+        """Yields the batches of several steps at a time; first that of one step, because training waits for it.
 
         This avoids waking the reading thread in every step, since it would compete with training for the interpreter
         lock.

@@ -139,7 +139,7 @@ def prepare_tokenizer(
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yields the text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
+    """Yields the text in pieces of at most `PIECE_CHARACTERS`.
 
     They are cut at a single line end or before a single space, which does not change the tokens. A long stretch without
     either is cut elsewhere. A tokenizer that marks the start of a text marks each piece.
@@ -268,7 +268,7 @@ def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, 
 def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
     """Returns [size]: the number of UTF-8 bytes that each token stands for, 0 for special tokens.
 
-    None for a tokenizer whose tokens do not say, since they are neither of bytes nor texts with `▁` for spaces.
+    None if this is unknown, because the tokens are neither sequences of bytes nor texts with `▁` for spaces.
     """
     from tokenizers import Tokenizer
 

@@ -45,12 +45,12 @@ def ok(check: str, text: str) -> CheckResult:
 
 
 def caution(check: str, text: str, fix: str) -> CheckResult:
-    """Returns a finding that a run may start, but may be slow or fail later."""
+    """Returns a warning: a run may start, but it may be slow or fail later."""
     return CheckResult(check, "warning", text, fix)
 
 
 def fault(check: str, text: str, fix: str) -> CheckResult:
-    """Returns a finding that a run fails or will not start."""
+    """Returns a fault: a run does not start, or it fails."""
     return CheckResult(check, "fault", text, fix)
 
 

@@ -55,7 +55,7 @@ class Engine(HasState, Protocol):
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """Returns the logits [vocab] of the token after a position, in fp32, by the row of the batch.
+        """Returns row of the batch → logits [vocab] of the token after the only position that has a label, in fp32.
 
         Each row has one label, which marks the position. Every rank gets the same batch, and returns the rows whose
         logits it computes. Each row is returned by at least one rank.
@@ -72,10 +72,10 @@ class Engine(HasState, Protocol):
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
 
     def close(self) -> None:
-        """Removes what would keep the engine in memory after its last use."""
+        """Removes references that would keep the engine in memory after its last use."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the engine actually runs with, for the run's record."""
+        """Returns the settings with which the engine actually runs, for the run's record."""
 
 
 class Passes(Protocol):

@@ -62,8 +62,8 @@ def run_workers(
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
     SIGKILL `GRACE_S` later. The first of `STOPS` is passed on to the workers; if none has begun a step yet, it ends
-    them. A second Ctrl-C kills the workers, and SIGQUIT does at any time; other signals are then ignored, since batch
-    systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
+    them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
+    batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
     env: variables for the workers, which override those of this process. board: where they write their heartbeats.
@@ -377,7 +377,7 @@ def _blame(worker: _LocalWorker, failure: Failure | None) -> tuple[int, float]:
 def _last_word(worker: _LocalWorker) -> float:
     """Returns when a worker without an error file ended.
 
-    One that aborts writes its stack before others are affected.
+    A worker that aborts writes its stack before others are affected.
     """
     if worker.returncode != -signal.SIGABRT:
         return worker.ended_at

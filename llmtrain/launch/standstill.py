@@ -1,4 +1,4 @@
-"""Detects children that a signal has stopped and that are not continued. Their watchers may be stopped too."""
+"""Detects child processes that a signal has stopped and nothing continues. Their watchers may be stopped too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def process_state(pid: int) -> str:
 class Standstill:
     """Ends a job if one of its processes is stopped for too long.
 
-    Only time in which this process runs is counted: a job that is suspended as a whole may take any time.
+    Only time in which this process runs is counted: a job that is suspended as a whole is not ended.
     """
 
     def __init__(self, allowed_s: float = ALLOWED_S) -> None:

@@ -40,7 +40,7 @@ class Settings:
     folder: Path = Path()
 
     def allowed_in(self, name: str) -> frozenset[str]:
-        """Returns the findings that are left out of a file; patterns are relative to the folder of the table."""
+        """Returns the rules that do not apply to a file; patterns are relative to the folder of the table."""
         path = Path(name).absolute()
         relative = path.relative_to(self.folder).as_posix() if path.is_relative_to(self.folder) else name
         matching = [found for pattern, found in self.per_file.items() if fnmatchcase(relative, pattern)]
@@ -53,7 +53,7 @@ def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     In folders and patterns, a file is only taken if it mentions batch sizes or ZeRO, and if most of its keys are not
     those of another program. A file that several links lead to is taken once.
 
-    Raises: RecipeError if there is none.
+    Raises RecipeError if there is none.
     """
     made: dict[str, bytes | Path] = {}
     problems = []
@@ -91,7 +91,7 @@ def _once(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _standard_input() -> bytes:
-    """Returns the input, at most one byte more than the largest file has. Raises: RecipeError."""
+    """Returns the input, at most one byte more than the largest file has. Raises RecipeError."""
     if sys.stdin is None:
         raise RecipeError(Problem("lint.files", STDIN, "standard input is closed"))
     return sys.stdin.buffer.read(LARGEST_FILE + 1)
@@ -118,9 +118,9 @@ def _has_our_keys(text: str, path: Path) -> bool:
 
 
 def settings(folder: Path) -> Settings:
-    """Returns the settings of the nearest file that has some.
+    """Returns the settings of the nearest file that has any.
 
-    Raises: RecipeError if they are wrong.
+    Raises RecipeError if they are wrong.
     """
     for one, (name, where) in product((folder, *folder.parents), _HOMES.items()):
         file = one / name

@@ -23,7 +23,7 @@ class Window:
     tokens: int
     """Tokens trained on, over all devices."""
     data_wait_s: float
-    """Seconds of these in which rank 0 waited for data."""
+    """The part of `seconds` in which rank 0 waited for data."""
     save_blocked_s: float = 0.0
     """Seconds between these steps in which checkpoints blocked training; not included in `seconds`."""
 
@@ -135,7 +135,7 @@ class BusyCores:
 
 
 class Forecast:
-    """When a run ends, and what it costs.
+    """Predicts when a run ends, and how much it costs.
 
     It extrapolates the wall time so far, with the evaluations, samples and saves between the steps.
     """
@@ -148,7 +148,7 @@ class Forecast:
         device_hours: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """price: of a device and hour. device_hours: those that the run has taken before."""
+        """price: of one hour of one device. device_hours: those that the run has used before."""
         self._devices, self._last_step, self._price = devices, last_step, price
         self._device_hours = device_hours
         self._clock = clock
@@ -157,7 +157,7 @@ class Forecast:
         """The first logged step, and when it was logged. Steps before it include compilation and allocation."""
 
     def after(self, step: int, step_time_s: float) -> dict[str, float]:
-        """Returns what a record of `step` says about it. step_time_s: of the last steps alone."""
+        """Returns the forecast for the record of `step`. step_time_s: of the last steps alone."""
         now = self._clock()
         per_step = step_time_s
         if self._first is None:

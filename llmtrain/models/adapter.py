@@ -62,7 +62,7 @@ LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def weight_name(name: str) -> str:
-    """Returns the name of a parameter without what PEFT adds: a Hugging Face name, or that in an adapter's file."""
+    """Returns the name of a parameter without PEFT's additions: its Hugging Face name, or that in an adapter's file."""
     return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
 
@@ -88,7 +88,7 @@ class Trained:
 
 
 def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
-    """Returns what a recipe trains; None if it freezes nothing. Nothing is allocated.
+    """Returns the part of the model that a recipe trains; None if it freezes nothing. Nothing is allocated.
 
     Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
     """
@@ -138,7 +138,7 @@ def apply_adapter(
     gather: Gather | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Freezes what is not trained, and adds the adapters with their initial or pretrained weights.
+    """Freezes the parameters that are not trained, and adds the adapters with their initial or pretrained weights.
 
     model: whole, or a part of it with the same names of modules. gather: as for `draw_all_weights`. names: of the
     part's parameters in the whole model, if any differ.
@@ -256,7 +256,7 @@ def _adapted_modules(
         problems.append(Problem("adapter.targets", field, message, f"its linear layers are {few_of(layers)}"))
     if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
         message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
-        fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
+        fix = "name linear layers; experts that are stored as one tensor contain none"
         problems.append(Problem("adapter.linear", field, message, fix))
     if heads := [name for name in found if name in ends]:
         message = f"{few_of(heads)} is the head, whose weight the chunked loss reads directly"
@@ -266,7 +266,7 @@ def _adapted_modules(
 
 
 def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[str, ...], list[Problem]]:
-    """Returns the names of the modules that are trained as a whole, and problems with them."""
+    """Returns the names of the modules that are trained as a whole, and the problems with them."""
     patterns = lora.modules_to_save or []
     found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
     field, problems = "model.adapter.modules_to_save", []

@@ -29,7 +29,7 @@ def weight_dtype(precision: Precision) -> torch.dtype:
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """Returns the context for the forward pass: autocast if it computes in a lower type than its weights have."""
+    """Returns the context for the forward pass: autocast if it computes in a lower type than that of its weights."""
     computed = DTYPES[COMPUTE_DTYPE[precision]]
     if computed == weight_dtype(precision):
         return nullcontext()

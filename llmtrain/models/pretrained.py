@@ -75,7 +75,7 @@ def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
 
 
 def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
-    """Opens the weights of `model.pretrained`, of whose files only the headers are read.
+    """Opens the weights of `model.pretrained`. Only the headers of its files are read.
 
     Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, or if a
     weight has a different shape.

@@ -269,8 +269,8 @@ def _mark_invalid(norm: Tensor, device: object = None) -> None:
 def gradients_in_order(optimizer: Any) -> None:
     """Makes later work on the device, instead of the host, wait for the gradients that ZeRO is reducing.
 
-    DeepSpeed waits on the host when a micro-batch's backward pass is over. Offloaded gradients are read by the host,
-    which has to wait.
+    DeepSpeed makes the host wait at the end of a micro-batch's backward pass. This is only necessary for offloaded
+    gradients, because the host reads them.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload:
         if isinstance(optimizer.reduction_stream, torch.cuda.Stream):

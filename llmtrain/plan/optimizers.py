@@ -1,8 +1,9 @@
-"""The optimizers that a recipe may name, one row each: its class, what is kept of each weight, and how ZeRO may cut it.
+"""The optimizers that a recipe may name, one row each: its class, its arguments, and its states for each weight.
 
-`engines/optim.py` and DeepSpeed build them from these rows; memory, time and the checks of a checkpoint count what they
-keep. A class that torch does not have is a file of `engines/optimizers/`. An update has to honour `found_inf`, with
-which the guard skips it (`engines/guard.py`). Torch's fused kernels and the classes of that folder do so.
+`engines/optim.py` and DeepSpeed build the optimizers from these rows. The predictions of memory and time and the checks
+of a checkpoint count the states by them. A class that torch does not have is in a file of `engines/optimizers/`. An
+update must honour `found_inf`, with which the guard skips it (`engines/guard.py`). Torch's fused kernels and the
+classes of that folder do so.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class EightBitOptions(Part):
 
 
 STRETCH = 4_194_304
-"""Largest number of elements of a matrix with 8-bit moments that are updated at once, unless one row has more."""
+"""Largest number of elements that are updated at once in a matrix with 8-bit moments, unless one row has more."""
 STRETCH_BYTES = 28
 """Largest number of bytes for each of them: two fp32 moments, and temporary tensors to compute or round one."""
 UPDATE_BYTES = 262
-"""Bytes that the operations of such an update read and write for an element; torch has no kernel that joins them."""
+"""Bytes per element that the operations of such an update read and write; torch has no kernel that fuses them."""
 CODE_TABLES = 4 * 2 * (256 + 254)
 """Bytes of the tables for both moments: the values of the codes, and the borders between the values."""
 POINT = "z"
@@ -76,10 +77,10 @@ class OptimizerRow:
     """Names of the tensors that are kept for matrices of decoder layers, if the optimizer updates these as whole
     matrices."""
     factors: tuple[str, ...] = ()
-    """Names of the tensors that are kept of a matrix in place of `states`: a value for each row, and for each column.
-    Each rank that holds a part of the matrix has them whole."""
+    """Names of the tensors that are kept for a matrix instead of `states`: one with a value for each row, and one
+    with a value for each column. Each rank that holds a part of the matrix has both of them whole."""
     moments: tuple[str, ...] = ()
-    """Names of the 8-bit moments that are kept of a matrix in place of `states`: each has a byte for each element
+    """Names of the 8-bit moments that are kept for a matrix instead of `states`: each has a byte for each element
     (`codes`), and an fp32 scale for each block of a row (`scales`)."""
     known_to_zero: bool = False
     """Whether DeepSpeed lists it as tested with ZeRO, although ZeRO treats all optimizers alike."""
@@ -167,7 +168,7 @@ def states_kept(optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
 
 
 def is_matrix_of_layer(name: str, dimensions: int) -> bool:
-    """Whether a weight is a matrix of a decoder layer, or a stack of those of experts; layers have numbers."""
+    """Whether a weight is a matrix of a decoder layer, or a stack of its experts' matrices. Layers have numbers."""
     is_matrix = dimensions == 2 or (dimensions == 3 and ".experts." in name)
     return is_matrix and any(part.isdigit() for part in name.split("."))
 

@@ -19,7 +19,7 @@ BLOCK = 64
 BLOCKS = 256
 """Number of scales that share a scale of their own: the paper's block size for scales."""
 TABLES = 4 * (2 * 256 + 256)
-"""Bytes of the values of all codes, of which a rank has one table."""
+"""Bytes of the table with the values of all codes; each rank has one."""
 WORKSPACE = 6
 """Bytes for each element of a weight while it is made whole: its fp32 value, and an index or the rounded value."""
 
@@ -110,10 +110,10 @@ class Weights(Part):
         return sum(run.layers for run in self.runs)
 
     def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
-        """Yields the weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
+        """Yields the weights of a stage with layers [first_layer, end), in the order of the model's parameters.
 
-        In the order of the model's parameters: a tied weight is at the place of the embedding, even on a last stage
-        that has no other use for the embedding, and appears once if a stage has both ends.
+        A tied weight is at the place of the embedding, even on a last stage that has no other use for the embedding. It
+        appears once if a stage has both ends of the model. first, last: whether the stage has these ends.
         """
         if first:
             yield from self.embedding
@@ -148,11 +148,11 @@ def packed_bytes(elements: int) -> int:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """What a rank, or a group of ranks under ZeRO, holds of each row of a matrix; its elements are numbered row by row.
+    """The part of each row of a matrix that a rank, or under ZeRO a group of ranks, holds.
 
-    A block is the elements of a row that share a scale of an optimizer's moment. The blocks that are held, whole or in
-    part, are numbered in the same order. They begin at fixed columns of the whole matrix, so they are the same under
-    every plan.
+    The held elements are numbered row by row. A block consists of the elements of a row that share a scale of an
+    optimizer's moment. The blocks that are held, whole or in part, are numbered in the same order. They begin at fixed
+    columns of the whole matrix, so they are the same under every plan.
     """
 
     width: int
@@ -185,7 +185,7 @@ class HeldRows:
 
     @cached_property
     def cut(self) -> frozenset[int]:
-        """Blocks of the whole row of which only a part is held, in every row."""
+        """Those blocks of the whole row, by index, that are held only in part."""
         ends = {end for first, number in self.columns for end in (first, first + number)}
         return frozenset(end // self.block for end in ends if end % self.block and end != self.width)
 

@@ -66,10 +66,10 @@ class Activations:
     saved: int
     """Activations that are kept until the backward pass."""
     lowest: int
-    """Memory in the backward pass's last layer, at most: what is left of the saved activations, and additional memory.
-    At the end of its feed-forward part if `lowest_saved` returns the layer."""
+    """Largest memory in the last layer of the backward pass: the saved activations that are left, and additional
+    memory. If `lowest_saved` returns that layer, at the end of its feed-forward part."""
     others: int
-    """Saved activations that are left at the end of the pass, because they are of other passes."""
+    """Saved activations that are left at the end of the pass, because they belong to other passes."""
     working: int
     """Additional memory for the backward pass of a layer, after the tensors of the loss are freed."""
     casts: int
@@ -78,7 +78,7 @@ class Activations:
     logits: int
     """Logits of a micro-batch, with the tensors of its loss."""
     gradient: int
-    """The logits' gradient, when the loss is done."""
+    """The gradient of the logits, after the loss is computed."""
     head: int
     """The head's gradient from one micro-batch, before it is accumulated."""
     sent: int
@@ -133,7 +133,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         lowest -= min(sum(kept[index] for index in stage[1:]) for stage in stages)
         others = saved * (passes - 1) // passes
         if (index := lowest_saved(plan, rank)) is not None:
-            # Gradients of the input of two projections, and that of the layer's result, which a residual passes on.
+            # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
             lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
             lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
     loss = _loss(plan, tokens) if is_last else 0
@@ -185,7 +185,7 @@ def _loss(plan: Plan, tokens: int) -> int:
     elif recomputes_loss(plan.recipe):
         return logits
     head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
-    # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
+    # The gradient of the head in fp32, a part to be added to it, and the gradient of the hidden states.
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 
 
@@ -242,11 +242,11 @@ class Kept:
     size: int
     """Bytes that are kept until its backward pass begins."""
     used: int
-    """The part of it that a layer which is not computed again saves as well."""
+    """The part of `size` that a layer also saves if it is not computed again."""
 
 
 def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
-    """Returns what is kept of a decoder layer that is computed again, in whole or in part."""
+    """Returns the bytes that are kept of a decoder layer that is computed again, in whole or in part."""
     layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
     stream = widths.stream * facts.hidden_size // plan.region_ranks
     if plan.parallel.activation_checkpointing == "full":
@@ -320,7 +320,7 @@ def _readers(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
 
 
 def _of_norm(plan: Plan, widths: Widths, is_trained: bool) -> int:
-    """Returns the bytes per element that an RMSNorm keeps: its input in fp32, and what a trained weight multiplies."""
+    """Returns the bytes per element an RMSNorm keeps: its fp32 input; for a trained weight, the normalised one too."""
     return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
 
 
@@ -421,8 +421,8 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
     """Returns the bytes that adapters keep in addition to their layers' inputs.
 
-    That is what A returns; with dropout its own input and a mask; with DoRA the results of the layer and of B, which
-    the trained norms multiply.
+    These are the outputs of A; with dropout, also A's own input and a mask; with DoRA, also the outputs of the layer
+    and of B, which are multiplied by the trained norms.
     """
     adapter, whole, in_regions = plan.recipe.model.adapter, 0, 0
     for one in layer:

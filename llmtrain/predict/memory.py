@@ -30,19 +30,19 @@ class StageMemory(Part):
     """Memory of the fullest rank of a pipeline stage."""
 
     start: Parts
-    """While the engine is created, if that takes more than it holds afterwards."""
+    """While the engine is created, if that needs more than the engine holds afterwards."""
     forward: Parts
     """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
     micro-batches. Includes the tensors of the loss, or what follows once they are freed, whichever is larger."""
     backward: Parts
-    """At its end: all gradients, no activations. If a pipeline frees gradients of each pass, the end of one that leaves
-    activations of others, or its last layer, if either needs more."""
+    """At the end of that pass: all gradients, no activations. If a pipeline frees the gradients of each pass, the
+    largest of three: this end, the end of a pass that leaves the activations of others, and a pass's last layer."""
     update: Parts
     """While the optimizer runs."""
     host: int
     """Bytes of this rank's host memory, if something is offloaded."""
     host_copies: int
-    """Bytes of this rank's host memory for a checkpoint that is being written (`checkpoint.background`)."""
+    """Bytes of this rank's host memory while a checkpoint is being written (`checkpoint.background`)."""
     in_flight: int
     """Micro-batches whose activations are held at once."""
 

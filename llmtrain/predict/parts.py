@@ -52,7 +52,7 @@ class Parts(Part):
 
 
 class Passing(Part):
-    """Bytes of gradients that exist only within a backward pass of a pipeline, at whose end they are freed."""
+    """Bytes of the gradients that a pipeline frees at the end of each backward pass."""
 
     first: int = 0
     """At the start of the backward pass of its first decoder layer."""
@@ -66,15 +66,15 @@ class State(Part):
     """Memory of a rank without activations: at the start, at both ends of a backward pass, and in the update."""
 
     start: Parts = Parts()
-    """While the engine is created, if that takes more than it holds afterwards."""
+    """While the engine is created, if that needs more than the engine holds afterwards."""
     forward: Parts
     """At the beginning of the last micro-batch's backward pass."""
     late: Parts = Parts()
     """Additional memory for the first gradients of that pass, after the tensors of the loss are freed."""
     backward: Parts
-    """At its end, while the reduction still holds its bucket."""
+    """At the end of that pass, while the reduction still holds its bucket."""
     passing: Passing = Passing()
-    """Gradients of one pass that neither the beginning nor the reduction has."""
+    """Gradients of one pass of a pipeline; not included in `forward` and `backward`."""
     update: Parts
     """While the optimizer runs."""
     host: int = 0

@@ -164,9 +164,9 @@ class CommunicationGroups:
             yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
 
     def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the exchanges of largest magnitudes in blocks of which ranks hold parts, for 8-bit moments.
+        """Yields the all-reduces of the largest magnitudes of blocks that ranks share, for 8-bit moments.
 
-        FSDP2 divides weights between rows.
+        FSDP2 needs none, because it divides weights between rows.
         """
         weights, parallel = self.plan.model.weights, self.plan.parallel
         if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
@@ -180,16 +180,16 @@ class CommunicationGroups:
 
     @property
     def _division(self) -> flat.Division:
-        """How ranks divide the states of what they all hold."""
+        """How replicas divide the optimizer's states of the weights that each of them holds."""
         stage = self.plan.parallel.zero_stage
         is_flat = stage < 3 and self.plan.parallel.strategy == "deepspeed"
         return "none" if stage == 0 else "flat" if is_flat else "each"
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the transfers of tensor groups. Activation checkpointing repeats the one of attention."""
+        """Yields the transfers of tensor groups. Activation checkpointing repeats the sum of attention."""
         each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
-        # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always compute
-        # theirs again.
+        # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always
+        # recompute their products.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
         sums = held.layers * each + again + tiled * (held.layers + again)
         tables = held.embedding + held.head
@@ -202,7 +202,7 @@ class CommunicationGroups:
         if self.plan.region_ranks == 1:
             yield Transfer("all_reduce", whole, sums)
         else:
-            # A sum is a reduction, each rank for its slice, and a gathering. A recomputed layer gathers twice.
+            # A sum becomes a reduction, each rank for its own slice, and a gathering. A recomputed layer gathers twice.
             yield Transfer("reduce_scatter", whole, sums)
             yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_tables else tables))
         of_layer, last = self._summed_gradients()
@@ -277,7 +277,7 @@ class CommunicationGroups:
             self._reduced(held, found)
             if stage:
                 found.step.append(self._weights(held, part=held.trained))
-        if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
+        if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
             size = held.trained * share.unsplit(held) * share.gradient_bytes
             found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
         shard = held.trained * share.own(held) / self.groups.replicas.size

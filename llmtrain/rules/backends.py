@@ -77,7 +77,7 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
     "run",
 )
 def precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses precisions in which a strategy does not train like the reference."""
+    """Refuses precisions in which a strategy does not give the results of the reference."""
     parallel = draft.parallel
     able = STRATEGIES.get(parallel.strategy)
     if able is None or parallel.precision in able.precisions:

@@ -17,7 +17,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Constants of <malloc.h>."""
 NEVER = 2**31 - 1
 ROOM = 3
-"""Factor on what a plan needs: retained blocks do not fit all later requests, and peaks were observed to double."""
+"""Factor on the memory of a plan: retained blocks do not fit all later requests, and peaks were observed to double."""
 
 
 def use_kernels_of_cpu(plan: Plan) -> None:
@@ -28,7 +28,7 @@ def use_kernels_of_cpu(plan: Plan) -> None:
 
 
 def matmul_of(plan: Plan) -> str:
-    """Returns whose matrix products a rank uses: those that the recipe names, or else by the kind of processor."""
+    """Returns the library that computes matrix products: the recipe's, or one chosen by the kind of processor."""
     chosen, precision = plan.recipe.kernels.matmul, plan.recipe.parallel.precision
     if chosen != "auto":
         return chosen

@@ -199,7 +199,7 @@ def changes_of(recipe: Recipe, fields: Fields) -> Fields:
 
 
 def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> RankedPlan:
-    """Returns the plan that results if a user pastes the fields which differ from the recipe's."""
+    """Returns the plan that a user gets by adding the changed fields to the command line."""
     own = changes_of(recipe, fields)
     draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
     return RankedPlan(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
@@ -219,7 +219,7 @@ def _alike(draft: Draft, other: Recipe) -> bool:
 
 
 def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
-    """Returns why there is nothing to rank."""
+    """Returns the problem that there is no plan to rank: none is legal, or the speed of the device is unknown."""
     first = next(legal_plans(recipe, cluster, facts), None)
     if first is None:
         message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"

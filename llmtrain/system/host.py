@@ -20,7 +20,7 @@ BUSY_CORES = 0.15
 BUSY_SHARE = 0.01
 """The same limit as a fraction of the cores, for a larger machine with more background load."""
 LACKING_CORES = 0.5
-"""Number of missing cores from which on the waiting of threads is changed."""
+"""If at least this many cores are missing, threads wait in another way."""
 LOOK_S = 0.3
 """Seconds for which the load by others is measured when a run starts."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -76,8 +76,8 @@ def memory_bytes() -> int:
 def memory_limit() -> int | None:
     """Returns the bytes that the control groups of this process grant, or None without a limit.
 
-    In a container, its own group is the root of what it sees. Slurm and systemd limit a group further down, or one
-    between it and the root (cgroups(7)).
+    In a container, the container's own group is the root of the visible tree. Slurm and systemd limit the group of the
+    process, or a group between it and the root (cgroups(7)).
     """
     try:
         groups = OWN_GROUPS.read_text(errors="replace").splitlines()
@@ -134,7 +134,7 @@ def are_lacking(others: float, threads: int) -> bool:
 
 
 class CoreMeter:
-    """Measures the use of this process's cores by others: not by itself and its children."""
+    """Measures how much other processes use this process's cores. Its children do not count as others."""
 
     def __init__(self, of_launcher: bool = False) -> None:
         """of_launcher: whether to exclude also the parent of this process and everything that it has started."""
@@ -156,7 +156,7 @@ class CoreMeter:
 
 
 def cores_of_others(seconds: float) -> float:
-    """Returns the cores used by others in the next seconds, in which this process sleeps."""
+    """Sleeps, and returns the number of cores that others used meanwhile, on average."""
     meter = CoreMeter()
     time.sleep(seconds)
     return meter.cores_of_others()
@@ -168,12 +168,12 @@ def own_cores() -> int:
 
 
 def most_cores_of_others(cores: int) -> float:
-    """Returns how many of these cores others may use during a measurement that is worth keeping."""
+    """Returns how many of `cores` others may use during a measurement that is kept."""
     return max(BUSY_CORES, BUSY_SHARE * cores)
 
 
 def process_fields(pid: int) -> list[str]:
-    """Returns the fields of `/proc/PID/stat` from the state on. Before it is the name, which may be any bytes.
+    """Returns the fields of `/proc/PID/stat` from the state on. The name before it may contain any bytes.
 
     Raises OSError if there is no such process.
     """
@@ -186,7 +186,7 @@ def busy(others: float, cores: int) -> str:
 
 
 def _busy_s() -> float:
-    """Returns the seconds in which those cores were busy since the machine was started, in total."""
+    """Returns the total time in seconds for which the cores of this process were busy since the machine was started."""
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
     ticks = 0

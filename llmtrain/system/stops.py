@@ -53,7 +53,7 @@ def after_step(number: int, step: int) -> str:
 
 
 def say(line: str, descriptor: int = 2) -> None:
-    """Prints a line for the user, if standard error is still open. descriptor: what it was before it was redirected."""
+    """Prints a line for the user, if standard error is still open. descriptor: its number before a redirection."""
     with suppress(OSError, ValueError):
         os.write(descriptor, f"{line}\n".encode())
 
@@ -90,7 +90,7 @@ def importing() -> Iterator[None]:
 
 
 def stop_at_once() -> dict[signal.Signals, Any]:
-    """Makes signals end the process, which has nothing to clean up; returns the previous handlers."""
+    """Makes signals end the process, which has nothing to clean up. Returns the previous handlers."""
     return _handle(lambda number, _: _end_before_the_first_step(number))
 
 
@@ -150,9 +150,9 @@ def wait_for_signal(seconds: float) -> int | None:
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
     """Handles all signals except for ignored ones, which stay ignored (nohup); returns the previous handlers.
 
-    The order in which signals were sent is not known if several wait: Python handles them by their numbers. So nothing
-    depends on it: QUIT is handled before a SIGHUP or SIGINT that waits with it, and only a second SIGINT is impatience,
-    not one that follows another signal.
+    If several signals wait, the order in which they were sent is unknown, because Python handles them by their numbers.
+    Therefore nothing depends on this order. QUIT is handled before a SIGHUP or SIGINT that waits with it, and a SIGINT
+    ends a run at once only if it is the second SIGINT, not if it follows another signal.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:

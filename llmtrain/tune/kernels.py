@@ -20,8 +20,8 @@ WORTH_FLOPS = 1e15
 def with_kernels(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
     """Returns the plan with the kernels that its recipe leaves open; called by all ranks before an engine is built.
 
-    say: is called with what is being done. Raises RecipeError on all ranks if the model cannot be computed, or is
-    slower in the fp8 that its recipe chooses.
+    say: called with the value that is measured next. Raises RecipeError on all ranks if the model cannot be computed,
+    or if it is slower in the fp8 that its recipe chooses.
     """
     if not open_kernels(plan.recipe) and plan.recipe.kernels.fp8 == "off":
         return plan
@@ -51,4 +51,5 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
     try:
         return measure(plan, str(device), threads, always=False, say=say)
     except NotMeasuredError as error:
-        return KernelChoice(key=key, device=name, why=f"by the rules, since measuring failed: {error}", values={})
+        why = f"chosen by the rules, because measuring failed: {error}"
+        return KernelChoice(key=key, device=name, why=why, values={})

@@ -66,7 +66,10 @@ def tune(
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
         _compare_fp8(tuning)
-        why = f"by the rules: a run of about {expected:,.0f} s is too short to measure; `llmtrain tune` measures"
+        why = (
+            f"chosen by the rules, because a run of about {expected:,.0f} s is too short to measure; "
+            "run `llmtrain tune` to measure"
+        )
         return KernelChoice(key=key, device=name, why=why, values={})
     for dotted, values in alternatives(plan, on_cpu, threads):
         tuning.values[dotted] = values[0]

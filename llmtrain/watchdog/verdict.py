@@ -12,9 +12,9 @@ from llmtrain.recipe import WatchdogConfig
 from llmtrain.system.heartbeat import Phase, Pulse
 
 GONE = "worker.gone"
-"""The rule of a rank that ended and was still needed."""
+"""The rule for a rank that ended while it was still needed."""
 ENDING = (Phase.FINISHING, Phase.DONE)
-"""Phases of a rank after which others may end."""
+"""Phases in which a rank may end. If rank 0 is in one of them, all ranks may end."""
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
 STOPPED = {**HALTED, "D": "waiting for a disk or a driver"}

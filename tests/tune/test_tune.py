@@ -291,7 +291,7 @@ def test_a_run_on_a_busy_machine_uses_the_rules_and_caches_nothing(tmp_path, mon
     monkeypatch.setattr(request.sys, "executable", str(busy))
     found = kernels._choose(plan, CPU, 1, print)
     assert found.values == {}
-    assert found.why == "by the rules, since measuring failed: others use 0.90 of 2 cores"
+    assert found.why == "chosen by the rules, because measuring failed: others use 0.90 of 2 cores"
     assert choice.read_cached(plan.recipe.data, found.key) is None
 
 

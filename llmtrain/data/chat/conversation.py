@@ -357,10 +357,10 @@ def _pair(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
         size = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
         shared, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
         if prompt and [_content(turn) for turn in prompt] != [_content(turn) for turn in shared[-len(prompt) :]]:
-            raise RowError("the prompt is not the messages that chosen and rejected have in common at the beginning")
+            raise RowError("the prompt differs from the messages with which chosen and rejected both begin")
         prompt = shared
     if not prompt:
-        raise RowError("has no prompt: neither a column, nor first messages that chosen and rejected have in common")
+        raise RowError("has no prompt: neither a column, nor messages with which chosen and rejected both begin")
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
     for name, turns in (("chosen", chosen), ("rejected", rejected)):

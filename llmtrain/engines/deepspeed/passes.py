@@ -1,6 +1,6 @@
 """Runs the passes of a schedule on the stages of a rank, and exchanges their results with the other ranks of the pipe.
 
-What a stage sends is known from the schedule: hidden states to the rank of the next stage, their gradients to the rank
+The schedule determines what a stage sends: hidden states to the rank of the next stage, their gradients to the rank
 of the stage before. Token ids and positions are not sent, because all ranks of a pipe read the same micro-batches.
 """
 
@@ -135,7 +135,7 @@ def _floating(output: Tensor | Tensors) -> Tensors:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DESCRIPTION = 64
-"""Numbers of the message that describes tensors: how many there are; of each its type, its dimensions and its sizes."""
+"""Length of a message that describes tensors: their number, and the type, the dimensions and the sizes of each."""
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
 
@@ -220,7 +220,7 @@ class PipeLinks:
         return self._schedule.rank_of(one.stage) == self.rank
 
     def _described_as(self, one: Pass) -> tuple[int, torch.Size]:
-        """Returns the key of a message's shapes; a gradient has those of what the stage before has sent."""
+        """Returns the key of a message's shapes; a gradient has the shapes that the stage before has sent."""
         return one.stage - (one.kind == "backward"), self._sizes[one.micro_batch]
 
     def _send(self, part: Tensor, receiver: int) -> None:

@@ -45,11 +45,11 @@ class GatheredSection(SplitSection):
     """
 
     def enter(self, value: Tensor) -> Tensor:
-        """Returns the value, of which each rank computes a part of the gradient."""
+        """Returns the value. Each rank computes a part of its gradient."""
         return value
 
     def admit(self, value: Tensor) -> Tensor:
-        """Returns the value, as above."""
+        """Returns the value, as `enter` does."""
         return value
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class GatheredSection(SplitSection):
         return reduce_tokens(partial, self.ranks)
 
     def use(self, parameter: Tensor) -> None:
-        """Lets the gradients of a parameter be summed over the ranks."""
+        """Makes ranks sum the gradients of a parameter."""
         sum_gradient(parameter, self.ranks)
 
 
@@ -95,7 +95,7 @@ class Regions:
         return part not in self._gathering or part in self._of_experts
 
     def install(self, model: PreTrainedModel) -> None:
-        """Lets a model, or a part of one, hold slices. Raises ValueError without a single list of decoder layers."""
+        """Makes a model, or a part of one, hold slices. Raises ValueError without a single list of decoder layers."""
         ((_, layers),) = decoder_lists(model).items()
         tables = model.get_input_embeddings(), model.get_output_embeddings()
         for name, module in model.named_modules():
@@ -142,12 +142,12 @@ def _part_of(name: str) -> str:
 
 
 def _is_here(layer: nn.Module) -> bool:
-    """Whether a layer is this stage's own; of others it has placeholders."""
+    """Whether a layer belongs to this stage; for others it has placeholders."""
     return next(layer.parameters(), None) is not None
 
 
 def _change_input(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes what a layer is called with. A hook would run within its checkpoint, which would keep the whole input."""
+    """Changes the input of a layer. A hook would run within its checkpoint, which would keep the whole input."""
     kind = type(layer)
 
     def call(self: nn.Module, hidden: Tensor, *args: Any, **named: Any) -> Any:

@@ -141,7 +141,7 @@ class Style:
     shard: Callable[[int], Shard | None]
     """Returns how a parameter with this number of dimensions is sliced."""
     install: Callable[[nn.Module, SplitSection, PreTrainedConfig], None]
-    """Makes a module exchange what it needs."""
+    """Makes a module exchange its inputs and outputs."""
     alone: bool = False
     """Whether inputs and outputs are whole, so that the module can also be left unsplit."""
 

@@ -62,7 +62,7 @@ def test_only_completions_are_trained_on() -> None:
         ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, ASKED, BAD]}, "chosen does not continue the prompt"),
         ({"chosen": [ASKED, GOOD, ASKED, GOOD], "rejected": [ASKED, GOOD]}, "chosen does not continue the prompt"),
         ({"prompt": "a", "chosen": "good", "rejected": []}, "rejected does not continue the prompt"),
-        ({"prompt": "b", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "the prompt is not the messages"),
+        ({"prompt": "b", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "the prompt differs from the messages"),
         ({"prompt": "a", "chosen": "good", "rejected": None}, "message 2 (assistant) is empty"),
         ({"prompt": "a", "chosen": "good", "rejected": 3}, "not text"),
     ],
