@@ -155,7 +155,7 @@ def test_experts_with_tensor_parallelism_use_autotp_for_attention_and_render_no_
     assert not {"offload_optimizer", "offload_param"} & config["zero_optimization"].keys()
 
 
-def test_optimizers():
+def test_optimizers_are_written_for_deepspeed():
     assert tiny(**{"optim.name": "adam"})["optimizer"]["params"]["adam_w_mode"] is False
     assert tiny()["optimizer"]["params"] | {"torch_adam": True, "fused": True} == tiny()["optimizer"]["params"]
     sgd = tiny(**{"optim.name": "sgd", "optim.betas": [0.8, 0.9]})

@@ -83,7 +83,7 @@ def run(extended: Path, *command: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_an_axis_and_an_optimizer_train_as_the_plain_loop(extended):
+def test_an_added_axis_and_optimizer_train_as_the_plain_loop(extended):
     program = extended / "program.py"
     program.write_text(PROGRAM)
     assert "trained" in run(extended, str(program))
@@ -129,7 +129,7 @@ def test_a_launcher_gives_workers_their_places(extended):
     assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", LAUNCHED)
 
 
-def test_a_lint_rule_and_a_format(extended, tmp_path):
+def test_an_added_lint_rule_and_format_work(extended, tmp_path):
     config = tmp_path / "odd.json"
     config.write_text('{"train_micro_batch_size_per_gpu": 3}')
     assert "lint.batch_odd" in run(extended, "-m", "llmtrain", "lint", str(config))

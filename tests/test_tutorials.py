@@ -86,7 +86,7 @@ def test_the_readme_recipe_is_short_and_legal(tmp_path):
 
 
 @pytest.mark.breadth
-def test_the_tutorials_of_a_corpus_and_of_pretrained_weights(tmp_path):
+def test_the_tutorials_of_a_corpus_and_of_pretrained_weights_run(tmp_path):
     """One after the other, in one folder, as they are meant to be read."""
     shutil.copytree(ROOT / "docs/guides", tmp_path / "docs/guides")
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
@@ -122,7 +122,7 @@ def _write_export(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_of_a_chat(tmp_path):
+def test_the_tutorial_of_a_chat_runs(tmp_path):
     _write_export(tmp_path / "runs/tiny/export")
     text = _tutorial("chat")
     code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
@@ -159,7 +159,7 @@ def test_the_plan_of_the_tutorial_of_two_nodes_is_legal():
 
 
 @pytest.mark.breadth
-def test_the_dry_run_of_the_tutorial_of_two_nodes(tmp_path):
+def test_the_dry_run_of_the_tutorial_of_two_nodes_works(tmp_path):
     [line] = [
         line for line in shell_lines(_tutorial("two_nodes")) if line.startswith("llmtrain") and "--dry-run" in line
     ][:1]
@@ -184,7 +184,7 @@ def _run_blocks(wanted: Callable[[str], bool], folder: Path) -> str:
     return done.stdout
 
 
-def test_plan_and_lint_examples_of_the_library_guide(own_folder):
+def test_plan_and_lint_examples_of_the_library_guide_run(own_folder):
     said = _run_blocks(lambda block: "run" not in block and "verify" not in block, own_folder)
     assert "{'dp': 4, 'pp': 1, 'tp': 1, 'sp': 1, 'ep': 1, 'zero_stage': 0} 1" in said
     assert "batch.divides batch.global_batch_size" in said
@@ -192,13 +192,13 @@ def test_plan_and_lint_examples_of_the_library_guide(own_folder):
 
 
 @pytest.mark.breadth
-def test_all_examples_of_the_library_guide(own_folder):
+def test_all_examples_of_the_library_guide_run(own_folder):
     said = _run_blocks(lambda block: True, own_folder)
     assert "trained 4 steps" in said
     assert "all plans train as plain PyTorch does" in said
 
 
-def test_the_commands_of_the_guide_to_lint():
+def test_the_commands_of_the_guide_to_lint_run():
     lines = shell_lines((ROOT / "docs/guides/lint.md").read_text(encoding="utf-8"))
     assert len(lines) == 3
     for line in lines:

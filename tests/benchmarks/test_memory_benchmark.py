@@ -54,7 +54,7 @@ def _train(rank: int, fields) -> None:
 
 
 @pytest.mark.parametrize("documents", [True, False])
-def test_its_steps_run(documents):
+def test_the_steps_of_the_benchmark_run(documents):
     run_ranks(1, _train, {"batch.micro_batch_size": 2, "data.mask_documents": documents, "parallel.zero_stage": 1})
 
 

@@ -54,7 +54,7 @@ def test_training_continues_before_the_save_is_on_disk(tmp_path, held_disk):
     assert saver.engine.step == 1
 
 
-def test_one_save_at_a_time(tmp_path, held_disk):
+def test_a_save_waits_for_the_save_before(tmp_path, held_disk):
     saver = saver_of(tmp_path)
     _start(saver, 1)
     second = Thread(target=_start, args=(saver, 2))

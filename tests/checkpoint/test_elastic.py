@@ -82,7 +82,7 @@ def _pairs(names, count: int, seed: int) -> list[tuple[str, str]]:
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("part", range(6))
-def test_each_plan_once_as_source_and_as_target(part, tmp_path):
+def test_each_plan_loads_a_checkpoint_of_another_plan(part, tmp_path):
     _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3)[part::6], LAYOUTS, {}, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_every_plan_continues_from_every_checkpoint(target, every_source):
     "part",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.breadth) for part in (1, 2))],
 )
-def test_checkpoints_of_other_engines_and_back(part, tmp_path):
+def test_engines_load_the_checkpoints_of_other_engines(part, tmp_path):
     plans = BACKENDS | PLAIN
     _compare(_pairs(plans, len(plans), seed=13)[part::3], plans, {}, tmp_path)
 

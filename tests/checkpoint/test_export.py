@@ -213,7 +213,7 @@ def test_memory_is_that_of_the_largest_weight_and_not_of_the_model(size, familie
     assert sum(sizes) > 10 * most
 
 
-def test_fp32_weights_of_a_bf16_run(families, tokenizer, tmp_path):
+def test_a_bf16_run_exports_its_fp32_weights(families, tokenizer, tmp_path):
     """The weights that are trained, of which the forward pass reads rounded ones."""
     checkpoint = newest(families / "half" / "checkpoints")
     export(checkpoint, tokenizer, tmp_path / "half")

@@ -172,17 +172,17 @@ def _with_source(recipe, name, tmp_path, *more: str):
     return llmtrain("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.sources={source}", *more)
 
 
-def test_an_empty_corpus(small_recipe, tmp_path):
+def test_an_empty_corpus_is_refused(small_recipe, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     _refused(_with_source(small_recipe, tmp_path / "empty.jsonl", tmp_path), DATA, "empty.jsonl")
 
 
-def test_text_that_is_not_utf8(small_recipe, tmp_path):
+def test_text_must_be_utf8(small_recipe, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     _refused(_with_source(small_recipe, tmp_path / "latin.txt", tmp_path), DATA, "latin.txt", "UTF-8")
 
 
-def test_a_missing_column(small_recipe, tmp_path):
+def test_a_missing_column_is_refused(small_recipe, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"content": "a text"}\n' * 50)
     _refused(_with_source(small_recipe, tmp_path / "c.jsonl", tmp_path), DATA, "text", "content")
 
@@ -191,7 +191,7 @@ def test_a_corpus_that_does_not_exist(small_recipe, tmp_path):
     _refused(_with_source(small_recipe, tmp_path / "nothing.jsonl", tmp_path), DATA, "nothing.jsonl")
 
 
-def test_a_corpus_shorter_than_one_batch(small_recipe, tmp_path):
+def test_a_corpus_shorter_than_one_batch_is_refused(small_recipe, tmp_path):
     with (tmp_path / "short.jsonl").open("w") as file:
         for number in range(40):
             file.write(json.dumps({"text": f"document {number} is short"}) + "\n")
@@ -201,7 +201,7 @@ def test_a_corpus_shorter_than_one_batch(small_recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(small_recipe, tmp_path):
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", "model.config.vocab_size=300")
     _refused(result, USAGE, "300", "512")
 
@@ -218,7 +218,7 @@ def test_a_folder_that_is_not_a_run_is_refused(command, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_that_is_not_installed(small_recipe, tmp_path):
+def test_a_missing_tracker_is_refused(small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", 'logging.trackers=["wandb"]')
     _refused(result, USAGE, "llmtrain[wandb]")
 
@@ -270,7 +270,7 @@ def test_a_family_that_cannot_be_split_starts_nothing(small_recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_stages_in_json(small_recipe):
+def test_json_contains_the_stages(small_recipe):
     answer = json.loads(llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--json").stdout)
     stages = answer["layout"]["stages"]
     assert [stage["layers"] for stage in stages] == [[0, 0], [1, 1]]
@@ -285,7 +285,7 @@ def test_plan_in_json_has_the_documented_fields(small_recipe):
     assert answer["ds_config"]["gradient_clipping"] == 0.5
 
 
-def test_the_time_of_a_plan_in_json(small_recipe):
+def test_json_contains_the_time_of_a_plan(small_recipe):
     told = json.loads(llmtrain("plan", small_recipe, "--json", "--device", "h100").stdout)["time"]
     assert {"compute_s", "communication_s", "bubble", "update_s", "step_s", "tokens_per_second", "mfu"} <= set(told)
     assert (
@@ -293,7 +293,7 @@ def test_the_time_of_a_plan_in_json(small_recipe):
     )  # a CPU, of which nothing is known
 
 
-def test_search_as_text_and_in_json(small_recipe, tmp_path):
+def test_search_prints_the_same_plans_as_text_and_as_json(small_recipe, tmp_path):
     node = ("plan", small_recipe, "--device", "h100", "--gpus-per-node", "4", "--search")
     told = json.loads(llmtrain(*node, "--json").stdout)
     first = told["best"][0]

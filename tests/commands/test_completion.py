@@ -93,7 +93,7 @@ def test_a_faulty_file_has_no_variants_and_is_not_run(tmp_path):
     assert not (tmp_path / "pwned").exists()
 
 
-def test_fields_and_values():
+def test_fields_and_values_are_completed():
     assert assignments("parallel.zero_stage=") == [f"parallel.zero_stage={stage}" for stage in range(4)]
     assert {"model.adapter=", "model.adapter.rank=", "data.sources="} <= set(assignments(""))
     assert assignments("nothing.such=") == []

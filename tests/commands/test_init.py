@@ -143,7 +143,7 @@ def test_the_schema_accepts_recipes_and_finds_typing_errors(capsys):
     assert json.loads(capsys.readouterr().out) == main_schema
 
 
-def test_version(capsys):
+def test_version_prints_the_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -143,7 +143,7 @@ def on_gpu_1(rank: int, planted: bool) -> None:
         thread.join()
 
 
-def test_a_thread_that_waits_on_the_device_of_another_rank(gpus):
+def test_a_wait_on_the_device_of_another_rank_is_detected(gpus):
     gpus(2, on_gpu_1, False)
     with pytest.raises(AssertionError, match=FAULTS["thread_on_device_0"]):
         gpus(2, on_gpu_1, True)

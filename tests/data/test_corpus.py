@@ -60,16 +60,16 @@ def table() -> pyarrow.Table:
     return pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
 
 
-def test_jsonl(cache: Cache, tmp_path: Path) -> None:
+def test_jsonl_files_are_read(cache: Cache, tmp_path: Path) -> None:
     assert read(cache, write_jsonl(tmp_path / "a.jsonl", TEXTS)) == TEXTS
 
 
-def test_another_column(cache: Cache, tmp_path: Path) -> None:
+def test_text_is_read_from_the_named_column(cache: Cache, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS, column="content")
     assert read(cache, path, text_column="content") == TEXTS
 
 
-def test_compressed(cache: Cache, tmp_path: Path) -> None:
+def test_compressed_files_are_read(cache: Cache, tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
     (tmp_path / "c.jsonl.zst").write_bytes(pyarrow.compress(plain, "zstd", asbytes=True))
@@ -79,12 +79,12 @@ def test_compressed(cache: Cache, tmp_path: Path) -> None:
     assert read(cache, tmp_path / "d.txt.gz") == ["one"]
 
 
-def test_parquet(cache: Cache, tmp_path: Path) -> None:
+def test_parquet_files_are_read(cache: Cache, tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table(), tmp_path / "a.parquet", row_group_size=7)
     assert read(cache, tmp_path / "a.parquet") == TEXTS
 
 
-def test_arrow_file_stream_and_compressed(cache: Cache, tmp_path: Path) -> None:
+def test_arrow_files_and_streams_are_read(cache: Cache, tmp_path: Path) -> None:
     pyarrow.feather.write_feather(table(), tmp_path / "a.arrow", compression="lz4", chunksize=7)
     assert read(cache, tmp_path / "a.arrow") == TEXTS
     with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table().schema) as stream:
@@ -124,7 +124,7 @@ def test_stdlib_is_source_text_without_tests(cache: Cache) -> None:
     assert not any("test" in path.parts or "site-packages" in path.parts for path in corpus.files)  # type: ignore[attr-defined]
 
 
-def test_a_dataset_that_datasets_loads(cache: Cache, tmp_path: Path) -> None:
+def test_a_dataset_is_loaded_by_datasets(cache: Cache, tmp_path: Path) -> None:
     """`load_dataset` takes folders as it takes hub names; the hub itself cannot be reached in a test."""
     folder = tmp_path / "named"
     write_jsonl(folder / "train.jsonl", TEXTS)
@@ -141,7 +141,7 @@ def test_a_dataset_that_datasets_loads(cache: Cache, tmp_path: Path) -> None:
         list(hub_corpus(Source(str(folder), split="nosplit"), "data.sources.0", cache, "text").documents())
 
 
-def test_conversations_of_a_dataset_that_declares_its_columns(
+def test_declared_columns_of_a_dataset_are_recognised_as_conversations(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -287,7 +287,7 @@ def test_unknown_source_names_are_refused(cache: Cache, tmp_path: Path) -> None:
     assert "'nobody/nothing' is not a file, folder or glob on this machine, nor a dataset that can be loaded" in message
 
 
-def test_files_of_several_or_unknown_kinds(cache: Cache, tmp_path: Path) -> None:
+def test_files_of_several_or_unknown_kinds_are_refused(cache: Cache, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("licence")
     (tmp_path / "c.csv").write_text("a,b")

@@ -107,7 +107,7 @@ def test_spare_rows_are_used_and_a_known_token_changes_nothing(folders, tmp_path
     assert (found.kept_rows, found.config) == (size + 60, {})
 
 
-def test_a_tokenizer_that_already_has_more_tokens_than_the_model(folders, tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_needs_new_tokens(folders, tmp_path):
     tokenizer, _, size = folders
     smaller = _model(tmp_path / "smaller", size - 1)
     with pytest.raises(DataError, match="only") as error:
@@ -145,7 +145,7 @@ def test_a_tokenizer_without_a_template_is_refused(folders):
         grown(_recipe(tokenizer, model, "template", **{"data.chat_template": None}))
 
 
-def test_special_tokens_of_a_template():
+def test_special_tokens_of_a_template_are_found():
     assert control_tokens(shipped_templates()["chatml"]) == CHATML
     text = "'<start_of_turn>' + role + '<|eot_id|>' <｜User｜> if a <b> and c|> '<|' + role + '|>' [INST]"
     assert control_tokens(text) == ("<start_of_turn>", "<|eot_id|>", "<｜User｜>")

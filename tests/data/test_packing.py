@@ -103,7 +103,7 @@ def test_best_fit_takes_the_fullest_bin_with_room() -> None:
     assert [sorted(pieces.tolist()) for pieces in bins] == [[4], [0, 3], [1, 5], [2]]
 
 
-def test_fill_of_many_documents() -> None:
+def test_many_documents_fill_their_sequences() -> None:
     lengths = np.random.default_rng(1).lognormal(5, 1, 50_000).astype(int).clip(1, 1024)
     order, sizes = best_fit(lengths, 1024)
     assert np.array_equal(np.sort(order), np.arange(len(lengths)))

@@ -36,7 +36,7 @@ def test_neighbours_are_separated() -> None:
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
 
 
-def test_the_largest_sizes() -> None:
+def test_the_largest_sizes_are_permuted() -> None:
     size = 2**45 + 12345
     out = permute(np.arange(size - 1000, size), size, permutation_key(1))
     assert len(np.unique(out)) == 1000

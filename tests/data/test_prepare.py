@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_written(make_recipe: MakeRecipe, corpus_file: Pa
     assert f"{tmp_path}/cache: cannot be written: Read-only file system [data.cache]" in output
 
 
-def test_a_cache_below_a_file(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_a_cache_below_a_file_is_refused(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be written: Not a directory \[data.cache\]"):
         prepare(make_recipe(corpus_file, cache_dir=str(corpus_file)))
 
@@ -288,14 +288,14 @@ def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": null}\n'])
-def test_an_empty_corpus(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Path, content: str) -> None:
+def test_an_empty_corpus_is_refused(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"data.sources.0.name: '.*a.jsonl' contains no text \[data.empty\]"):
         prepare(make_recipe(tmp_path / "a.jsonl"))
     assert not partials(cache_dir)
 
 
-def test_evaluation_without_anything_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_evaluation_without_held_out_documents_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = make_recipe(write_jsonl(tmp_path / "a.jsonl", ["one document", "another"]), eval_fraction=0.001)
     assert prepare(recipe).eval_sequences() == 0
     with pytest.raises(DataError, match=r"0.001 held out 0 of 2 documents(.|\n)*evaluation.sources"):
@@ -313,7 +313,7 @@ def test_the_faults_of_all_sources_are_reported_at_once(
     assert [problem.rule for problem in caught.value.problems] == ["data.json"] * 2
 
 
-def test_the_cache_folder(
+def test_the_cache_folder_follows_the_environment(
     make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "chosen"))
@@ -331,7 +331,7 @@ def shown(prepared: Prepared, recipe: Recipe, width: int) -> str:
     return capture.get()
 
 
-def test_the_report(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_the_report_shows_the_numbers_of_each_source(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     recipe = make_recipe(corpus_file)
     prepared = prepare(recipe)
     whole = data_summary(prepared, recipe)
@@ -356,7 +356,9 @@ def test_the_report_in_80_columns_has_whole_names(make_recipe: MakeRecipe, corpu
     assert str(long) in names
 
 
-def test_epochs_of_each_source(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_summary_counts_the_epochs_of_each_source(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", make_texts(60, seed=5))
     recipe = make_recipe({"name": str(corpus_file), "weight": 1.0}, {"name": str(few), "weight": 3.0})
     recipe = recipe.with_(**{"train.max_steps": 40})
@@ -389,7 +391,7 @@ def test_progress_is_plain_lines_without_a_terminal(make_recipe: MakeRecipe, cor
     assert capture.get() == ""
 
 
-def test_progress_on_a_terminal(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_progress_is_shown_on_a_terminal(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     console = Console(width=160, force_terminal=True)
     with console.capture() as capture:
         prepare(make_recipe(corpus_file), Progress(console))

@@ -37,7 +37,7 @@ def schedule(prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, s
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_bytes_of_evaluated_targets(prepared: Prepared, limit: int | None) -> None:
+def test_bytes_of_evaluated_targets_are_counted(prepared: Prepared, limit: int | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
     batches = schedule(prepared).eval_batches(limit)
     targets = [label for batch in batches for one in batch.micro_batches for label in one.labels.flatten().tolist()]

@@ -109,7 +109,7 @@ def test_a_tokenizer_is_read_from_a_folder(
     assert tokenizer.decode(stream.tokens[: stream.documents[1] - 1].tolist()) == texts[0]
 
 
-def test_a_tokenizer_that_adds_a_start_token(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_start_token_is_added_to_each_document(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
     prepared = prepare(make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer", bos=True))))
     assert prepared.tokenizer.bos_id == 0
     stream = prepared.sources[0].store.streams["train"]

@@ -19,7 +19,7 @@ def _doctor(*arguments, **env):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_this_machine_as_json():
+def test_this_machine_is_reported_as_json():
     result = _doctor("--json")
     document = json.loads(result.stdout)  # and nothing else
     assert result.returncode == (5 if document["faults"] else 0)

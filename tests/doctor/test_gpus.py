@@ -98,7 +98,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, indices, level):
     assert all(VISIBLE in one.text for one in problems)
 
 
-def test_a_hostfile_with_more_slots_than_gpus(scene, seen):
+def test_a_hostfile_with_more_slots_than_gpus_is_a_fault(scene, seen):
     seen += ["NVIDIA L4"] * 2
     [finding] = devices.slots(replace(scene, devices=(0, 3)))
     assert (finding.level, finding.text) == ("fault", "the hostfile gives 4 slots, but torch sees 2 GPUs")

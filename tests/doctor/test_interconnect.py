@@ -56,7 +56,7 @@ def _port(scene, adapter, state):
         (("1: DOWN", "2: INIT"), ["fault"]),
     ],
 )
-def test_ports_of_adapters(scene, states, levels):
+def test_ports_of_adapters_that_are_down_are_reported(scene, states, levels):
     for number, state in enumerate(states):
         _port(scene, f"mlx5_{number}", state)
     found = list(devices.adapters(scene))

@@ -27,7 +27,7 @@ def test_equal_hosts_have_no_findings():
     assert not list(versions({"h1": _facts()}))
 
 
-def test_devices_that_differ():
+def test_different_devices_are_reported():
     [finding] = devices({"h1": _facts(), "h2": {**_facts(), "devices": []}})
     assert (finding.level, finding.text) == ("warning", "devices differ: NVIDIA L4 on h1; no GPU on h2")
 

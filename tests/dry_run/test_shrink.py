@@ -160,7 +160,7 @@ def test_the_tiny_copy_has_the_sizes_that_transformers_builds(family):
     assert facts.tied_embeddings == built.tie_word_embeddings == model_facts(recipe.model, 32000).tied_embeddings
 
 
-def test_the_rule_on_the_recipe_of_256_devices():
+def test_a_plan_for_256_devices_shrinks_by_the_rule():
     recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py:pipeline"), [])
     plan = resolve(recipe, cluster)
     shrunk = shrink_plan(plan, tiny_model(recipe, layers_kept(plan)))

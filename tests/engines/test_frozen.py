@@ -170,7 +170,7 @@ def _run_frozen(rank: int, family: str, recipes: list[Recipe], folder: Path) -> 
         pytest.param("mixtral", "parallel.expert", marks=pytest.mark.breadth),
     ],
 )
-def test_frozen_weights_of_a_model_that_ranks_split(family, split, tmp_path, monkeypatch):
+def test_frozen_weights_stay_the_same_if_ranks_split_the_model(family, split, tmp_path, monkeypatch):
     """No family of `transformers` is frozen in part and split so today; a model's own code may be."""
     recipe = moe_recipe(family) if family in EXPERTS else tiny_recipe()
     recipe = recipe.with_(**{"parallel.expert": 1, "optim.name": "sgd", "optim.lr": 0.1})

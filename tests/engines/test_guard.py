@@ -208,7 +208,7 @@ def test_nan_on_one_rank_changes_no_weight_and_the_run_continues():
         if name not in QUICK
     ],
 )
-def test_nan_on_one_rank_under_every_strategy(name, spoiled_rank):
+def test_every_strategy_skips_an_update_if_one_rank_has_nan(name, spoiled_rank):
     _check([name], 2, spoiled_rank)
 
 

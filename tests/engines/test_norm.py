@@ -23,7 +23,7 @@ def test_a_large_tensor_is_summed_exactly():
     assert squared_norm([large], CPU).sqrt().item() == pytest.approx((len(large) / 1024) ** 0.5, rel=1e-9)
 
 
-def test_the_rounding_error_of_a_norm_of_many_numbers():
+def test_the_norm_of_many_numbers_is_as_exact_as_that_of_a_piece():
     """By the rounding of a piece, and not of the whole tensor."""
     drawn = torch.randn(6_000_000, generator=torch.Generator().manual_seed(0))
     exact = drawn.double().square().sum().item()

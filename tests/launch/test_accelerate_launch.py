@@ -21,7 +21,7 @@ from tests.helpers.small_plan import small_plan
         (["--num_processes", "many"], None),
     ],
 )
-def test_the_number_of_processes_requested_from_accelerate(arguments, number):
+def test_the_number_of_processes_is_read_from_the_command_line(arguments, number):
     env = {"ACCELERATE_MIXED_PRECISION": "no"}
     parent = ["python", "accelerate", "launch", *arguments, "recipes/tiny.py"]
     assert processes_asked(env, parent) == number
@@ -43,7 +43,7 @@ def test_the_number_of_processes_is_read_from_the_parent():
 
 
 @pytest.mark.parametrize("text", ["distributed_type: MULTI_CPU\nnum_processes: 3\n", '{\n  "num_processes": 3\n}'])
-def test_the_number_of_processes_in_a_configuration(text, tmp_path):
+def test_the_number_of_processes_is_read_from_a_configuration(text, tmp_path):
     file = tmp_path / "accelerate" / "default_config.yaml"
     file.parent.mkdir()
     file.write_text(text)

@@ -36,7 +36,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     "launcher", [pytest.param("openmpi", marks=pytest.mark.slow), pytest.param("mpich", marks=pytest.mark.breadth)]
 )
-def test_mpirun(launcher, ours, small_recipe, tmp_path):
+def test_mpirun_trains_like_our_launcher(launcher, ours, small_recipe, tmp_path):
     command = COMMANDS[launcher]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed; Debian's packages are openmpi-bin and mpich")
@@ -51,7 +51,7 @@ def test_mpirun(launcher, ours, small_recipe, tmp_path):
 
 
 @pytest.mark.breadth
-def test_a_cluster_described_by_tf_config_over_ipv6(ours, small_recipe, tmp_path):
+def test_a_cluster_described_by_tf_config_trains_over_ipv6(ours, small_recipe, tmp_path):
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     command = [sys.executable, str(small_recipe), "--run-dir", str(tmp_path / "run")]

@@ -192,11 +192,11 @@ def tf_config(kind="worker", index=1, **cluster):
     ("kind", "index", "numbers"),
     [("chief", 0, (0, 0)), ("worker", 0, (1, 1)), ("worker", 1, (2, 0)), ("worker", 2, (3, 1))],
 )
-def test_a_described_cluster(kind, index, numbers):
+def test_ranks_are_numbered_by_tf_config(kind, index, numbers):
     assert discover(tf_config(kind, index)) == Rank(*numbers, 4, 2, "a", 2222, "tf_config", nodes=2)
 
 
-def test_ipv6_addresses():
+def test_ipv6_addresses_are_read():
     rank = discover(tf_config(index=1, worker=["[fd00::1]:2222", "[fd00::2]:2222"]))
     assert (rank.master_addr, rank.master_port, rank.local_rank) == ("fd00::1", 2222, 0)
 

@@ -22,7 +22,7 @@ def hostfile(tmp_path):
     return path
 
 
-def test_hosts_in_their_order(hostfile):
+def test_hosts_keep_their_order(hostfile):
     hosts = read_hosts(hostfile)
     assert hosts == [Host("a", (0, 1, 2, 3)), Host("node-2.example", (0, 1)), Host("10.0.0.3", (0,))]
     assert hostfile_of(hosts) == "a slots=4\nnode-2.example slots=2\n10.0.0.3 slots=1\n"
@@ -36,7 +36,7 @@ def test_hosts_in_their_order(hostfile):
         ({"include": "a:1@a:3"}, [Host("a", (1, 3))]),
     ],
 )
-def test_filters(hostfile, filters, left):
+def test_filters_select_hosts_and_devices(hostfile, filters, left):
     assert read_hosts(hostfile, **filters) == left
 
 

@@ -160,7 +160,7 @@ def test_user_errors_are_passed_on(script, run_dir, template):
         ("sys.exit('a last word')", "a last word"),
     ],
 )
-def test_a_death_without_an_error_file(script, run_dir, death, says, template):
+def test_a_death_without_an_error_file_is_described(script, run_dir, death, says, template):
     command = worker(
         script,
         f"""

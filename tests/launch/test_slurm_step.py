@@ -29,7 +29,7 @@ EXPECTED = Rank(3, 1, 4, 2, "n3", PORT, "slurm", nodes=2)
         ),
     ],
 )
-def test_a_task_of_a_step(more, expected):
+def test_a_task_of_a_step_finds_its_rank(more, expected):
     assert discover({**STEP, **more}) == expected
 
 
@@ -40,7 +40,7 @@ def test_a_task_of_a_step(more, expected):
         {name: value for name, value in STEP.items() if "STEP" not in name},  # a batch script
     ],
 )
-def test_a_process_that_is_not_a_worker(env):
+def test_a_process_of_another_kind_is_no_worker(env):
     assert discover(env) is None
 
 
@@ -105,7 +105,7 @@ def test_all_ranks_see_one_cluster(counts, nodes, shape):
         ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
     ],
 )
-def test_node_lists(text, names):
+def test_node_lists_are_expanded(text, names):
     assert hosts(text) == names
 
 

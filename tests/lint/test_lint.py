@@ -66,7 +66,7 @@ def test_removed_keys_say_how_to_migrate():
     assert (finding.field, finding.line) == ("zero_optimization.mics_shard_size", 1)
 
 
-def test_auto_and_duplicates():
+def test_auto_and_duplicate_keys_are_reported():
     text = '{"train_batch_size": 8,\n "optimizer": {"params": {"lr": "auto",\n  "lr": "auto"}}}'
     found = {finding.rule: finding for finding in examine("", text, Use("deepspeed")).findings}
     assert {"lint.auto", "lint.duplicate"} <= set(found)
@@ -77,7 +77,7 @@ def test_auto_and_duplicates():
     assert rules({**GOOD, "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": []}] * 2}}}) == []
 
 
-def test_batch():
+def test_contradictory_batch_sizes_are_reported():
     assert rules({}) == ["lint.batch_missing"]
     assert rules({"train_batch_size": "8"}) == ["lint.batch_value"]
     assert rules({**GOOD, "train_batch_size": 10}) == ["lint.batch_triangle"]  # with no number of ranks
@@ -213,7 +213,7 @@ def test_only_similar_keys_are_suggested():
         ("scheduler.params.warmup_min_lr", "fix: remove it"),
     ],
 )
-def test_the_fix_of_an_unknown_key(key, says):
+def test_an_unknown_key_has_a_fix(key, says):
     values = {**GOOD, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupCosineLR", "params": {}}}
     block = values
     for name in key.split(".")[:-1]:
@@ -223,7 +223,7 @@ def test_the_fix_of_an_unknown_key(key, says):
     assert found.text.endswith(says)
 
 
-def test_numbers_that_only_python_reads():
+def test_numbers_of_python_are_refused_by_other_readers():
     text = '{\n"steps_per_print": Infinity\n, "train_batch_size": 8, "zero_optimization": {"stage": 1}\n}'
     assert [one for one in examine("", text, Use("trainer")).findings if one.severity == "error"] == []
     assert [one.rule for one in errors(text)] == ["lint.type"]  # a text to Hjson

@@ -80,7 +80,7 @@ def test_valid_configurations_train():
     assert {name: outcome for name, outcome in outcomes.items() if outcome} == {}
 
 
-def test_configurations_that_only_the_engine_refuses():
+def test_the_engine_refuses_some_configurations_and_trains_others():
     """Two of each kind, so that every run of the tests builds some."""
     refused, trained = ["optimizer_adamww.json", "sgd_zero1.json"], ["minimal.json", "trainer_stage3.json"]
     (outcomes,) = run_ranks(1, _outcomes, [*refused, *trained])

@@ -54,7 +54,7 @@ def run(capsys, *files: str, **options) -> tuple[int, str]:
     return left.value.code, capsys.readouterr().out
 
 
-def test_exit_codes(folder, capsys):
+def test_the_exit_code_depends_on_the_findings_and_limits(folder, capsys):
     assert run(capsys, "configs/clean.json")[0] == 0
     assert run(capsys, "configs/warned.json")[0] == 0
     assert run(capsys, "configs/warned.json", strict=True)[0] == 1
@@ -66,7 +66,7 @@ def test_exit_codes(folder, capsys):
         run(capsys, "configs/*.toml")
 
 
-def test_folders_patterns_and_standard_input(folder, capsys, monkeypatch):
+def test_folders_patterns_and_standard_input_are_checked(folder, capsys, monkeypatch):
     for name in ("configs", "configs/*.json", "**/*.json"):
         code, text = run(capsys, name)
         assert code == 1
@@ -84,7 +84,7 @@ def test_equal_findings_share_a_line(folder, capsys):
     assert "zero_optimization.stage3_max_live_parameters, zero_optimization.sub_group_size: DeepSpeed ignores" in line
 
 
-def test_formats(folder, capsys):
+def test_each_format_contains_the_findings(folder, capsys):
     _, text = run(capsys, "configs", form="json")
     data = json.loads(text)
     assert (data["errors"], data["warnings"]) == (1, 1)
@@ -104,7 +104,7 @@ def test_formats(folder, capsys):
     assert text.splitlines()[1].startswith("::error file=a%2Cb%3Ac%25.json,line=1,col=")
 
 
-def test_settings_of_a_project(folder, capsys):
+def test_settings_are_read_from_a_project(folder, capsys):
     settings = '[tool.llmtrain.lint]\nfor = "deepspeed"\nallow = ["clipping_default"]\n'
     settings += '[tool.llmtrain.lint.per-file-allow]\n"configs/wr*.json" = ["range:zero_optimization.*"]\n'
     (folder / "pyproject.toml").write_text(settings)
@@ -115,7 +115,7 @@ def test_settings_of_a_project(folder, capsys):
             run(capsys, "configs")
 
 
-def test_settings_of_a_folder_without_a_project(folder, capsys):
+def test_settings_are_read_without_a_project(folder, capsys):
     (folder / "pyproject.toml").write_text('[tool.llmtrain.lint]\nfor = "me"\n')
     (folder / "llmtrain-lint.toml").write_text(
         'for = "deepspeed"\nallow = ["range", "clipping_default"]\ndeepspeed = "<0.19"\n'
@@ -127,7 +127,7 @@ def test_settings_of_a_folder_without_a_project(folder, capsys):
         run(capsys, "configs")
 
 
-def test_arguments_of_a_file(folder, capsys):
+def test_auto_values_are_compared_with_the_arguments_in_a_file(folder, capsys):
     (folder / "ds.json").write_text(
         '{"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},'
         ' "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}'
@@ -313,7 +313,7 @@ def test_the_separate_distribution_needs_only_its_dependencies(folder):
     assert '"enabled": true' in mended.read_text()
 
 
-def test_the_hook_of_pre_commit(folder):
+def test_pre_commit_runs_the_hook(folder):
     program = shutil.which("pre-commit")
     if program is None:
         pytest.skip("needs pre-commit")

@@ -112,7 +112,7 @@ def found(values: dict, deepspeed: str) -> set[str]:
         ({"data_types": {"param_dtype": "bf16"}}, "0.19.1", "0.19.2"),
     ],
 )
-def test_added_keys(values, last_without, first_with):
+def test_keys_are_unknown_before_their_release(values, last_without, first_with):
     assert any("lint.unknown_key" in one for one in found(values, last_without))
     assert not any("lint.unknown_key" in one for one in found(values, first_with))
 

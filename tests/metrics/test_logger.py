@@ -67,7 +67,7 @@ def test_a_step_has_every_field(run_dir, plan):
     assert record["peak_memory_bytes"] is None
 
 
-def test_an_evaluation(run_dir, plan):
+def test_an_evaluation_is_logged_with_its_perplexity(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
         logger.log_eval(20, Evaluation(math.log(50)))
     assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
@@ -96,7 +96,7 @@ def test_each_set_has_its_own_metrics(run_dir, plan):
     ]
 
 
-def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
+def test_an_evaluation_is_logged_by_source(run_dir, plan, monkeypatch):
     """Trackers take numbers only, and MLflow few characters in their names."""
     sent = []
     monkeypatch.setattr(

@@ -100,7 +100,7 @@ def test_the_summary_counts_the_steps_after_the_last_logged_one():
     assert lines(console)[-1] == "trained 36 steps in 0s (12.3k tokens/s while training)  loss 2.3457 (step 50)"
 
 
-def test_the_summary_of_steps_that_were_not_logged():
+def test_the_summary_counts_steps_that_were_not_logged():
     console = plain()
     progress = TrainingProgress(console, 100, start_step=20)
     progress.summary()

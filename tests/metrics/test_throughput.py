@@ -19,7 +19,7 @@ def clock():
     return Clock()
 
 
-def test_rates_of_a_known_device(plan):
+def test_rates_are_computed_from_the_datasheet(plan):
     cluster = Cluster(nodes=2, devices_per_node=8, device="h100")
     recipe = plan.recipe.with_(**{"parallel.precision": "autocast_bf16"})
     plan = plan.model_copy(update={"cluster": cluster, "recipe": recipe, "flops_per_token": 6e9})

@@ -137,7 +137,7 @@ def test_layers_with_indivisible_dimensions_are_not_converted():
         (True, "cuda", (10, 0), ""),
     ],
 )
-def test_requirements_on_packages_and_devices(monkeypatch, installed, device, capability, why):
+def test_unmet_requirements_are_named(monkeypatch, installed, device, capability, why):
     monkeypatch.setattr(precision, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert precision.fp8_unavailable(torch.device(device)) == why

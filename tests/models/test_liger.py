@@ -280,7 +280,7 @@ def test_a_nan_gradient_deviates():
         (("triton", "liger_kernel"), "1", "cpu", ""),
     ],
 )
-def test_requirements_on_packages_and_devices(monkeypatch, installed, interpreted, device, why):
+def test_unmet_requirements_are_named(monkeypatch, installed, interpreted, device, why):
     monkeypatch.setattr(liger, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     found = liger.liger_unavailable(torch.device(device))

@@ -86,7 +86,7 @@ def test_two_stages_have_the_logits_and_gradients_of_the_whole_model(family):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma4_text", "qwen3_next"])
-def test_more_stages_of_unequal_length(family, attention):
+def test_stages_of_unequal_length_match_the_whole_model(family, attention):
     config = families.tiny_config(family)
     whole, inputs = reference(config, attention), packed_input(config)
     cut = find_cut(config, UNEVEN, attention)
@@ -225,15 +225,15 @@ def test_rotary_frequencies_are_those_of_the_whole_model():
 
 
 class TestRefusal:
-    def test_two_lists_of_layers_that_are_run_in_cycles(self):
+    def test_two_lists_of_layers_are_refused(self):
         with pytest.raises(FamilyError, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
             find_cut(families.tiny_config("hrm_text"), HALVES)
 
-    def test_layers_that_hand_on_more_than_a_hidden_state(self):
+    def test_layers_that_pass_on_more_than_a_hidden_state_are_refused(self):
         with pytest.raises(FamilyError, match="deviate from the whole model's"):
             find_cut(families.tiny_config("zaya"), HALVES)
 
-    def test_layers_that_share_state_across_the_cut_but_not_within_a_stage(self):
+    def test_layers_that_share_state_across_the_cut_are_refused(self):
         config = families.tiny_config("gemma3n_text")
         with pytest.raises(FamilyError, match="its forward pass fails on a part of the layers"):
             find_cut(config, HALVES)
@@ -250,11 +250,11 @@ class TestRefusal:
         monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received.detach())
         assert "model.layers.0.mlp.up_proj.weight" in families.wrong_gradients(whole, cut, packed_input(config))
 
-    def test_layers_skipped_at_random(self):
+    def test_layers_skipped_at_random_are_refused(self):
         with pytest.raises(FamilyError, match=r"layerdrop = 0\.1"):
             check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
 
-    def test_bounds_that_leave_a_layer_out(self):
+    def test_bounds_without_a_layer_are_refused(self):
         with pytest.raises(ValueError, match="do not divide layers 0 to 4"):
             find_cut(families.tiny_config("llama"), [StageBounds(0, 2), StageBounds(3, 4)])
 

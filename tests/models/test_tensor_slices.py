@@ -85,7 +85,7 @@ def test_other_families_hold_the_whole_residual():
 
 
 @pytest.mark.parametrize("size", [99, 100])
-def test_slices_of_the_residual_with_a_whole_embedding_and_head(size):
+def test_slices_of_the_residual_fit_a_whole_embedding_and_head(size):
     compare_slices(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
 
 
@@ -121,7 +121,7 @@ class TestRefusal:
         with pytest.raises(FamilyError, match="its forward pass fails when split"):
             compare_slices(tiny("doge"))
 
-    def test_sizes_that_do_not_divide(self):
+    def test_indivisible_sizes_are_refused(self):
         config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
         with pytest.raises(FamilyError, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
             check_slices(config, 2)
@@ -151,7 +151,7 @@ def test_the_documented_families_and_the_rule_are_up_to_date():
 class TestMistakes:
     """What the comparison is for: each is found."""
 
-    def test_a_gradient_that_is_summed_for_one_of_several_modules(self, monkeypatch):
+    def test_a_gradient_summed_for_one_of_several_modules_is_detected(self, monkeypatch):
         class First(exchanges.SplitSection):
             def enter(self, value):
                 return value if self._entered and self._entered[0] is value else super().enter(value)
@@ -160,18 +160,18 @@ class TestMistakes:
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare_slices(tiny("llama"))
 
-    def test_a_gradient_that_is_not_summed_over_ranks(self, monkeypatch):
+    def test_a_gradient_not_summed_over_ranks_is_detected(self, monkeypatch):
         monkeypatch.setattr(exchanges, "copy", lambda value, ranks: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare_slices(tiny("llama"))
 
-    def test_a_norm_of_heads_that_each_rank_updates_alone(self, monkeypatch):
+    def test_a_norm_of_heads_updated_by_each_rank_alone_is_detected(self, monkeypatch):
         alone = {**split.STYLES, "replicated_with_grad_allreduce": split.STYLES["replicate"]}
         monkeypatch.setattr(split, "STYLES", alone)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*_norm"):
             compare_slices(tiny("qwen3"))
 
-    def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
+    def test_a_bias_added_by_each_rank_is_detected(self, monkeypatch):
         def naive(module, forward, section):
             return lambda value: exchanges.reduce(forward(value), section.ranks)
 
@@ -180,28 +180,28 @@ class TestMistakes:
         with pytest.raises(FamilyError, match="its logits deviate"):
             compare_slices(tiny("starcoder2"))
 
-    def test_a_norm_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
+    def test_a_norm_updated_by_the_tokens_of_one_rank_is_detected(self, monkeypatch):
         monkeypatch.setattr(regions, "sum_gradient", lambda parameter, ranks: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*norm"):
             compare_slices(tiny("llama"), regions=True)
 
-    def test_a_bias_that_each_rank_updates_by_its_own_tokens(self, monkeypatch):
+    def test_a_bias_updated_by_the_tokens_of_one_rank_is_detected(self, monkeypatch):
         monkeypatch.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*o_proj\.bias"):
             compare_slices(tiny("starcoder2"), regions=True)
 
-    def test_a_router_loss_that_each_rank_counts(self, monkeypatch):
+    def test_a_router_loss_counted_by_each_rank_is_detected(self, monkeypatch):
         monkeypatch.setattr(regions, "share_gradient", lambda value, ranks: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare_slices(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=True)
 
-    def test_a_router_that_each_rank_updates_by_its_own_parts_of_experts(self, monkeypatch):
+    def test_a_router_updated_by_one_ranks_parts_of_experts_is_detected(self, monkeypatch):
         own = regions.sum_gradient
         monkeypatch.setattr(regions, "sum_gradient", lambda one, ranks: None if one.shape[0] == 4 else own(one, ranks))
         with pytest.raises(FamilyError, match=r"its gradients deviate .*gate\.weight"):
             compare_slices(tiny("mixtral"), regions=True)
 
-    def test_a_slice_with_the_gradient_of_only_one_rank(self, monkeypatch):
+    def test_a_slice_with_the_gradient_of_only_one_rank_is_detected(self, monkeypatch):
         monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare_slices(tiny("llama"), regions=True)

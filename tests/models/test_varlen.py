@@ -90,7 +90,7 @@ def test_unsupported_arguments_are_refused(given, reason):
 
 
 @pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, None)])
-def test_the_arguments_of_torchs_kernel(monkeypatch, keys, width, values, window):
+def test_torchs_kernel_gets_valid_arguments(monkeypatch, keys, width, values, window):
     """No GPU: a stand-in has the kernel's signature and conditions, and computes document by document."""
 
     def kernel(query, key, value, first, second, most, again, *, return_aux, scale, window_size, enable_gqa):

@@ -56,7 +56,7 @@ def test_numbers_of_a_recipe_have_bounds(llama, field, value):
     assert str(value) in problem.message
 
 
-def test_more_experts_than_ranks_that_could_hold_them():
+def test_more_expert_ranks_than_replicas_are_refused():
     """The memory of such a plan is not computed."""
     recipe = load_recipe(str(ROOT / "recipes/tiny.py:moe"), [])[0]
     found = refusal(recipe, Cluster(devices_per_node=8, device="h100"), parallel__pipeline=4, parallel__expert=4)
@@ -91,7 +91,7 @@ def test_layers_are_bounded_before_they_are_built():
         model_facts(model, 50)
 
 
-def test_a_trillion_parameters_on_one_device(llama):
+def test_a_trillion_parameters_do_not_fit_on_one_device(llama):
     sizes = {"hidden_size": 102_400, "intermediate_size": 409_600, "num_hidden_layers": 8}
     (problem,) = refusal(llama, H100, **{f"model__config__{key}": size for key, size in sizes.items()})
     assert problem.rule == "memory.fits"
@@ -115,7 +115,7 @@ def test_clusters_have_bounds(nodes, per_node, field):
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
 
 
-def test_a_batch_size_with_few_divisors(llama):
+def test_a_batch_size_with_few_divisors_is_refused(llama):
     """Primes, and nearly so: neither the nearest sizes nor the nearest plans are found by trying all."""
     batch = {"batch__global_batch_size": 999_999_999_989, "batch__micro_batch_size": 999_999_999}
     cluster = Cluster(devices_per_node=7, device="h100")
@@ -125,13 +125,13 @@ def test_a_batch_size_with_few_divisors(llama):
     nearest_plans(huge.with_(**{"parallel.pipeline": 7}), cluster)
 
 
-def test_the_largest_number_of_ranks(llama):
+def test_the_largest_number_of_ranks_is_refused_by_the_batch(llama):
     cluster = Cluster(nodes=MOST_RANKS, device="h100")
     assert refusal(llama, cluster)[0].rule == "batch.divides"
     nearest_plans(llama, cluster)
 
 
-def test_a_thousand_layers_in_many_stages():
+def test_a_thousand_layers_are_balanced_over_many_stages():
     costs = [1.0 + math.sin(layer) / 2 for layer in range(MOST_LAYERS)]
     bounds = balance(costs, 64)
     assert [bound.first for bound in bounds][1:] == [bound.last for bound in bounds][:-1]
@@ -139,7 +139,7 @@ def test_a_thousand_layers_in_many_stages():
     assert max(shares) < sum(costs) / 64 + max(costs)
 
 
-def test_a_model_of_the_hub_without_the_hub(monkeypatch, tmp_path):
+def test_a_model_of_the_hub_is_refused_if_the_hub_is_unreachable(monkeypatch, tmp_path):
     """A missing model is reported at once, with what to download."""
     monkeypatch.setattr(facts_module, "hub_has", lambda name, revision: None)
     with pytest.raises(RecipeError) as caught:

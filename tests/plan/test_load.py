@@ -17,7 +17,7 @@ def refusal(spec: object, *assignments: str) -> list:
     return list(error.value.problems)
 
 
-def test_base_variant_and_assignments():
+def test_a_base_a_variant_and_assignments_are_loaded():
     base, cluster = load_recipe(str(TINY), [])
     assert (base.name, cluster.world_size) == ("tiny", 1)
     variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
@@ -25,7 +25,7 @@ def test_base_variant_and_assignments():
     assert PythonRecipe(TINY).variants() == ["zero3", "bf16", "verify", "moe"]
 
 
-def test_a_variant_of_a_spec_that_names_none(tmp_path):
+def test_a_default_variant_is_added_to_a_spec_that_names_none(tmp_path):
     assert with_variant(str(TINY), "verify") == f"{TINY}:verify"
     assert with_variant(f"{TINY}:zero3", "verify") == f"{TINY}:zero3"
     assert with_variant(f"{TINY}:", "verify") == f"{TINY}:"

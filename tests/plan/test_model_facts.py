@@ -112,7 +112,7 @@ def test_keys_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", sorted(PUBLISHED))
-def test_published_sizes(family):
+def test_computed_sizes_equal_published_ones(family):
     config, parameters = PUBLISHED[family]
     assert model_facts(ModelConfig(architecture=family, config=config), None).parameters == parameters
 
@@ -171,7 +171,7 @@ def test_what_else_is_no_size_is_refused(family, field, value):
     assert set(problems(architecture=family, config=config)) == {f"model.config.{field}"}
 
 
-def test_heads_that_do_not_divide():
+def test_indivisible_numbers_of_heads_are_refused():
     config = {"vocab_size": 8, "hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 3}
     assert set(problems(architecture="llama", config=config)) == {
         "model.config.num_attention_heads",
@@ -179,16 +179,16 @@ def test_heads_that_do_not_divide():
     }
 
 
-def test_one_setting_by_two_names():
+def test_one_setting_by_two_names_is_refused():
     found = problems(architecture="gpt2", config={"vocab_size": 8, "n_embd": 12, "hidden_size": 24})
     assert "n_embd" in found["model.config.hidden_size"]
 
 
-def test_unknown_architecture():
+def test_an_unknown_architecture_suggests_the_nearest():
     assert "did you mean 'llama'" in problems(architecture="lama", config={"vocab_size": 8})["model.architecture"]
 
 
-def test_pretrained_folder(tmp_path):
+def test_facts_are_read_from_a_pretrained_folder(tmp_path):
     config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "odd_key": 1}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "intermediate_size": 48}))
     facts = model_facts(ModelConfig(pretrained=str(tmp_path), config={"rms_norm_eps": 1e-5}), 8)
@@ -206,7 +206,7 @@ def test_a_missing_pretrained_folder_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
-def test_pretrained_weights_that_the_hub_refuses(name, tmp_path):
+def test_pretrained_weights_missing_on_the_hub_are_reported(name, tmp_path):
     import huggingface_hub.constants
     import transformers.utils.hub
 

@@ -79,7 +79,7 @@ def test_no_pipeline_has_no_stages(tiny):
     assert "stages" not in resolve(tiny, Cluster()).summary()["layout"]
 
 
-def test_the_stages_in_json(tiny):
+def test_json_contains_the_stages(tiny):
     recipe = tiny.with_(**{"parallel.pipeline": 2, "parallel.zero_stage": 1})
     stages = resolve(recipe, Cluster(devices_per_node=2)).summary()["layout"]["stages"]
     assert [stage["layers"] for stage in stages] == [[0, 1], [2, 3]] or stages[0]["layers"] == [0, 2]

@@ -93,7 +93,7 @@ def test_values_are_those_of_yaml_1_2(written):
     assert [config[name] for name in "abcdef"] == ["1:30", "2024-01-01", ".inf", "0x10", "1", "no"]
 
 
-def test_the_recipes_of_the_guide(tmp_path, monkeypatch, capsys):
+def test_the_recipes_of_the_guide_are_valid(tmp_path, monkeypatch, capsys):
     guide = (TINY.parents[1] / "docs/guides/recipes.md").read_text()
     in_yaml, in_python = (guide.split(f"```{kind}\n")[1].split("```")[0] for kind in ("yaml", "python"))
     monkeypatch.chdir(tmp_path)
@@ -159,13 +159,13 @@ def test_a_plan_that_is_refused_names_the_line(written, capsys):
         ("variants: [a]\n", ":1: variants", "is not a mapping"),
     ],
 )
-def test_files_that_are_not_recipes(written, text, where, what):
+def test_invalid_recipe_files_are_refused(written, text, where, what):
     ((field, message),) = faults(written(text), "" if "variants" not in text else "a").items()
     assert where in field
     assert what in message
 
 
-def test_a_file_that_is_not_text(tmp_path):
+def test_a_binary_or_huge_file_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_bytes(b"name: \xff\n")
     assert "is not UTF-8 text" in str(faults(tmp_path / "mine.yaml"))
     (tmp_path / "large.yaml").write_text("#" * (2**20 + 1))
@@ -183,7 +183,7 @@ def test_launchers_run_the_module_not_the_file(written):
 
 
 @pytest.mark.breadth
-def test_training_by_the_line_for_torchrun(written, tmp_path):
+def test_the_line_for_torchrun_trains(written, tmp_path):
     small = '{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
     (tmp_path / "text.txt").write_text("some words to train on, again and again. " * 500)
     text = f"extends: {TINY}\nname: mine\nmodel: {{config: {small}}}\nevaluation: {{every_steps: 0}}\n"

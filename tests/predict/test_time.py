@@ -92,7 +92,7 @@ def test_a_pipeline_idles_as_the_formula_says(llama):
     assert time.bubble_s / slots == pytest.approx(3 / 19)
 
 
-def test_the_traffic_of_deepspeed(llama):
+def test_the_predicted_traffic_depends_on_the_zero_stage(llama):
     # ZeRO-1 in bf16 reduces once a step, ZeRO-2 in each of the 4 micro-batches; ZeRO-3 hides most of its messages.
     first, second = (time_of(llama, **LAYOUTS[name]) for name in ("zero1", "zero2"))
     once = first.communication_s
@@ -122,7 +122,7 @@ def test_tensor_groups_across_nodes_are_slow(llama):
     assert across.communication_s["reduce_scatter"] > 3 * within.communication_s["reduce_scatter"]
 
 
-def test_faster_links_and_custom_devices(llama):
+def test_links_and_custom_devices_change_the_predicted_time(llama):
     base = time_of(llama, parallel__zero_stage=2)
     slow = time_of(llama, H100.model_copy(update={"network_bandwidth": 5e9}), parallel__zero_stage=2)
     assert slow.communication_s["all_reduce"] > 5 * base.communication_s["all_reduce"]
@@ -146,7 +146,7 @@ def test_without_a_datasheet_nothing_is_predicted(llama, tiny):
     assert "nn.DataParallel" in unknown(resolve(one_process, Cluster(devices_per_node=2, device="h100")))
 
 
-def test_the_printed_line_about_time(llama):
+def test_the_line_about_time_shows_bubble_and_mfu(llama):
     line = describe_time(time_of(llama, **LAYOUTS["pipeline"]), measured=False)
     assert line.startswith("predicted ")
     assert "bubble 1" in line

@@ -27,7 +27,7 @@ def notes(recipe, cluster=GPUS, **fields) -> set[str]:
     return {note["rule"] for note in resolve(recipe.with_(**fields), cluster).notes}
 
 
-def test_plan_of_the_tiny_recipe(tiny):
+def test_the_plan_of_the_tiny_recipe_is_complete(tiny):
     plan = resolve(tiny, Cluster(devices_per_node=2))
     assert plan.layout() == {"dp": 2, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
     assert plan.batch.gradient_accumulation_steps == 1
@@ -86,7 +86,7 @@ def test_all_faults_are_reported_at_once(tiny):
     }
 
 
-def test_degrees_that_do_not_divide_the_devices(tiny):
+def test_degrees_must_divide_the_devices(tiny):
     problem = refusals(tiny, **{"parallel.pipeline": 3})["layout.world"]
     assert "3 × 1 × 1 = 3 does not divide 2 × 4 = 8 devices" in problem.message
     assert problem.fix == "use a multiple of 3 devices, or --set parallel.pipeline=2"
@@ -164,7 +164,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "cluster"), LEGAL)
-def test_legal_layouts(tiny, fields, cluster):
+def test_legal_layouts_are_resolved(tiny, fields, cluster):
     plan = resolve(tiny.with_(**{"batch.global_batch_size": 64, **fields}), cluster)
     assert plan.data_parallel_size * model_parallel_size(plan.parallel) == cluster.world_size
 
@@ -181,7 +181,7 @@ def test_groups_across_nodes_are_reported_with_their_links(tiny):
 
 
 @pytest.mark.parametrize(("rule", "fields"), REFUSED)
-def test_refused_layouts(tiny, rule, fields):
+def test_illegal_layouts_are_refused_with_a_fix(tiny, rule, fields):
     found = refusals(tiny, **{"batch.global_batch_size": 64, **fields})
     assert rule in found
     assert found[rule].fix

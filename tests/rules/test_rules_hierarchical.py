@@ -43,7 +43,7 @@ FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}
         (GROUPS | FSDP2, {"backend.hierarchical": f"{WITHOUT}, or --set parallel.backend=deepspeed"}),
     ],
 )
-def test_valid_groups_of_hierarchical_partition(fields, expected):
+def test_groups_of_hierarchical_partition_are_checked(fields, expected):
     recipe = small_plan().recipe.with_(**{"batch.global_batch_size": 16, **fields})
     draft = Draft(recipe, Cluster(nodes=2, devices_per_node=4, device="h100"), small_plan().model)
     assert {problem.rule: problem.fix for problem in broken(draft, LEGALITY)[0]} == expected

@@ -125,7 +125,7 @@ def test_fp8_is_refused(device, fields, why):
         (3, 64, 128_000, 1),
     ],
 )
-def test_the_number_of_tokens_in_a_chunk_of_liger(tokens, width, vocabulary, chunk):
+def test_the_number_of_tokens_in_a_chunk_of_liger_is_known(tokens, width, vocabulary, chunk):
     assert liger_chunk(tokens, width, vocabulary) == chunk
 
 
@@ -152,7 +152,7 @@ def test_predicted_memory_includes_the_chunks_of_liger():
     assert memory_of(plan).stages[-1].forward.logits == 4 * 128_000 * chunk + of_head + of_hidden
 
 
-def test_printed_lines_about_kernels():
+def test_printed_lines_name_the_kernels():
     assert kernel_lines(_on_gpu()) == []
     told = "kernels  Liger's norms, rotary positions and gated activations; Liger's fused loss"
     assert kernel_lines(_on_gpu(**LIGER)) == [told]

@@ -52,6 +52,6 @@ INSTEAD = "--set parallel.activation_checkpointing=full"
         ),
     ],
 )
-def test_rules_about_recomputation(fields, expected):
+def test_illegal_recomputation_is_refused_with_a_fix(fields, expected):
     draft = Draft(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2, device="h100"), small_plan().model)
     assert {problem.rule: problem.fix for problem in broken(draft, LEGALITY)[0]} == expected

@@ -32,7 +32,7 @@ def refused(run, plan, **changes):
     return [problem.field for problem in error.value.problems]
 
 
-def test_default_path(plan):
+def test_the_default_path_contains_recipe_and_variant(plan):
     assert str(default_run_dir(plan.recipe).path) == "runs/small"
     assert str(default_run_dir(plan.recipe, "64gpu").path) == "runs/small-64gpu"
 
@@ -190,14 +190,14 @@ def test_an_interrupted_creation_is_completed(run, plan):
     assert run.read_plan() == plan
 
 
-def test_a_file_in_the_way(run, plan):
+def test_a_run_directory_cannot_replace_a_file(run, plan):
     run.path.parent.mkdir(parents=True)
     run.path.write_text("")
     with pytest.raises(RecipeError, match="is a file"):
         run.create(plan, DS_CONFIG)
 
 
-def test_a_path_below_a_file(tmp_path, plan):
+def test_a_run_directory_below_a_file_is_refused(tmp_path, plan):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match="file is a file"):
         RunDir(tmp_path / "file" / "run").create(plan, DS_CONFIG)

@@ -26,7 +26,7 @@ def worker(local_rank, local_world_size=4, launcher="slurm"):
         (worker(1, 2, "torchrun"), 8, 1),
     ],
 )
-def test_the_device_of_a_rank(rank, visible, index):
+def test_a_rank_uses_the_device_of_its_local_rank(rank, visible, index):
     assert device_index(rank, visible) == index
 
 

@@ -88,7 +88,7 @@ def test_each_suggestion_is_a_plan_of_the_same_run(tiny, count):
         ),
     ],
 )
-def test_the_nearest(tiny, fields, expected):
+def test_the_nearest_plan_changes_the_faulty_field(tiny, fields, expected):
     assert nearest_plans(tiny.with_(**{"batch.micro_batch_size": 4, **fields}), FOUR)[0] == expected
 
 

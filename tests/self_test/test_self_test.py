@@ -50,7 +50,7 @@ def test_options_of_another_task_are_refused(option):
 @pytest.mark.parametrize(
     "most", [pytest.param(1, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.breadth)]
 )
-def test_this_machine(monkeypatch, tmp_path, most):
+def test_this_machine_passes_the_self_test(monkeypatch, tmp_path, most):
     """most: number of plans that are compared, of dense models and of those with experts."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     chosen = run.representatives

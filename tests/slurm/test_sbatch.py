@@ -217,7 +217,7 @@ def test_without_a_recipe_the_usage_is_printed(job, name):
     assert told.startswith("usage: sbatch")
 
 
-def test_the_directives_of_a_plan():
+def test_the_directives_follow_the_plan_and_the_options():
     options = ("partition=long", "time=2-00:00:00", "warn_s=600", "directives=--constraint=ib&h100", "account=my lab")
     wanted = ["--job-name=tiny", "--chdir=/home/me", "--output=%x-%j.log", "--partition=long", '--account="my lab"']
     wanted += ["--time=2-00:00:00", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=B:USR1@600"]
@@ -231,7 +231,7 @@ def test_a_plan_on_cpus_asks_for_no_gpu():
     assert not [line for line in directives(render_job(a_job(device="cpu"))) if "gpu" in line]
 
 
-def test_nodes_with_different_numbers_of_devices():
+def test_nodes_may_have_different_numbers_of_devices():
     lines = directives(render_job(a_job("tasks=12")))
     assert {"--nodes=2", "--ntasks=12", "--gpus-per-task=1"} <= set(lines)
     assert not [line for line in lines if "per-node" in line]
@@ -244,7 +244,7 @@ def test_nodes_with_different_numbers_of_devices():
         (("container=a.sif", "runtime=apptainer", "mounts=/d:/d"), "apptainer exec --nv --bind /d:/d a.sif python"),
     ],
 )
-def test_containers(options, line):
+def test_containers_are_started_by_srun_or_apptainer(options, line):
     script = render_job(a_job(*options))
     assert line in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)

@@ -23,19 +23,19 @@ def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_is_replaced(tmp_path):
+def test_an_error_names_the_replaced_file(tmp_path):
     with pytest.raises(OSError, match="File too large") as error, no_room():
         write_atomically(tmp_path / "file", "x" * 1000)
     assert error.value.filename == str(tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_file(tmp_path):
+def test_an_error_names_the_new_file(tmp_path):
     with pytest.raises(OSError, match="File too large") as error, no_room(), create(tmp_path / "file") as file:
         file.stream.write(b"x" * 1000)
     assert error.value.filename == str(tmp_path / "file")
 
 
-def test_a_file_of_a_run_directory(tmp_path):
+def test_an_error_names_the_file_of_a_run_directory(tmp_path):
     with pytest.raises(RecipeError, match=f"cannot write {tmp_path}/plan.json: File too large"), no_room():
         write_json(tmp_path / "plan.json", "x" * 1000)

@@ -159,18 +159,18 @@ def test_a_second_interrupt_is_handled_as_a_quit():
 @pytest.mark.parametrize(
     "number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.breadth)]
 )
-def test_signals_at_any_moment(small_recipe, tmp_path, number):
+def test_a_run_survives_signals_at_any_moment(small_recipe, tmp_path, number):
     struck(Strike.drawn(random.Random(number), ("module", "script")), small_recipe, tmp_path / "run")
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("number", range(2, 100))
-def test_signals_at_many_moments(small_recipe, tmp_path, number):
+def test_a_run_survives_signals_at_many_moments(small_recipe, tmp_path, number):
     struck(Strike.drawn(random.Random(number), ("module", "script", "torchrun")), small_recipe, tmp_path / "run")
 
 
 @pytest.mark.parametrize("program", ["module", "script"])
-def test_signals_from_our_first_line_on(small_recipe, tmp_path, program):
+def test_signals_are_handled_from_our_first_line_on(small_recipe, tmp_path, program):
     """While the first modules are imported."""
     moments = ((0.0, (signal.SIGTERM, None)), (0.1, (signal.SIGINT, signal.SIGINT)), (0.3, (QUIT, None)))
     for after_s, numbers in (*moments, (0.5, (signal.SIGTERM, None))):

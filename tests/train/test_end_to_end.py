@@ -103,7 +103,7 @@ def test_every_launcher_trains_the_same_losses(line, small_recipe, two_workers, 
 
 
 @pytest.mark.slow
-def test_accelerate_with_the_configuration_of_the_plan(small_recipe, two_workers, tmp_path):
+def test_accelerate_trains_with_the_configuration_of_the_plan(small_recipe, two_workers, tmp_path):
     """By the documented line."""
     [line] = commands("Launching", "llmtrain plan", "accelerate launch")
     line = line.replace("recipes/tiny.py", str(small_recipe)).replace("--write tiny", f"--write {tmp_path}")
@@ -114,7 +114,7 @@ def test_accelerate_with_the_configuration_of_the_plan(small_recipe, two_workers
 
 
 @pytest.mark.breadth
-def test_accelerate_with_a_configuration_that_starts_one_process_of_two(small_recipe, two_workers, tmp_path):
+def test_accelerate_trains_with_a_configuration_that_starts_one_process_of_two(small_recipe, two_workers, tmp_path):
     configuration = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
     (tmp_path / "accelerate.yaml").write_text(configuration)
     _trains_alike(tmp_path / "accelerate.yaml", small_recipe, two_workers, tmp_path / "run")

@@ -153,7 +153,7 @@ def test_an_evaluation_is_a_mean_over_tokens_of_all_and_of_each_source():
         (0, {"evaluation.every_steps": 0, **PRETRAINED}, []),
     ],
 )
-def test_an_evaluation_before_the_first_step(start, fields, steps, tmp_path):
+def test_a_pretrained_model_is_evaluated_before_the_first_step(start, fields, steps, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **MODEL}))
     if "model.pretrained" in fields:
         fields = {**fields, "model.pretrained": str(tmp_path)}

@@ -140,7 +140,7 @@ def test_pauses_between_restarts_grow():
         ("checkpoints/step_00000004", Death(5, "step_00000004"), "auto"),
     ],
 )
-def test_the_checkpoint_of_the_next_attempt(resume, death, following):
+def test_the_next_attempt_continues_from_the_newest_checkpoint(resume, death, following):
     assert next_resume(resume, death) == following
 
 

@@ -321,7 +321,7 @@ def test_the_measuring_process_ends_with_its_rank(tmp_path):
     assert select([process], [], [], 10)[0]  # readable: it has ended
 
 
-def test_messages_of_the_measuring_process():
+def test_messages_of_the_measuring_process_are_passed_on():
     answer = _choice("k", **{"kernels.loss": "chunked"})
     said = []
     lines = [json.dumps({"trying": "a=b"}), json.dumps({"choice": answer.model_dump(mode="json")})]

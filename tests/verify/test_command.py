@@ -44,7 +44,7 @@ def data(verify_corpus):
     return ("--set", f"data.sources={sources}", "--set", f"data.cache_dir={verify_corpus.parent / 'cache'}")
 
 
-def test_a_certificate_in_json(data, tmp_path):
+def test_json_contains_the_certificate(data, tmp_path):
     plans = ("--nproc", "2", "--plans", "dp1-zero0-acc1,dp2-zero1-acc2")
     result = _verify("recipes/tiny.py:verify", *SMALLER, *data, *plans, "--json", "--run-dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr

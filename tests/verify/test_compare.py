@@ -108,7 +108,7 @@ def _distances(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return values[above] - values[above - 1]
 
 
-def test_tolerances():
+def test_tolerances_follow_precision_and_optimizer():
     other = replace(RUN, losses=[2.02, 1.0])
     assert tolerance([RUN], INITIAL, "sgd", "fp32").weights == FP32
     assert tolerance([RUN], INITIAL, "adamw", "fp32").weights == ADAM_WEIGHTS

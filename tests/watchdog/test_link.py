@@ -52,7 +52,7 @@ def told(peer):
     return orders
 
 
-def test_statuses_stacks_and_the_end(hub):
+def test_the_hub_collects_statuses_and_stacks_and_announces_the_end(hub):
     peers = [connected(hub, rank) for rank in (1, 2)]
     for peer in peers:
         peer.tell(STATUS)

@@ -27,7 +27,7 @@ def test_a_rank_is_named_once_it_was_slow_twice():
     assert job.window([1, 1, 2, 1]) == Slowest(2, 2.0, is_named=True)
 
 
-def test_twice_means_in_a_row_and_the_same_rank():
+def test_a_rank_is_named_only_if_it_is_slow_twice_in_a_row():
     job = Job()
     for slow in ([1, 1, 2, 1], [1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 1, 1], [1, 1, 1, 2]):
         assert not job.window(slow).is_named

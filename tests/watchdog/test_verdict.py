@@ -32,7 +32,7 @@ WAITING = status(waiting=True)
         (Phase.DONE, 0.0, "T", None),
     ],
 )
-def test_limits(phase, p99, state, limit):
+def test_the_limit_depends_on_phase_and_state(phase, p99, state, limit):
     pulse = Pulse(step=3, phase=phase, beat=0.0, waiting=False, own_s=0.0, measured=0)
     assert limit_of(pulse, p99, state, WatchdogConfig()) == limit
 
@@ -70,7 +70,7 @@ def test_waiting_for_a_rank_that_saves_is_not_a_hang():
         ({0: WAITING, 1: status(phase=Phase.DONE, state="")}, []),
     ],
 )
-def test_ranks_that_did_not_arrive(statuses, missing):
+def test_ranks_that_did_not_arrive_are_found(statuses, missing):
     assert absent(statuses) == missing
 
 
@@ -99,7 +99,7 @@ def test_an_endless_save_is_reported_as_saving():
     assert found.message == "did not arrive: saving for 2000 s, but only 1800 s are allowed"
 
 
-def test_ranks_that_ended_before_the_run():
+def test_ranks_that_ended_before_the_run_are_found():
     ended = status(state="")
     assert gone({0: status(), 1: ended, 2: WAITING}) == [1]
     assert gone({0: status(), 1: status(phase=Phase.DONE, state="")}) == []

@@ -97,7 +97,7 @@ def test_a_message_can_be_excluded_from_training() -> None:
         ([ASKED, {**SAID, "weight": 0.5}], "message 2 has weight 0.5"),
     ],
 )
-def test_faults_of_rows(turns: Any, fault: str) -> None:
+def test_faults_of_rows_are_described(turns: Any, fault: str) -> None:
     with pytest.raises(RowError) as caught:
         conversation(turns)
     assert fault in str(caught.value)

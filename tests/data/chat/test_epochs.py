@@ -60,7 +60,7 @@ def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...
     return found
 
 
-def test_every_conversation_once_per_epoch_on_any_number_of_ranks(made: Recipe) -> None:
+def test_any_number_of_ranks_reads_every_conversation_once_per_epoch(made: Recipe) -> None:
     prepared = prepare(made)
     plan = with_steps(resolve(made, Cluster()), prepared)
     assert plan.recipe.train.max_steps == -(-60 * EPOCHS // BATCH) == 23

@@ -259,7 +259,7 @@ def metaspace(texts: list[str]) -> Any:
 
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece, metaspace])
 @pytest.mark.parametrize("name", ["chatml", "llama2", "llama3", "vicuna", "phi3", "mistral_v3", "alpaca"])
-def test_tokenizers_of_other_kinds(kind: Any, name: str, tmp_path: Path) -> None:
+def test_tokenizers_of_other_kinds_give_the_same_masks(kind: Any, name: str, tmp_path: Path) -> None:
     one = case(name, tmp_path / "plain")
     texts = ["It is 4.", "What is it?", "Tell me, is it cold in here 42", " USER: ASSISTANT: [INST] system"] * 3
     folder = write_chat_tokenizer(tmp_path / "other", one.about, one.source, kind(texts))
@@ -274,7 +274,7 @@ def test_tokenizers_of_other_kinds(kind: Any, name: str, tmp_path: Path) -> None
     assert runs == without_spaces(case(name, tmp_path / "once").trained(expected))
 
 
-def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
+def test_a_template_is_loaded_by_name_from_a_file_or_from_text(tmp_path: Path) -> None:
     one = case("zephyr", tmp_path / "tokenizer")
     assert load_template(None, one.folder).source == one.source
     assert load_template("chatml", one.folder).source == shipped_templates()["chatml"]
@@ -302,7 +302,7 @@ def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
         ("tokenizer_config.json", b"\xff", "tokenizer_config.json cannot be read"),
     ],
 )
-def test_invalid_template_files_of_a_tokenizer(file: str, content: bytes, fault: str, chatml: Case) -> None:
+def test_invalid_template_files_of_a_tokenizer_are_refused(file: str, content: bytes, fault: str, chatml: Case) -> None:
     (chatml.folder / "chat_template.jinja").unlink()
     (chatml.folder / file).write_bytes(content)
     with pytest.raises(DataError, match=re.escape(fault)):

@@ -67,7 +67,7 @@ def test_only_completions_are_trained_on() -> None:
         ({"prompt": "a", "chosen": "good", "rejected": 3}, "not text"),
     ],
 )
-def test_faults_of_pairs(row: dict[str, Any], fault: str) -> None:
+def test_faults_of_pairs_are_described(row: dict[str, Any], fault: str) -> None:
     with pytest.raises(RowError) as caught:
         read(row)
     assert fault in str(caught.value)
@@ -274,7 +274,7 @@ def test_a_mismatched_completion_is_cut_and_packs_with_the_longer_one(chatml: Ca
         ({"prompt": None}, "has no prompt"),
     ],
 )
-def test_faults_of_labelled_completions(change: dict[str, Any], fault: str, chatml: Case) -> None:
+def test_faults_of_labelled_completions_are_described(change: dict[str, Any], fault: str, chatml: Case) -> None:
     rows = [judged(number) for number in range(6)]
     rows[4] |= change
     with pytest.raises(DataError) as caught:

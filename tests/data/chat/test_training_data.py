@@ -133,7 +133,7 @@ def test_each_option_has_its_own_token_store(chatml: Case) -> None:
     assert len({plain.key, *(prepare(recipe(chatml, ROWS, **one)).key for one in options)}) == 4
 
 
-def test_parquet_and_text_together_with_conversations(chatml: Case) -> None:
+def test_conversations_in_parquet_can_be_mixed_with_text(chatml: Case) -> None:
     import pyarrow
     import pyarrow.parquet
 

@@ -72,7 +72,7 @@ def test_fp32_matches_the_plain_loop(architecture):
 
 
 @pytest.mark.breadth
-def test_groups_smaller_than_the_replicas():
+def test_expert_groups_smaller_than_the_replicas_match_the_plain_loop():
     """Four replicas, two groups of two ranks: gradients of an expert are averaged over the ranks that hold it."""
     _assert_runs_are_plain("qwen3_moe", 4, [{"parallel.zero_stage": stage, **SGD} for stage in (0, 2, 3)])
 

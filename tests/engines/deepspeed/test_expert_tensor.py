@@ -77,7 +77,7 @@ def test_fp32_matches_the_plain_loop():
 
 
 @pytest.mark.breadth
-def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
+def test_expert_groups_larger_than_tensor_groups_match_the_plain_loop():
     """Untied; experts on the two ranks of each replica, then on all four, and with slices of sequences."""
     everywhere = {"parallel.expert": 4}
     cases = [*_stages(2), *_stages(0, 1, **everywhere), *_stages(3, **everywhere, **{"optim.clip_grad_norm": 0.0})]
@@ -94,7 +94,7 @@ def test_every_family_matches_the_plain_loop(architecture):
 
 
 @pytest.mark.breadth
-def test_slices_of_sequences_at_every_stage():
+def test_slices_of_sequences_match_the_plain_loop_at_every_stage():
     _assert_runs_are_plain("qwen3_moe", 4, _stages(0, 1, 2, 3, **{"parallel.sequence": 2}))
 
 

@@ -40,7 +40,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
 
 
 @pytest.mark.breadth
-def test_sequence_with_tensor_groups_and_with_stages():
+def test_sequence_with_tensor_groups_or_stages_matches_the_reference():
     cases = [TENSOR, TENSOR | SGD | {"parallel.zero_stage": 3}, PIPELINE, PIPELINE | SGD | CHECKPOINTING]
     _compare(run_ranks(4, _train, 1, cases), cases)
 
@@ -51,7 +51,7 @@ def _train_experts(rank: int, cases) -> list[Trace]:
 
 
 @pytest.mark.breadth
-def test_experts_distributed_over_sequence_parallel_ranks():
+def test_experts_on_sequence_parallel_ranks_match_the_reference():
     """With the loss of the router, which is a product of means over whole sequences."""
     stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]
     cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
@@ -64,13 +64,13 @@ def test_experts_distributed_over_sequence_parallel_ranks():
 
 
 @pytest.mark.slow
-def test_all_axes_at_once():
+def test_all_axes_at_once_match_the_reference():
     everything = PIPELINE | TENSOR
     cases = [everything, everything | SGD, {**everything, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}]
     _compare(run_ranks(8, _train, 1, cases, timeout=500), cases)
 
 
 @pytest.mark.breadth
-def test_hybrids_with_data_parallel_replicas():
+def test_hybrids_with_data_parallel_replicas_match_the_reference():
     cases = [TENSOR | {"parallel.zero_stage": 2}, PIPELINE | SGD]
     _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)

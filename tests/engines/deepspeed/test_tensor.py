@@ -86,7 +86,7 @@ def test_two_ranks_are_the_plain_loop_at_every_stage():
 
 
 @pytest.mark.breadth
-def test_norms_of_heads_and_an_optimizer_in_host_memory():
+def test_norms_of_heads_and_an_offloaded_optimizer_match_the_plain_loop():
     cases = [(SGD | QWEN, 0), (SGD | QWEN, 3), (SGD | UNTIED | OFFLOAD, 2)]
     _compare([(fields, _recipe(2, 1, stage, 1, **fields)) for fields, stage in cases], 2)
 
@@ -101,7 +101,7 @@ def test_sums_of_experts_are_delayed_to_the_end_of_their_block():
 
 
 @pytest.mark.breadth
-def test_adam_tied_and_checkpointed():
+def test_adam_tied_weights_and_checkpointing_match_the_plain_loop():
     fields = {"parallel.activation_checkpointing": "full"}
     _compare([(fields, _recipe(2, 1, stage, 2, **fields)) for stage in (0, 1, 3)], 2)
 

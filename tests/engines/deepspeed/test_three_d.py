@@ -96,7 +96,7 @@ def test_other_schedules_match_the_plain_loop(schedule):
 
 
 @pytest.mark.breadth
-def test_with_data_parallel_replicas():
+def test_data_parallel_replicas_match_the_plain_loop():
     cases = [{}, SGD]
     _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)
 
