@@ -13,6 +13,8 @@ WORDS = (
     *("a #b", "!", "!!", "&", ";", "|", ">", "%j", "%n", "%h", "%%", "ü", "日本語", "🙂", "\t", "a=b", "'$'\"'", "\r"),
     *("{}", "{a,b}", "\x7f", "\x1b[31m", "$'\\n'", ":", "@", ",", "$$", "$(", "`", "'", "\u2028", "\x85", "é"),
 )
+HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
+"""A text that a page must not read as markup."""
 CHARACTERS = sorted({one for word in WORDS for one in word})
 
 

@@ -9,7 +9,7 @@ import pytest
 from llmtrain.metrics import MetricsLogger
 from llmtrain.metrics.throughput import Forecast
 from tests.helpers.small_plan import small_plan
-from tests.metrics.test_logger import metrics
+from tests.helpers.step_metrics import metrics
 
 
 class Clock:

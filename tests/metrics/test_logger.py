@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.metrics import Evaluation, MetricsLogger, StepMetrics, Window
+from llmtrain.metrics import Evaluation, MetricsLogger
 from llmtrain.metrics.logger import forget_after
 from llmtrain.run_dir import RunDir
+from tests.helpers.step_metrics import metrics
 
 STEP_KEYS = [
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "step_time_s"),
@@ -18,11 +19,6 @@ STEP_KEYS = [
     *("peak_memory_bytes", "data_wait_s", "save_blocked_s", "skipped_steps", "rollbacks"),
     *("left_s", "device_hours"),
 ]
-
-
-def metrics(step, loss=2.0, grad_norm=1.0):
-    window = Window(steps=10, seconds=5.0, tokens=10240, data_wait_s=0.5)
-    return StepMetrics(step, loss, grad_norm, 1e-3, step * 1024, step * 8, window, None)
 
 
 def strict(line):
@@ -200,7 +196,7 @@ import os, signal
 from pathlib import Path
 from llmtrain.metrics import MetricsLogger
 from llmtrain.run_dir import RunDir
-from tests.metrics.test_logger import metrics
+from tests.helpers.step_metrics import metrics
 run_dir = RunDir(Path({str(run_dir.path)!r}))
 logger = MetricsLogger(run_dir, run_dir.read_plan())
 for step in (10, 20, 30):

@@ -10,8 +10,8 @@ import pytest
 from llmtrain.report.page import write_report
 from llmtrain.report.serve import LivePage, PageServer
 from tests.helpers.browser import chromium, missing
+from tests.helpers.nasty import HTML
 from tests.helpers.recorded_runs import long_run, step_record
-from tests.report.test_page import HTML
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 POINTS = """

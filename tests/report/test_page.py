@@ -10,10 +10,9 @@ from llmtrain.report import read_run
 from llmtrain.report.page import page, write_report, write_report_at_end
 from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir
+from tests.helpers.nasty import HTML
 from tests.helpers.recorded_runs import long_run, write_lines
 from tests.helpers.small_plan import small_plan
-
-HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 
 
 def test_the_page_matches_the_run_directory(run):

@@ -16,8 +16,8 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from llmtrain.run_dir import forbidden_changes
-from tests.data.chat.test_training_data import ROWS, recipe
 from tests.helpers.chat_tokenizers import Case, case
+from tests.helpers.small_chats import ROWS, recipe
 
 EPOCHS = 3
 BATCH = 8

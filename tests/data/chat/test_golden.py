@@ -17,8 +17,8 @@ import xxhash
 
 from llmtrain.data.chat.conversation import Conversation, conversation
 from llmtrain.data.chat.encode import Encoded
-from tests.data.chat.test_templates import CALL, THINKING, TOOL
 from tests.helpers.chat_tokenizers import NAMES, Case, case
+from tests.helpers.small_chats import CALL, THINKING, TOOL
 
 HASHES = Path(__file__).with_name("golden.json")
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -17,8 +17,8 @@ from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.shown import Shown, as_html, first_sequences, on_terminal
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible
-from tests.data.chat.test_training_data import recipe
 from tests.helpers.chat_tokenizers import Case, case
+from tests.helpers.small_chats import recipe
 
 NASTY = "<script>alert(1)</script> & \x1b[31mred \u202e 雪🙂 \x00"
 ROWS = [

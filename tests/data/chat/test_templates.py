@@ -11,40 +11,9 @@ from transformers import AutoTokenizer
 from llmtrain.data.chat.conversation import Conversation, RowError, conversation
 from llmtrain.data.chat.encode import Encoded
 from tests.helpers.chat_tokenizers import NAMES, Case, about_template, case
+from tests.helpers.small_chats import CALL, CHAT, THINKING, TOOL
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-CHAT = [
-    {"role": "user", "content": "What is 2+2?"},
-    {"role": "assistant", "content": "It is 4."},
-    {"role": "user", "content": "Thanks"},
-    {"role": "assistant", "content": "Bye."},
-]
-THINKING = [
-    CHAT[0],
-    {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."},
-    CHAT[2],
-    {"role": "assistant", "content": "<think>\nThey leave.\n</think>\n\nBye."},
-]
-CALL = [
-    {"role": "user", "content": "Weather in Rome?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "abcdefghi", "function": {"name": "get_weather", "arguments": '{"city": "Rome", "days": 2}'}}
-        ],
-    },
-    {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"},
-    {"role": "assistant", "content": "Sunny."},
-]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    },
-}
 
 
 def those_with(part: str) -> list[str]:

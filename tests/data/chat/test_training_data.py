@@ -18,10 +18,10 @@ from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
 from llmtrain.models import build_model
-from llmtrain.recipe import Recipe, parse_recipe
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.documents import read_documents
 from tests.helpers.chat_tokenizers import Case, case
+from tests.helpers.small_chats import ROWS, chat, recipe
 
 
 @pytest.fixture
@@ -29,29 +29,7 @@ def chatml(tmp_path: Path) -> Case:
     return case("chatml", tmp_path / "tokenizer")
 
 
-def chat(number: int, turns: int = 2) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    return [{"role": roles[turn % 2], "content": f"{roles[turn % 2]} {number} " + "a" * turn} for turn in range(turns)]
-
-
-def recipe(one: Case, rows: list[Any], **data: Any) -> Recipe:
-    path = one.folder.parent / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {"tokenizer": str(one.folder), "sequence_length": 256, "cache_dir": str(one.folder.parent / "cache")}
-    return parse_recipe(
-        {
-            "name": "test",
-            "model": {"architecture": "llama", "config": {"vocab_size": 400}},
-            "data": {"sources": [{"name": str(path)}], "eval_fraction": 0.0, **fields, **data},
-            "optim": {"lr": 1e-3},
-            "batch": {"global_batch_size": 4, "micro_batch_size": 2},
-            "train": {"max_steps": 10},
-        }
-    )
-
-
 TINY = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-ROWS = [{"messages": chat(number, 2 + 2 * (number % 3))} for number in range(60)]
 
 
 def test_sequences_hold_whole_conversations_with_labels_on_the_assistants_tokens(chatml: Case) -> None:
