@@ -410,7 +410,7 @@ class DeepSpeedEngine(HasState):
         if self.plan.parallel.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
             return None
         norm = self._gradient_norm()
-        scaler = self.engine.torch_autocast_z0_gradscaler
+        scaler = loss_scalers(self.engine).get("gradscaler")
         return norm / scaler.get_scale() if scaler else norm
 
     def _gradient_norm(self) -> Tensor:

@@ -58,7 +58,8 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
-        _check_switches(model, [layer for layer, _ in layers])
+        own = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
+        _check_switches(model, [layer for layer, _ in layers], *own)
     for layer, again in layers:
         layer.gradient_checkpointing = again  # type: ignore[assignment]
     if parallel.offload_activations:
@@ -67,12 +68,15 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
             checkpoint_with(layer, partial(inputs.run, number == 0))
 
 
-def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Raises FamilyError if layers cannot be recomputed one by one, as in some models from the hub with own code."""
+def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module], field: str, instead: int | str) -> None:
+    """Raises FamilyError if layers cannot be recomputed one by one, as in some models from the hub with own code.
+
+    field: the one of `parallel` that needs it. instead: its value that does not.
+    """
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        refused = f"neither this nor offload_activations is supported for {model.config.model_type}"
+        refused = f"is not supported for {model.config.model_type}"
         reason = "its layers can only be recomputed together"
-        raise FamilyError("recompute.every", "parallel.checkpoint_every", 1, refused, reason)
+        raise FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
 
 
 def gathers_layers(recipe: Recipe) -> bool:
