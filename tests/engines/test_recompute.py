@@ -208,7 +208,8 @@ def test_layers_without_a_checkpointing_switch_are_refused():
     model = build_model(tiny_recipe(), torch.float32, torch.device("cpu"))
     layers = decoder_layers(model)[1]
     layers[1] = torch.nn.Identity()
-    for fields in ({"parallel.checkpoint_every": 2}, {"parallel.offload_activations": True}):
-        parallel = tiny_recipe(**{"parallel.activation_checkpointing": "full"}, **fields).parallel
-        with pytest.raises(FamilyError, match="recomputed together"):
+    for field, value, instead in (("checkpoint_every", 2, "1"), ("offload_activations", True, "false")):
+        parallel = tiny_recipe(**{"parallel.activation_checkpointing": "full", f"parallel.{field}": value}).parallel
+        with pytest.raises(FamilyError, match="recomputed together") as error:
             use_recomputation(model, parallel)
+        assert error.value.problems[0].fix == f"--set parallel.{field}={instead}"
