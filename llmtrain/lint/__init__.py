@@ -92,7 +92,7 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
 def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
     """Returns what to leave out, with full ids of rules: `rule` or `rule:key`; `lint.` may be left out.
 
-    Raises: RecipeError for unknown rules, and for `unknown_key` without a key, which would allow every typing error.
+    Raises RecipeError for unknown rules, and for `unknown_key` without a key, which would allow every typing error.
     """
     known = [rule.id for rule in RULES]
     full, problems = set(), []

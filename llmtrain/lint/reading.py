@@ -28,7 +28,7 @@ DEEPEST = 64
 def read_file(path: Path) -> str:
     """Returns the text of a file.
 
-    Raises: Unreadable.
+    Raises Unreadable.
     """
     try:
         return decoded(read_bytes(path, LARGEST_FILE))
@@ -41,7 +41,7 @@ def read_file(path: Path) -> str:
 def decoded(content: bytes) -> str:
     """Returns the text of bytes.
 
-    Raises: Unreadable.
+    Raises Unreadable.
     """
     if len(content) > LARGEST_FILE:
         raise _too_large()
@@ -60,7 +60,7 @@ def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Co
 
     hjson: read NaN and Infinity as DeepSpeed does, and not as Python's json.
 
-    Raises: Unreadable; NotOurs.
+    Raises Unreadable or NotOurs.
     """
     if yaml:
         return read_yaml_configuration(text)
@@ -85,7 +85,7 @@ def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Co
 def read_yaml_configuration(text: str) -> Configuration:
     """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
 
-    Raises: Unreadable, also for aliases, which could make a short text endless; NotOurs.
+    Raises Unreadable, also for aliases, which could make a short text endless, or NotOurs.
     """
     import yaml
 
@@ -187,7 +187,7 @@ _COLON = re.compile(r"\s*+:")
 def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
     """Returns the line and column of every key by its path; a key that occurs twice has two positions.
 
-    Raises: Unreadable if brackets are nested too deeply.
+    Raises Unreadable if brackets are nested too deeply.
     """
     places: dict[Where, list[tuple[int, int]]] = {}
     path: list[str] = []  # the keys whose values are the open brackets

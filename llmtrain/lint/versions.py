@@ -40,7 +40,7 @@ def choose_release(asked: str | None = None) -> Release:
 
     By default, it is the installed one, or the newest known. If none fits, it is the nearest known.
 
-    Raises: RecipeError if the text is neither a version nor a range, or if no version can fit it.
+    Raises RecipeError if the text is neither a version nor a range, or if no version can fit it.
     """
     known = [one["deepspeed"] for one in releases()]
     if asked is None:

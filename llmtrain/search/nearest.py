@@ -7,18 +7,19 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import Recipe
 from llmtrain.rules import assemble, broken, resolves
-from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, changed, choices, value_of
+from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields, changed, choices, sizes, value_of
 
 MOST = 3
 """Number of suggestions."""
@@ -87,7 +88,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
     A legal plan must differ in at least one field on which a broken rule depends. A variant is therefore only changed
     further in the fields of one of its broken rules: the one with the fewest possible changes.
     """
-    values = _values(recipe, cluster)
+    values = _values(recipe, cluster, facts)
     order = itertools.count()  # breaks ties: of equally distant variants, the earlier one comes first
     queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
     seen: set[frozenset[tuple[str, Any]]] = set()
@@ -125,9 +126,7 @@ def _named(draft: Draft) -> list[str]:
     return list(dict.fromkeys(problem.field for problem in problems))
 
 
-def _ways(
-    draft: Draft, named: str, values: Mapping[str, tuple[Any, ...]], changes: Fields
-) -> Iterator[tuple[str, Any]]:
+def _ways(draft: Draft, named: str, values: Mapping[str, Sequence[Any]], changes: Fields) -> Iterator[tuple[str, Any]]:
     """Yields changes that may satisfy a rule which reports the field `named`.
 
     They change this field, its related fields, and the fields on which most rules depend.
@@ -148,14 +147,14 @@ def _ways(
             yield from ((field, value) for value in near if value != present)
 
 
-def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+def _values(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> dict[str, Sequence[Any]]:
     """Returns the values that each field can have."""
-    sizes = {
-        **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
+    numbers: dict[str, Sequence[Any]] = {
+        **{axis.field: sizes(axis, cluster.world_size, facts.layers, facts.experts) for axis in CHOSEN},
         SCHEDULE[1]: (1, 2, 4),
         MICRO_BATCH: divisors(recipe.batch.global_batch_size),
     }
-    return {field: sizes[field] if field in sizes else choices(recipe)[field] for field in WEIGHTS}
+    return {field: numbers[field] if field in numbers else choices(recipe)[field] for field in WEIGHTS}
 
 
 def _distance(field: str, present: Any, value: Any) -> float:

@@ -37,28 +37,30 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
 
     layers, experts: numbers of the model's layers and experts, which limit the degrees of the axes that split them.
     """
-    counts = {"layers": layers, "experts": max(experts, 1)}
     ranks = [axis for axis in CHOSEN if axis.has_ranks]
     subsets = [axis for axis in CHOSEN if not axis.has_ranks]
-
-    def sizes(axis: Axis, among: int) -> list[int]:
-        most = min((counts[what] for what in axis.divides & counts.keys() if axis.divides == {what}), default=math.inf)
-        return [size for size in divisors(among) if size <= most]
 
     def splits(axes: list[Axis], among: int) -> Iterator[Fields]:
         if not axes:
             yield {}
             return
-        for size in sizes(axes[0], among):
+        for size in sizes(axes[0], among, layers, experts):
             for rest in splits(axes[1:], among // size):
                 yield {axes[0].field: size} | rest
 
     for split in splits(ranks, devices):
         holders = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
-        for chosen in itertools.product(*(sizes(axis, holders) for axis in subsets)):
+        for chosen in itertools.product(*(sizes(axis, holders, layers, experts) for axis in subsets)):
             sizes_of_subsets = {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
             for schedule in schedules(split[PIPELINE.field], layers):
                 yield split | sizes_of_subsets | schedule
+
+
+def sizes(axis: Axis, devices: int, layers: float = math.inf, experts: float = math.inf) -> list[int]:
+    """Returns the degrees of one axis that divide the number of devices, with the limits of `degrees`."""
+    counts = {"layers": layers, "experts": max(experts, 1)}
+    most = min((counts[what] for what in axis.divides & counts.keys() if axis.divides == {what}), default=math.inf)
+    return [size for size in divisors(devices) if size <= most]
 
 
 def schedules(pipeline: int, layers: float = math.inf) -> Iterator[Fields]:

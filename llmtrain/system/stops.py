@@ -53,7 +53,7 @@ def after_step(number: int, step: int) -> str:
 
 
 def say(line: str, descriptor: int = 2) -> None:
-    """Prints a line for the user, if standard error is still open. descriptor: its number before a redirection."""
+    """Prints a line for the user, if standard error is still open. descriptor: its copy, if it was redirected."""
     with suppress(OSError, ValueError):
         os.write(descriptor, f"{line}\n".encode())
 

@@ -50,7 +50,7 @@ def test_search_verify_and_suggestions_find_every_legal_split(recipe, devices):
     assert {_split(draft.recipe) for _, draft in legal_plans(recipe, cluster, facts)} == legal
     listed = {_split(one.plan.recipe) for one in enumerate_plans(recipe, devices)[0] if _is_own(one.plan, devices)}
     assert listed == legal
-    values = nearest._values(recipe, cluster)
+    values = nearest._values(recipe, cluster, facts)
     for number, field in enumerate((*DEGREES, ZERO_STAGE)):
         assert {split[number] for split in legal} <= set(values[field])
 
