@@ -65,7 +65,7 @@ REMOVALS = (
     ),
     Removal(
         "clear_autoep_folding_gradient_corrected",
-        *_removed("clear_autoep_folding_gradient_corrected(parameter)"),
+        *_removed("auto_ep_folding.clear_autoep_folding_gradient_corrected(parameter)"),
         f"{DEEPSPEED}test_expert_tensor.py",
     ),
     *(
@@ -144,13 +144,13 @@ REMOVALS = (
     Removal("_index_tied_modules", "def _index_tied_modules(", "def _unused(", f"{DEEPSPEED}test_pipeline.py"),
     Removal(
         "_dim_zero_all_to_all",
-        "return partial(_dim_zero_all_to_all, group)",
+        "return partial(sequence_layer._dim_zero_all_to_all, group)",
         "return lambda sent: sent",
         f"{DEEPSPEED}test_sequence.py",
     ),
     Removal(
         "__compatible_ops__",
-        *_removed('__compatible_ops__["deepspeed_shm_comm"] = False'),
+        *_removed('ops.__compatible_ops__["deepspeed_shm_comm"] = False'),
         f"{ENGINES}test_overrides.py -k collective",
     ),
     Removal("_hp_mapping", "mapping.lp_fragment_address.start", "0", "tests/checkpoint/test_elastic.py"),
@@ -275,7 +275,7 @@ REMOVALS = (
     ),
     Removal(
         "FakeTensorMode",
-        "FakeTensorMode(allow_non_fake_inputs=True)",
+        "fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)",
         "dist.distributed_c10d.nullcontext()",
         "tests/predict/test_saved_activations.py",
         TORCH,
