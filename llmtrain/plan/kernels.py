@@ -23,7 +23,8 @@ TRACED = (*WHOLE_GRAPH, "flex_attention")
 of documents and their lengths compiled in."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, but not a replacement of its forward method",
-    "fsdp2": "FSDP2 has already freed the head's weights when its product is computed again (a segmentation fault)",
+    "fsdp2": "FSDP2 decides when the head's weights are whole: to compute their product again in the backward pass "
+    "ends in a segmentation fault, and Liger's loss reads them without calling the head",
 }
 """Strategies that need the logits, and why."""
 
