@@ -41,7 +41,7 @@ def stale_tied_copy(patch):
     original, started = PipelineAxis.train_step, {}
 
     def train_step(self, batch):
-        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self._stages[-1].is_last else ():
+        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self.model[-1].is_last else ():
             weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
         return original(self, batch)
 

@@ -160,7 +160,8 @@ class DeepSpeedEngine(HasState):
         self._prepared_by = prepared_by
         reduce_among_several(self.engine)
         gradients_in_order(self.engine.optimizer)
-        clip_by(self.engine, self._norm_of_step)
+        if not plan.stages:  # the rules allow no clipping in a pipeline at ZeRO-0
+            clip_by(self.engine, self._norm_of_step)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
