@@ -2,6 +2,8 @@
 
 Whether a model family can be split into stages is only known by trying. That check therefore loads torch and compares
 a split tiny copy with an unsplit one.
+
+Modules that take long to import are imported where they are used, because the workers' process is started first.
 """
 
 from __future__ import annotations
@@ -15,12 +17,6 @@ from typing import TYPE_CHECKING
 
 from llmtrain.cluster import Cluster, local_cluster, self_test_folder
 from llmtrain.errors import Exit, RecipeError
-from llmtrain.plan import Plan
-from llmtrain.predict import memory_of
-from llmtrain.predict.time import describe, predict
-from llmtrain.run_dir import RunDir
-from llmtrain.search.cheapest import suggesting
-from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.system.host import sleep_beside_others
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
@@ -30,7 +26,10 @@ if TYPE_CHECKING:
 
     from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
+    from llmtrain.plan import Plan
     from llmtrain.recipe import Recipe
+    from llmtrain.run_dir import RunDir
+    from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +137,9 @@ class LocalStart:
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Prints model, layout, memory, predicted time and notes, by default to standard error."""
+    from llmtrain.predict import memory_of
+    from llmtrain.predict.time import describe, predict
+
     print_as_is(console or plain_console(stderr=True), describe(plan, memory_of(plan), predict(plan)))
 
 
@@ -148,6 +150,7 @@ def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) 
     """
     from llmtrain.plan.installed import check_runnable
     from llmtrain.rules import resolve
+    from llmtrain.search.cheapest import suggesting
 
     with suggesting(recipe, cluster):
         plan = resolve(recipe, cluster)
@@ -186,6 +189,7 @@ def check_stages(plan: Plan) -> None:
     if not plan.stages:
         return
     from llmtrain.models import find_stages
+    from llmtrain.search.cheapest import suggesting
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
@@ -199,6 +203,8 @@ def without_uncut(
 
     Raises RecipeError if no plan is left.
     """
+    from llmtrain.search.enumerate import RefusedPlan
+
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
     for one in plans:
