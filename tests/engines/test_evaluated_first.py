@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
-from tests.helpers.traces import Trace, engine_of, plan_of, trace
+from tests.helpers.traces import Trace, assert_same_bits, engine_of, plan_of, trace
 
 RANKS = 2
 CASES = {
@@ -45,10 +44,4 @@ def test_an_evaluation_before_the_first_step_does_not_change_training(names):
     for found in run_ranks(RANKS, _both, [CASES[name] for name in names]):
         for name, ((first, ours), (_, theirs)) in zip(names, found, strict=True):
             assert first != ours.evaluation, name  # of the weights before the first step
-            assert (ours.losses, ours.grad_norms, ours.evaluation) == (
-                theirs.losses,
-                theirs.grad_norms,
-                theirs.evaluation,
-            ), name
-            for weight, value in ours.weights.items():
-                np.testing.assert_array_equal(value, theirs.weights[weight], err_msg=f"{name} {weight}")
+            assert_same_bits(ours, theirs, name)

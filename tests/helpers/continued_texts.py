@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +13,7 @@ from llmtrain.models.precision import weight_dtype
 from llmtrain.train.sampling import Sampler
 from tests.helpers.batches import GLOBAL_BATCH, VOCAB, T, tiny_recipe
 from tests.helpers.harness import run_ranks
-from tests.helpers.traces import Trace, engine_of, plan_of, trace
+from tests.helpers.traces import Trace, assert_same_bits, engine_of, plan_of, trace
 from tests.helpers.word_tokenizer import write_word_tokenizer
 
 TOKENS = 12
@@ -76,10 +75,4 @@ def check_texts(ranks: int, cases: dict[str, dict], folder: Path) -> None:
             for continued, expected in samples:
                 assert len({word for _, text in continued for word in text.split()}) > TOKENS, name
                 assert continued == list(zip(PROMPTS, expected, strict=True)), name
-            assert (ours.losses, ours.grad_norms, ours.evaluation) == (
-                theirs.losses,
-                theirs.grad_norms,
-                theirs.evaluation,
-            ), name
-            for weight, value in ours.weights.items():
-                np.testing.assert_array_equal(value, theirs.weights[weight], err_msg=f"{name} {weight}")
+            assert_same_bits(ours, theirs, name)

@@ -36,6 +36,14 @@ class Trace:
     """Numpy arrays: a tensor would be passed through shared memory, which ends with its process."""
 
 
+def assert_same_bits(ours: Trace, theirs: Trace, name: str) -> None:
+    """Asserts that two runs computed the same bits. name: of the case."""
+    for field in ("losses", "grad_norms", "evaluation"):
+        assert getattr(ours, field) == getattr(theirs, field), f"{name}: {field}"
+    for weight, value in ours.weights.items():
+        np.testing.assert_array_equal(value, theirs.weights[weight], err_msg=f"{name} {weight}")
+
+
 def plan_of(recipe: Recipe, ranks: int) -> Plan:
     return resolve(recipe, Cluster(devices_per_node=ranks))
 
