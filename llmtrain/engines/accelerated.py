@@ -38,6 +38,7 @@ from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
+from llmtrain.overrides.deepspeed import use_schedule
 from llmtrain.plan import Plan
 from llmtrain.predict import flat
 
@@ -132,7 +133,7 @@ def initialise_deepspeed(
         else:
             engine = accelerator.prepare(module, torch_optimizer(groups, optim))[0]
             # With an optimizer object, accelerate ignores a schedule for DeepSpeed.
-            engine.lr_scheduler = schedule(engine.basic_optimizer, plan.recipe)
+            use_schedule(engine, schedule(engine.basic_optimizer, plan.recipe))
     # Otherwise `transformers` would partition the next model that this process builds.
     unset_hf_deepspeed_config()
     return engine

@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
     WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
+    conversion_mapping,
+    core_model_loading,
 )
 
 from llmtrain.overrides.torch import persistent_buffers
@@ -69,7 +66,9 @@ class Outgoing:
         self.like: dict[str, Tensor] = {}
         """Maps each name in a file, in the order of the files, to a meta tensor of that shape and dtype."""
         for group in self._groups(names):
-            for name, tensor in revert_weight_conversion(model, {one: self._like[one].data for one in group}).items():
+            for name, tensor in core_model_loading.revert_weight_conversion(
+                model, {one: self._like[one].data for one in group}
+            ).items():
                 self._sources[name], self.like[name] = group, tensor
         self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
 
@@ -85,15 +84,15 @@ class Outgoing:
             weights = {
                 one: read(one, self._like[one]).view(self._like[one].shape).to(self._like[one].dtype) for one in group
             }
-            self._converted = (group, dict(revert_weight_conversion(self._model, weights)))
+            self._converted = (group, dict(core_model_loading.revert_weight_conversion(self._model, weights)))
         return self._converted[1][name]
 
     def _groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """Yields the weights that are translated together, in the order of `transformers`."""
         conversions = [
             one
-            for one in get_model_conversion_mapping(self._model, add_legacy=False)
-            if not isinstance(one, PrefixChange)
+            for one in conversion_mapping.get_model_conversion_mapping(self._model, add_legacy=False)
+            if not isinstance(one, core_model_loading.PrefixChange)
         ]
         if not conversions:
             yield from ((name,) for name in names)
@@ -101,8 +100,8 @@ class Outgoing:
         back = [one.reverse_transform() for one in reversed(conversions)]
         converters = [one for one in back if isinstance(one, WeightConverter)]
         groups: dict[str, list[str]] = {}
-        for name in sorted(names, key=dot_natural_key):
-            translated, pattern = apply_converters(name, converters)
+        for name in sorted(names, key=core_model_loading.dot_natural_key):
+            translated, pattern = core_model_loading.apply_converters(name, converters)
             groups.setdefault(translated if pattern else name, []).append(name)
         yield from map(tuple, groups.values())
 
@@ -151,16 +150,16 @@ class Incoming:
 
     def _found(self, files: Iterable[str]) -> Iterable[_Origin]:
         """Makes the same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
-        mapping = get_model_conversion_mapping(self._model)
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        mapping = conversion_mapping.get_model_conversion_mapping(self._model)
+        renamings = [one for one in mapping if isinstance(one, core_model_loading.WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         own, prefix = self._model.state_dict(), self._model.base_model_prefix
         origins: dict[str, _Origin] = {}
-        for key in sorted(files, key=dot_natural_key):
-            target, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        for key in sorted(files, key=core_model_loading.dot_natural_key):
+            target, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, own)
             if target not in own and key in own:
-                target, pattern = rename_source_key(key, [], [], prefix, own)
+                target, pattern = core_model_loading.rename_source_key(key, [], [], prefix, own)
             if target in own:
                 converter = by_pattern[pattern] if pattern is not None else None
                 origins.setdefault(target, _Origin(target, converter)).keys.append((pattern or key, key))

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed import ops
-from deepspeed.module_inject import auto_ep_folding, set_autotp_mode
+from deepspeed.module_inject import auto_ep_folding, auto_ep_layer, set_autotp_mode
+from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -25,6 +26,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.overrides import replaced
 from llmtrain.overrides.torch import squared_norm
@@ -101,6 +103,15 @@ def group_with_experts(expert: Tensor) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, groups._get_expert_data_parallel_group(expert.group_name))  # type: ignore[attr-defined]
 
 
+def expert_blocks(model: nn.Module) -> dict[str, Any]:
+    """Maps the path of each block of experts to DeepSpeed's preset for the family, which has the names of its parts."""
+    return {
+        path: registry.get_preset(module.model_family)
+        for path, module in model.named_modules()
+        if isinstance(module, auto_ep_layer.AutoEPMoELayer)
+    }
+
+
 def all_to_all(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the differentiable exchange in which rank i of the group receives row i of every rank."""
     sequence_layer.register_all_to_all_group(group)
@@ -145,6 +156,11 @@ def clip_by(engine: DeepSpeedEngine, norm: Callable[[], Tensor]) -> None:
 def last_norm(optimizer: Any) -> Any:
     """Returns the norm of an optimizer of DeepSpeed. The engine has the previous step's norm until a step is over."""
     return optimizer._global_grad_norm
+
+
+def use_schedule(engine: DeepSpeedEngine, schedule: LRScheduler) -> None:
+    """Lets an engine step a schedule that was not given to `deepspeed.initialize`."""
+    engine.lr_scheduler = schedule
 
 
 def loss_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -359,6 +375,11 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
         """The stages of this rank."""
         return self.forward_funcs[0]
 
+    def holders(self, name: str) -> list[int]:
+        """Returns the ranks that hold a weight of this rank's stages, given its name in the whole model."""
+        tied = self.tied_comms.get(name)
+        return tied["ranks"] if tied else [self.global_rank]
+
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
         tied = [(self.stages.get_parameter(one["weight_attr"][0]), one["group"]) for one in self.tied_comms.values()]
@@ -387,6 +408,11 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
                     comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stages}
                     self.stages.get_parameter(own[name]).ds_pipe_replicated = self.global_rank != ranks[0]
         return comms
+
+
+def counted_by_another_stage(parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter is a tied weight that the norm of the gradients counts on another stage."""
+    return getattr(parameter, "ds_pipe_replicated", False)
 
 
 @contextmanager

@@ -112,3 +112,21 @@ def _are_ours(rank: int) -> list[bool]:
 
 def test_the_norm_of_deepspeed_is_kept_elsewhere():
     assert run_ranks(2, _are_ours) == [[False] * len(ELSEWHERE)] * 2
+
+
+def _first_norm(rank: int, recipe) -> tuple[float, float | None]:
+    """The norm of the first step, and the scale of the loss that a checkpoint would contain."""
+    engine = engine_of(plan_of(recipe, 1))
+    norm = engine.train_step(step_batch(0, 1, 8, 0, 1)).grad_norm.item()
+    return norm, engine.progress()["loss_scale"].get("gradscaler", {}).get("scale")
+
+
+def test_the_norm_does_not_contain_the_loss_scale_which_checkpoints_do():
+    """fp16 rounds to 11 bits, which changes a norm by less than a percent."""
+    (plain, none), (scaled, scale) = (
+        run_ranks(1, _first_norm, tiny_recipe(**{"parallel.precision": precision}))[0]
+        for precision in ("fp32", "autocast_fp16")
+    )
+    assert none is None
+    assert scale > 1
+    assert scaled == pytest.approx(plain, rel=0.01)

@@ -141,6 +141,21 @@ REMOVALS = (
         "groups._get_expert_parallel_group(expert.group_name)",
         f"{DEEPSPEED}test_expert.py -m breadth -k continued",
     ),
+    Removal(
+        "AutoEPMoELayer",
+        "        if isinstance(module, auto_ep_layer.AutoEPMoELayer)\n",
+        "        if False\n",
+        f"{DEEPSPEED}test_expert.py",
+    ),
+    Removal(
+        "torch_autocast_z0_gradscaler",
+        "engine.torch_autocast_z0_gradscaler or getattr",
+        "getattr",
+        f"{ENGINES}test_norm.py",
+    ),
+    Removal(
+        "lr_scheduler", *_removed("engine.lr_scheduler = schedule"), f"{ENGINES}test_optimizers.py -m breadth -k lion-2"
+    ),
     Removal("_index_tied_modules", "def _index_tied_modules(", "def _unused(", f"{DEEPSPEED}test_pipeline.py"),
     Removal(
         "_dim_zero_all_to_all",
@@ -164,6 +179,13 @@ REMOVALS = (
         "_reassign_or_swap_out_partitioned_parameters",
         *_removed("optimizer._reassign_or_swap_out_partitioned_parameters(index)"),
         "tests/checkpoint/test_elastic.py",
+    ),
+    Removal(
+        "rename_source_key",
+        "core_model_loading.rename_source_key(key, renamings, converters, prefix, own)",
+        "(key, None)",
+        f"{ENGINES}test_from_hub.py",
+        "models/hub_names.py",
     ),
     Removal(
         "_preprocess_mask_arguments",
@@ -287,6 +309,9 @@ REMOVALS = (
         TORCH,
     ),
     Removal(
+        "compile_threads", *_removed("config.compile_threads = most"), "tests/models/test_compiled_layers.py", TORCH
+    ),
+    Removal(
         "mark_dynamic",
         *_removed("torch._dynamo.mark_dynamic(tensor, 0)"),
         "tests/models/test_compiled_layers.py",
@@ -316,9 +341,9 @@ REMOVALS = (
 NOT_REMOVED = {
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
-    "torch._inductor.config:compile_threads",
 }
-"""First places of overrides that are only read: without them nothing starts."""
+"""First places of overrides that no change can remove: without a store, ranks do not find each other, and without a
+fake group, nothing is examined. Every test would fail, whatever the reason."""
 
 
 def _is_of(removal: Removal, places: tuple[str, ...]) -> bool:

@@ -63,6 +63,7 @@ from llmtrain.overrides.deepspeed import (
     NormWithLoss,
     VerdictWithinStep,
     clip_by,
+    counted_by_another_stage,
     gradients_in_order,
     last_norm,
     leave_muon_eager,
@@ -345,7 +346,7 @@ class DeepSpeedEngine(HasState):
         if self.plan.parallel.zero_stage == 3:
             # The passes of `reference_model` may leave layers that ZeRO-3 is still prefetching, and cannot release
             # before they have arrived ("Cannot partition a param in flight").
-            self.engine.optimizer.empty_partition_cache()
+            self.engine.empty_partition_cache()
         named = _first(axis.named_weights(self._whole) for axis in self.axes)
         with self.averaged():
             for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
@@ -418,7 +419,7 @@ class DeepSpeedEngine(HasState):
         """Returns the 2-norm of the gradients on this rank and on the other holders of divided weights."""
         held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
         for name, parameter in self.model.named_parameters():
-            if getattr(parameter, "ds_pipe_replicated", False):  # a tied weight that another stage counts
+            if counted_by_another_stage(parameter):
                 continue
             portion = self._portion(name, parameter)
             # A rank without a gradient still takes part in the sum.

@@ -17,16 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset
-from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import shape_of
-from llmtrain.overrides.deepspeed import count_all_experts, expert_group, forget_folded_gradients, group_with_experts
+from llmtrain.overrides.deepspeed import (
+    count_all_experts,
+    expert_blocks,
+    expert_group,
+    forget_folded_gradients,
+    group_with_experts,
+)
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
@@ -46,8 +49,11 @@ def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) ->
     return Region((ranks * experts, height, columns), (Box(first, (experts, rows, columns)),))
 
 
-def _own_name(part: str, preset: MoEModelPreset) -> str:
-    """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's."""
+def _own_name(part: str, preset: Any) -> str:
+    """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's.
+
+    preset: the family's, as `expert_blocks` returns it.
+    """
     prefixes = {
         GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
         UP: f"{preset.experts_pattern}.{preset.expert_w1}",
@@ -72,11 +78,7 @@ class ExpertAxis(EngineAxis):
         """Reads what DeepSpeed has made by now: the groups of experts, and the path and preset of each block."""
         self._engine = engine
         self._group = expert_group(self.plan.parallel.expert)
-        self._blocks = {
-            path: module.model_family
-            for path, module in engine.model.named_modules()
-            if isinstance(module, AutoEPMoELayer)
-        }
+        self._blocks = expert_blocks(engine.model)
         if self.plan.parallel.autotp_ranks > 1:
             count_all_experts(engine.engine.optimizer, self.device)
 
@@ -109,7 +111,7 @@ class ExpertAxis(EngineAxis):
         if path is None:
             return name
         part = name.removeprefix(f"{path}.")
-        return f"{path}.{_own_name(part, get_preset(self._blocks[path]))}"
+        return f"{path}.{_own_name(part, self._blocks[path])}"
 
     def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with gate and up projections joined and without aliases."""
@@ -119,7 +121,7 @@ class ExpertAxis(EngineAxis):
             if path is None:
                 yield name, whole(parameter)
                 continue
-            part, preset = name.removeprefix(f"{path}."), get_preset(self._blocks[path])
+            part, preset = name.removeprefix(f"{path}."), self._blocks[path]
             # DeepSpeed also registers the router under the replaced router's name, one level too deep.
             if part == UP or part.startswith(f"{preset.router_pattern}."):
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
+from deepspeed.runtime.zero import DeepSpeedTensorOverride
 from torch import distributed as dist
 from torch import nn
 from transformers import PreTrainedModel

@@ -162,8 +162,8 @@ class PipelineAxis(SlicedAxis):
 
     def tied_copy(self, name: str) -> tuple[int, int]:
         """Returns (index, number) of this rank among those that hold the weight."""
-        tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
-        return (0, 1) if tied is None else (tied["ranks"].index(dist.get_rank()), len(tied["ranks"]))
+        ranks = self._pipeline.holders(self.hugging_face_name(name))
+        return ranks.index(dist.get_rank()), len(ranks)
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""
