@@ -39,7 +39,7 @@ def render() -> str:
 
 def _link(upstream: str) -> str:
     repository, _, number = upstream.partition("#")
-    return f"[#{number}](https://github.com/{repository}/issues/{number})" if upstream else "none known"
+    return f"[{upstream}](https://github.com/{repository}/issues/{number})" if upstream else "none known"
 
 
 if __name__ == "__main__":

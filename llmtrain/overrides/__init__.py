@@ -37,7 +37,7 @@ class Override:
     test: str
     """The test that fails if the reason no longer exists, or if a place has another meaning."""
     upstream: str = ""
-    """The issue or change request of the library about it: `OWNER/NAME#NUMBER`. Empty if none is known."""
+    """The issue or change request about it, as a rule the library's: `OWNER/NAME#NUMBER`. Empty if none is known."""
 
     @property
     def package(self) -> str:
@@ -157,6 +157,7 @@ OVERRIDES = (
         (f"{_GROUPS}_ZERO_PARAM_INTRA_PARALLEL_GROUP",),
         "A second engine with hpZ in a process fails.",
         "tests/engines/deepspeed/test_hierarchical.py",
+        "deepspeedai/DeepSpeed#4901",
     ),
     Override(
         (f"{_GROUPS}_init_tp_mesh_device",),
@@ -216,6 +217,7 @@ OVERRIDES = (
         ),
         "Pipelines would have only the schedule 1F1B, and only one stage on each rank.",
         "tests/engines/deepspeed/test_pipeline.py",
+        "deepspeedai/DeepSpeed#4035",
     ),
     Override(
         ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
@@ -288,6 +290,7 @@ OVERRIDES = (
         ("transformers.models.llama.modeling_llama:.apply_rotary_pos_emb",),
         "Liger's own functions would replace rotary positions in every model of the process.",
         "tests/models/test_liger.py",
+        "linkedin/Liger-Kernel#242",
     ),
     Override(
         ("transformers.modeling_layers:._gradient_checkpointing_func",),
@@ -318,6 +321,7 @@ OVERRIDES = (
         ("accelerate.tracking:logger",),
         "Trackers change the number of threads, and make each worker on a CPU look like a run of one process.",
         "tests/metrics/test_trackers.py",
+        "huggingface/accelerate#1446",
     ),
     Override(
         ("peft.tuners.tuners_utils:.weight",),
@@ -338,6 +342,7 @@ OVERRIDES = (
         ("torch:_foreach_norm",),
         "The norm of gradients needs a call for each tensor, or is off by up to 3e-3 on CPUs.",
         "tests/engines/test_norm.py",
+        "pytorch/pytorch#169237",
     ),
     Override(
         ("torch:_fused_sgd_",),
@@ -348,6 +353,7 @@ OVERRIDES = (
         ("torch.nn.modules.module:._non_persistent_buffers_set",),
         "It is unknown which buffers belong to a checkpoint.",
         "tests/engines/test_from_hub.py",
+        "pytorch/pytorch#85235",
     ),
     Override(
         ("torch.distributed.distributed_c10d:_get_default_store",),
@@ -373,6 +379,7 @@ OVERRIDES = (
         ("torch.library:get_kernel", "torch.library:Library._destroy", "torch._inductor.mkldnn_ir:._linear_pointwise"),
         "Matrix products in fp32 would take twice as long on processors with AVX-512 that are not Intel's.",
         "tests/runtime/test_cpu.py",
+        "pytorch/builder#504",
     ),
     Override(
         ("torch._dynamo.config:optimize_ddp",),
@@ -405,6 +412,7 @@ OVERRIDES = (
         "Compilation would not be tested on a tiny copy first. Each rank would use all cores for it, and a signal "
         "meant for the rank would kill it.",
         "tests/models/test_compiled_layers.py",
+        "pytorch/pytorch#190941",
     ),
 )
 

@@ -1,6 +1,6 @@
 """Matrix products in fp32 on a CPU by oneDNN instead of MKL.
 
-MKL uses AVX-512 on Intel's processors only (pytorch/pytorch#38412). oneDNN, which torch includes, uses it everywhere.
+MKL uses AVX-512 on Intel's processors only (pytorch/builder#504). oneDNN, which torch includes, uses it everywhere.
 AMD's Zen 5 computes 512 bits at once, and oneDNN is twice as fast there; Zen 4 computes them in two halves, and oneDNN
 is up to 1.15 times as fast. Torch has no setting for that in fp32, so the kernels of `aten::mm` and `aten::addmm` are
 replaced, on which linear layers, their gradients and compiled layers depend.
