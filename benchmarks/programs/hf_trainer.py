@@ -8,6 +8,7 @@ prints one line of JSON.
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ def main() -> None:
             micro_batch = torch.stack([row["input_ids"] for row in rows[: train.micro_batch_size]])
             more = {"kernel_ms": kernel_ms(model, micro_batch, train.accumulation)}
         print_speed(times, train, world, peak, **more)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort a rank that exits in the usual way, also after `destroy_process_group`
 
 
 if __name__ == "__main__":
