@@ -107,11 +107,11 @@ def test_every_plan_continues_from_every_checkpoint(target, every_source):
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.breadth) for part in (1, 2))],
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.breadth) for part in (1, 2, 3))],
 )
 def test_engines_load_the_checkpoints_of_other_engines(part, tmp_path):
     plans = BACKENDS | PLAIN
-    _compare(_pairs(plans, len(plans), seed=13)[part::3], plans, {}, tmp_path)
+    _compare(_pairs(plans, len(plans), seed=13)[part::4], plans, {}, tmp_path)
 
 
 @pytest.mark.breadth
