@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.commands.plan import JsonOption
-from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -51,7 +50,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # exiting removes the temporary export
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, the temporary export is removed
     run = RunDir(request.run)
     declared = run.read_recipe().tasks
     names = tuple(filter(None, request.tasks.split(","))) if request.tasks else declared.names
