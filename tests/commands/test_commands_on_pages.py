@@ -1,11 +1,11 @@
-"""The command lines on all pages have commands, options and arguments that exist. Other tests run many of them."""
+"""All pages mention only commands, options, arguments and fields that exist. Other tests run many of the commands."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from llmtrain.cli import app
+from llmtrain.errors import RecipeError
+from llmtrain.recipe import Recipe, parse_assignments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,14 +67,25 @@ def _refusal(words: list[str]) -> str:
     return ""
 
 
+def _unknown_fields(recipe: Recipe, words: list[str]) -> list[str]:
+    """Returns the fields that a command line sets and no recipe has."""
+    try:
+        recipe.with_(**parse_assignments([after for option, after in pairwise(words) if option == "--set"]))
+    except RecipeError as error:
+        return [one.field for one in error.problems if one.rule == "recipe.field"]
+    return []
+
+
 def _of_pages(kind: Any) -> Any:
     found = [(page.stem, words) for page in PAGES for words in kind(page)]
     return pytest.mark.parametrize("words", [words for _, words in found], ids=[" ".join([p, *w]) for p, w in found])
 
 
 @_of_pages(_in_blocks)
-def test_a_command_of_a_page_is_accepted(words):
+def test_a_command_of_a_page_is_accepted(words, tiny):
     assert _refusal(words) == ""
+    if words[:1] != ["lint"]:  # sets arguments of the Trainer
+        assert _unknown_fields(tiny, words) == []
 
 
 @_of_pages(_in_text)
@@ -84,3 +97,8 @@ def test_unknown_commands_and_options_are_found():
     assert _refusal(["plan", "recipes/tiny.py", "--no-such-option"]) == "No such option: --no-such-option"
     assert _refusal(["checkpoint", "no-such"]) == "No such command: no-such"
     assert _refusal(["train"]) == "Missing parameter: recipe"
+
+
+def test_unknown_fields_are_found(tiny):
+    words = ["train", "mine.py", "--set", "optim.no_such_field=1", "--set", "optim.lr=0.1"]
+    assert _unknown_fields(tiny, words) == ["optim.no_such_field"]
