@@ -45,9 +45,9 @@ def pack_documents(folder: Path, store: TokenStore, sequence_length: int, alone:
             offsets.append(np.zeros(1, np.uint64))
             index = _PieceWriter(folder, split, stack)
             stream = store.streams[split]
-            judged = stream.desirable is not None
-            mismatched = _PieceWriter(folder, f"{split}_mismatched", stack) if judged else None
-            desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
+            labelled = stream.desirable is not None
+            mismatched = _PieceWriter(folder, f"{split}_mismatched", stack) if labelled else None
+            desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if labelled else None
             for number in range(0, len(stream.documents) - 1, CHUNK_DOCUMENTS):
                 bounds = stream.documents[number : number + CHUNK_DOCUMENTS + 1].astype(np.int64)
                 pieces = cut_documents(bounds, sequence_length)
@@ -109,9 +109,9 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
 def _placed(pieces: Pieces, capacity: int, stream: Stream, alone: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Does the same as `best_fit`, with both pieces of a pair in one bin, in their order.
 
-    A judged conversation and its mismatched one are a single piece here, with the length of the longer one: the former
-    go to one sequence, and the latter, in the same places, to another. alone: whether a bin holds only one piece or
-    pair.
+    A labelled conversation and its mismatched one are a single piece here, with the length of the longer one: the
+    former go to one sequence, and the latter, in the same places, to another. alone: whether a bin holds only one piece
+    or pair.
     """
     together = 2 if stream.holds_pairs else 1
     units = pieces.lengths.reshape(-1, together).sum(axis=1)

@@ -133,9 +133,9 @@ class StepBatch:
     evaluated: str = ""
     """For an evaluation, the name of the source, of which there is one per batch."""
     examples: int = 0
-    """Number of pairs, or of judged completions, in the global batch; 0 if the loss is a mean over tokens."""
+    """Number of pairs, or of labelled completions, in the global batch; 0 if the loss is a mean over tokens."""
     mismatched: list[MicroBatch] = field(default_factory=list)
-    """For judged completions, micro-batches with the same prompts and the completions of others."""
+    """For labelled completions, micro-batches with the same prompts and the completions of others."""
 
     @property
     def terms(self) -> int:

@@ -55,7 +55,7 @@ class Samples(Protocol):
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
     def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of pairs, or of judged completions, in each sequence of `index`; 0 for others."""
+        """Returns the number of pairs, or of labelled completions, in each sequence of `index`; 0 for others."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`."""
@@ -137,9 +137,9 @@ class PackedSamples:
     references: NDArray[np.float64] | None = None
     """[pieces]: the log-probability of each completion under the reference; None if they are unknown."""
     desirable: NDArray[np.bool_] | None = None
-    """[pieces]: whether a judged completion is desirable; None for others."""
+    """[pieces]: whether a labelled completion is desirable; None for others."""
     mismatched: PackedSamples | None = None
-    """For judged completions, sequences with the same prompts and the completions of others."""
+    """For labelled completions, sequences with the same prompts and the completions of others."""
 
     def __len__(self) -> int:
         return len(self.target_counts)
@@ -165,11 +165,11 @@ class PackedSamples:
 
     @property
     def of_completions(self) -> bool:
-        """Whether the pieces are pairs, or judged completions."""
+        """Whether the pieces are pairs, or labelled completions."""
         return self.stream.holds_pairs or self.desirable is not None
 
     def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of pairs, or of judged completions, in each sequence of `index`."""
+        """Returns the number of pairs, or of labelled completions, in each sequence of `index`."""
         if not self.of_completions:
             return np.zeros(len(index), np.int64)
         return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
@@ -224,9 +224,9 @@ def packed_samples(
 ) -> PackedSamples:
     """Opens one split of the index that `pack_documents` wrote to a folder."""
     sequences, pieces = meta[split]["sequences"], meta[split]["pieces"]
-    judged = stream.desirable is not None
+    labelled = stream.desirable is not None
     offsets = open_array(folder, f"{split}_offsets", np.uint64, sequences + 1)
-    desirable = open_array(folder, f"{split}_desirable", np.bool_, pieces) if judged else None
+    desirable = open_array(folder, f"{split}_desirable", np.bool_, pieces) if labelled else None
 
     def opened(name: str, mismatched: PackedSamples | None = None) -> PackedSamples:
         return PackedSamples(
@@ -242,7 +242,7 @@ def packed_samples(
             mismatched=mismatched,
         )
 
-    return opened(split, opened(f"{split}_mismatched") if judged else None)
+    return opened(split, opened(f"{split}_mismatched") if labelled else None)
 
 
 def filled_share(samples: Samples) -> float:

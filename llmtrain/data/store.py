@@ -53,7 +53,7 @@ class Stream:
     holds_pairs: bool = False
     """Whether each two documents are a pair: the chosen conversation, then the rejected one."""
     desirable: NDArray[np.bool_] | None = None
-    """[documents / 2]: whether a judged conversation is desirable; None for others. Each is followed by a mismatched
+    """[documents / 2]: whether a labelled conversation is desirable; None for others. Each is followed by a mismatched
     one: its prompt with the completion of another prompt."""
 
     def __len__(self) -> int:
@@ -91,8 +91,8 @@ class TokenStore:
         documents = open_array(self.path, f"{split}_documents", np.uint64, length["documents"] + 1)
         of_chats = "conversations" in self.meta
         trained = open_array(self.path, f"{split}_trained", np.bool_, length["tokens"]) if of_chats else None
-        judged = self.meta.get("judged", False)
-        labels = open_array(self.path, f"{split}_desirable", np.bool_, length["documents"] // 2) if judged else None
+        labelled = self.meta.get("judged", False)
+        labels = open_array(self.path, f"{split}_desirable", np.bool_, length["documents"] // 2) if labelled else None
         return Stream(tokens, documents, trained, self.meta.get("pairs", False), labels)
 
 

@@ -36,7 +36,7 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
     )
     length = recipe.data.sequence_length
     sources, names, objective = [], unique_names(recipe.data.sources), recipe.objective
-    kind = "" if not objective.of_completions else "pairs" if objective.compares_pairs else "judged"
+    kind = "" if not objective.of_completions else "pairs" if objective.compares_pairs else "labelled"
     for number, source in enumerate(recipe.data.sources):
         key = key_of("synthetic", number, vocabulary, length, *([kind] if kind else []))
         entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, kind))  # type: ignore[misc]
@@ -63,7 +63,7 @@ def _write(folder: Path, seed: int, vocabulary: int, length: int, kind: str) -> 
             tokens[ends[1:] - 1] = EOS
             write(f"{split}_tokens", np.uint32, tokens)
             write(f"{split}_documents", np.uint64, ends)
-            if kind == "judged":
+            if kind == "labelled":
                 write(f"{split}_desirable", np.bool_, random.integers(0, 2, len(sizes) // 2))
             splits[split] = {"documents": len(sizes), "tokens": len(tokens)}
             if split == "train":

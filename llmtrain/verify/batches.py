@@ -5,8 +5,8 @@ well-packed sequences almost have. Therefore sample j of a batch of B loses the 
 documents attend to each other only matters if several share a sequence, which long ones rarely do. Therefore, if the
 recipe masks documents, another one begins at position (j+1)·T/(B+1) of sample j.
 
-If the loss is a mean over pairs, or judged completions, every third sample loses its first one instead; their documents
-share sequences anyway.
+If the loss is a mean over pairs, or labelled completions, every third sample loses its first one instead; their
+documents share sequences anyway.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     """Returns the documents of sequence `number` of `samples`, and its padding as another one.
 
     samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document,
-    unless its completions are judged: then it is the only one before the padding.
+    unless its completions are labelled: then it is the only one before the padding.
     """
     found = []
     for begin, end in _pieces(samples, number, data):

@@ -71,7 +71,7 @@ class ReferenceStep:
     """One update."""
 
     loss: float
-    """Mean cross-entropy per target token, or mean loss per pair or judged completion."""
+    """Mean cross-entropy per target token, or mean loss per pair or labelled completion."""
     grad_norm: float
     """Norm before clipping."""
     lr: float
@@ -151,7 +151,7 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Returns the mean cross-entropy per target token, or the mean loss per pair or judged completion."""
+        """Returns the mean cross-entropy per target token, or the mean loss per pair or labelled completion."""
         self.model.eval()
         self._average(True)
         self.divergence = self._divergence(sequences)
@@ -205,7 +205,7 @@ class ReferenceLoop:
         return max(0.0, sum(ratios) / counted) if counted else 0.0
 
     def _kto_losses(self, sequences: Sequences, ratios: Tensor) -> Tensor:
-        """Returns the sum of the losses of all judged completions; ratios: the log-ratio of each document."""
+        """Returns the sum of the losses of all labelled completions; ratios: the log-ratio of each document."""
         objective = self.recipe.objective
         total = 0 * ratios.sum()
         for one, ratio in zip((one for documents in sequences for one in documents), ratios, strict=True):
@@ -300,10 +300,10 @@ class ReferenceLoop:
 
 
 def count_terms(sequences: Sequences) -> int:
-    """Returns the number of pairs in all documents, or of judged completions, or of targets."""
+    """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
     conversations = sum(one.pair is not None for documents in sequences for one in documents)
-    judged = sum(one.desirable is not None for documents in sequences for one in documents)
-    return conversations // 2 or judged or count_targets(sequences)
+    labelled = sum(one.desirable is not None for documents in sequences for one in documents)
+    return conversations // 2 or labelled or count_targets(sequences)
 
 
 def count_targets(sequences: Sequences) -> int:

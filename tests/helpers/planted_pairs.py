@@ -122,9 +122,9 @@ def every_slice_counts_the_whole_loss(patch):
 
 
 def label_swapped_on_one_rank(patch):
-    def swap(judged):
+    def swap(labelled):
         last = dist.get_rank() == dist.get_world_size() - 1
-        return replace(judged, desirable=~judged.desirable) if last else judged
+        return replace(labelled, desirable=~labelled.desirable) if last else labelled
 
     _on_pairs(patch, swap)
 
@@ -226,7 +226,7 @@ COMPARED = (
 )
 SLICED = (slices_not_summed, slices_summed_without_gradient_of_others, every_slice_counts_the_whole_loss)
 """For ranks that share sequences."""
-JUDGED = (
+LABELLED = (
     label_swapped_on_one_rank,
     divergence_per_micro_batch,
     divergence_with_gradient,

@@ -20,10 +20,10 @@ TEMPLATE = (
 """ChatML without the line feed after a turn, so that the last token of a completion is trained on."""
 
 
-def write_pairs(folder: Path, number: int = 300, judged: bool = False) -> Path:
+def write_pairs(folder: Path, number: int = 300, labelled: bool = False) -> Path:
     """Writes pairs of many lengths, of which one or a few fit into a sequence, and a tokenizer with a chat template.
 
-    judged: one labelled completion instead of each pair.
+    labelled: one labelled completion instead of each pair.
     """
     case("chatml", folder / "tokenizer")
     draw = random.Random(1)
@@ -32,14 +32,14 @@ def write_pairs(folder: Path, number: int = 300, judged: bool = False) -> Path:
         return " ".join("".join(draw.choices("abcde", k=draw.randrange(1, 6))) for _ in range(draw.randrange(1, 9)))
 
     rows = [{"prompt": text(), "chosen": f"yes {text()}", "rejected": f"no {text()}"} for _ in range(number)]
-    if judged:
+    if labelled:
         chosen = [draw.random() < 0.6 for _ in rows]
         texts = [row["chosen" if label else "rejected"] for row, label in zip(rows, chosen, strict=True)]
         rows = [
             {"prompt": row["prompt"], "completion": text, "label": label}
             for row, text, label in zip(rows, texts, chosen, strict=True)
         ]
-    path = folder / ("judged.jsonl" if judged else "pairs.jsonl")
+    path = folder / ("labelled.jsonl" if labelled else "pairs.jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -136,7 +136,7 @@ def test_a_pair_without_a_known_reference_has_no_finite_loss() -> None:
 def test_the_kto_loss_is_that_of_the_paper() -> None:
     config = ObjectiveConfig(name="kto", beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
     labels = torch.tensor([[True, True, False, False], [False, True, False, False]])
-    judged, objective = replace(pairs(), desirable=labels), Objective(config)
+    labelled, objective = replace(pairs(), desirable=labels), Objective(config)
     objective.divergence = torch.tensor(0.4, dtype=torch.float64)
     values, total, sums = losses(), 0.0, [0.0] * 5
     for row, one in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)):
@@ -147,7 +147,7 @@ def test_the_kto_loss_is_that_of_the_paper() -> None:
         sums[0 if good else 1] += 0.3 * ratio
         sums[2] += (ratio > 0.4) == good
         sums[3 if good else 4] += 1
-    assert objective(values, judged).item() == pytest.approx(total, rel=2**-23)
+    assert objective(values, labelled).item() == pytest.approx(total, rel=2**-23)
     seen = objective.rewards(torch.device("cpu")).tolist()
     assert seen == pytest.approx(sums, rel=2**-22)
     metrics = reward_metrics(objective, seen)

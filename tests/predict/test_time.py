@@ -65,8 +65,8 @@ def test_the_parts_add_up(llama, name):
 def test_the_divergence_of_kto_takes_one_more_forward_pass(llama):
     """Without recomputation, a backward pass takes as long as two forward passes."""
     packed = {"data__packing": "best_fit", "data__mask_documents": True, "parallel__activation_checkpointing": "none"}
-    pairs, judged = (time_of(llama, objective__name=name, **packed).compute_s for name in ("dpo", "kto"))
-    assert 1.25 * pairs < judged < 1.4 * pairs
+    pairs, labelled = (time_of(llama, objective__name=name, **packed).compute_s for name in ("dpo", "kto"))
+    assert 1.25 * pairs < labelled < 1.4 * pairs
 
 
 def test_masked_attention_scores_count_as_computed(llama):

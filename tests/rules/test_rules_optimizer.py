@@ -39,7 +39,7 @@ def test_options_reach_the_optimizer():
 
 
 FREE = {"optim.name": "schedule_free_adamw", "optim.schedule": "constant"}
-KTO = {"objective.name": "kto", "data.packing": "none", "data.sources": [{"name": "judged.jsonl"}]}
+KTO = {"objective.name": "kto", "data.packing": "none", "data.sources": [{"name": "labelled.jsonl"}]}
 
 
 @pytest.mark.parametrize(

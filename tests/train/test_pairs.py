@@ -16,9 +16,9 @@ REWARDS = {"rewards_chosen", "rewards_rejected", "reward_margin", "reward_accura
 
 def _recipe(folder: Path, **fields: object) -> Path:
     own = {"train.max_steps": 6, "logging.every_steps": 2, "evaluation.every_steps": 3, "evaluation.at_start": True}
-    judged = fields.get("objective.name") == "kto"
+    labelled = fields.get("objective.name") == "kto"
     own |= {"optim.warmup_steps": 0, "logging.trackers": []}
-    made = small_pairs(write_pairs(folder, judged=judged), **{**own, **fields})
+    made = small_pairs(write_pairs(folder, labelled=labelled), **{**own, **fields})
     made = made.with_(**{"train.max_steps": 6})  # `small` chose the steps of a verification
     path = folder / "pairs.py"
     path.write_text(

@@ -26,8 +26,8 @@ def pairs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def judged(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("judged"), judged=True)
+def labelled(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("labelled"), labelled=True)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
-def test_clean_plans_of_labelled_completions_are_certified(names, fields, judged, tmp_path):
-    test_clean_plans_are_certified(names, fields, judged, tmp_path)
+def test_clean_plans_of_labelled_completions_are_certified(names, fields, labelled, tmp_path):
+    test_clean_plans_are_certified(names, fields, labelled, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_every_planted_bug_is_detected(plan, bugs, pairs, tmp_path):
             marks=SLOW,
             id="some",
         ),
-        pytest.param("dp2-zero1-acc2", "JUDGED", marks=BREADTH),
+        pytest.param("dp2-zero1-acc2", "LABELLED", marks=BREADTH),
     ],
 )
-def test_every_planted_bug_of_labelled_completions_is_detected(plan, bugs, judged, tmp_path):
-    _all_are_caught(plan, bugs, small_pairs(judged, **KTO), tmp_path)
+def test_every_planted_bug_of_labelled_completions_is_detected(plan, bugs, labelled, tmp_path):
+    _all_are_caught(plan, bugs, small_pairs(labelled, **KTO), tmp_path)
 
 
 def _all_are_caught(plan, bugs, recipe, folder):

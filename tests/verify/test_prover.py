@@ -104,7 +104,7 @@ def test_there_are_bugs_of_every_kind():
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
     lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
     lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, adapter.PACKED)
-    lists += (pairs.COMPARED, pairs.SLICED, pairs.JUDGED, masks.MASKED)
+    lists += (pairs.COMPARED, pairs.SLICED, pairs.LABELLED, masks.MASKED)
     assert len({bug for bugs in lists for bug in bugs}) > 80
     defined = {
         value

@@ -154,13 +154,13 @@ def test_losses_are_those_of_trl(name: str, loss_type: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_losses_of_kto_are_those_of_trl(tmp_path: Path) -> None:
     draw = random.Random(4)
-    judged: list[dict[str, Any]] = []
+    labelled: list[dict[str, Any]] = []
     for row in rows():
         good = draw.random() < 0.6
-        judged.append({"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good})
+        labelled.append({"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good})
     weights = {"objective.desirable_weight": 1.3, "objective.undesirable_weight": 0.8}
     own = {"objective.name": "kto", "objective.beta": 0.3, "data.packing": "none", **weights}
-    made = recipe(tmp_path, judged, **own)
+    made = recipe(tmp_path, labelled, **own)
     initial = build_model(made, torch.float32, CPU).state_dict()
     turns = [
         {
@@ -168,7 +168,7 @@ def test_losses_of_kto_are_those_of_trl(tmp_path: Path) -> None:
             "completion": [{"role": "assistant", "content": row["completion"]}],
             "label": row["label"],
         }
-        for row in judged
+        for row in labelled
     ]
     weights = {name.removeprefix("objective."): value for name, value in weights.items()}
     theirs = trainer(made, initial, Dataset.from_list(turns), tmp_path, loss_type="kto", **weights)

@@ -55,7 +55,7 @@ FOUND: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
-"""Format in the recipe → formats to try, in order, if there are several. A preference pair can be read as two judged
+"""Format in the recipe → formats to try, in order, if there are several. A preference pair can be read as two labelled
 completions."""
 
 
@@ -154,7 +154,7 @@ class ChatSource:
 def find_layout(
     columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
 ) -> Layout:
-    """Finds the columns that hold conversations; preference pairs and judged completions only if `format` asks for it.
+    """Finds the columns that hold conversations; pairs and labelled completions only if `format` asks for it.
 
     field: the recipe field of the source. named: part → column, for columns without a usual name.
     Raises DataError if no format matches, or if `named` has an unknown column or part.
@@ -335,7 +335,7 @@ Completions = list[tuple[list[Any], bool]]
 """The turns of each completion, and whether it is desirable."""
 
 
-def _judged(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
+def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
     """Returns the turns of the prompt, and the completion with its label. Raises RowError."""
     prompt = [] if parts["prompt"] is None else _turns(parts["prompt"], "user")
     turns, label = _turns(parts["completion"], "assistant"), parts["label"]
@@ -385,5 +385,5 @@ _TURNS: dict[Format, Callable[[dict[str, Any]], list[Any]]] = {
 }
 _COMPLETIONS: dict[Format, Callable[[dict[str, Any]], tuple[list[Any], Completions]]] = {
     "preference": _pair,
-    "unpaired_preference": _judged,
+    "unpaired_preference": _labelled,
 }

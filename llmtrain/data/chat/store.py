@@ -72,26 +72,26 @@ class _Counts:
 class _ChatRow(NamedTuple):
     """Conversations that belong together.
 
-    Either one conversation, or the chosen and the rejected one of a pair, or a judged one followed by its prompt with a
-    completion of another row (`_mismatched`).
+    Either one conversation, or the chosen and the rejected one of a pair, or a labelled one followed by its prompt with
+    a completion of another row (`_mismatched`).
     """
 
     document: Document
     texts: list[ChatText | RowError]
     desirable: bool | None = None
-    """Whether a judged conversation is desirable; None for other conversations."""
+    """Whether a labelled conversation is desirable; None for other conversations."""
 
 
 class _Writer:
     """Writes the conversations of one split."""
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, judged: bool, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, split: str, vocab_size: int, labelled: bool, stack: ExitStack) -> None:
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._tokens = stack.enter_context(ArrayWriter(folder, f"{split}_tokens", self.dtype))
         self._trained = stack.enter_context(ArrayWriter(folder, f"{split}_trained", np.bool_))
         self._documents = stack.enter_context(ArrayWriter(folder, f"{split}_documents", np.uint64))
         self._documents.append(np.zeros(1, np.uint64))
-        self.desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
+        self.desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if labelled else None
         self.counts = np.zeros(vocab_size, np.int64)
 
     def add(self, kept: Sequence[tuple[Encoded, int]]) -> None:
@@ -128,9 +128,9 @@ def tokenize_conversations(
     started, counts, characters = time.perf_counter(), _Counts(), 0
     row: Document | None = None
     is_faulty = False
-    most, judged = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
+    most, labelled = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
     with ExitStack() as stack:
-        writers = {split: _Writer(folder, split, vocab_size, judged, stack) for split in SPLITS}
+        writers = {split: _Writer(folder, split, vocab_size, labelled, stack) for split in SPLITS}
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
         batches = prefetched(_batches(corpus, place, encoder, finder, counts))
         stack.callback(batches.close)
@@ -138,7 +138,7 @@ def tokenize_conversations(
             encoded = iter(encoder.tokenize([chat for one in batch for chat in one.texts]))
             kept: dict[str, list[tuple[Encoded, int]]] = {split: [] for split in SPLITS}
             for document, texts, desirable in batch:
-                if document is not row:  # rows may have several judged completions
+                if document is not row:  # rows may have several labelled completions
                     row, is_faulty = document, False
                     counts.rows += 1
                     characters += len(row.text)
@@ -182,7 +182,7 @@ def tokenize_conversations(
         "special_tokens": asdict(finder.found()),
         "conversations": asdict(counts),
         "pairs": corpus.chat.format == "preference",
-        "judged": judged,
+        "judged": labelled,  # the name in existing stores
         "seconds": time.perf_counter() - started,
     }
 
@@ -216,7 +216,7 @@ def _batches(
     """Yields batches of documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     names: dict[tuple[str, ...], str] = {}
-    judged = corpus.chat.format == "unpaired_preference"
+    labelled = corpus.chat.format == "unpaired_preference"
 
     def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
         finder.look(document.text)
@@ -227,7 +227,7 @@ def _batches(
                 layouts[columns] = corpus.chat.layout(columns, place)
                 names[columns] = str(layouts[columns])
             layout = layouts[columns]
-            found = layout.answered(row) if judged else layout.read(row)
+            found = layout.answered(row) if labelled else layout.read(row)
         except RowError as error:
             return error
         except DataError as error:

@@ -193,13 +193,13 @@ def test_lengths_count_the_targets_of_each_conversation() -> None:
     assert made.lengths.tolist() == [[1, 2, 0, 0], [1, 1, 0, 0]]
 
 
-def judged(number: int) -> dict[str, Any]:
+def labelled(number: int) -> dict[str, Any]:
     one = pair(number)
     return {"prompt": one["prompt"], "completion": one["chosen" if number % 3 else "rejected"], "label": number % 3 > 0}
 
 
 def completions(prepared: Prepared, one: Case) -> list[tuple[str, str, bool]]:
-    """For each judged completion: its text, that of its mismatched one, and its label; in the order of packing."""
+    """For each labelled completion: its text, that of its mismatched one, and its label; in the order of packing."""
     samples: Any = prepared.sources[0].train
     index = np.arange(len(samples))
     own, others = samples.read(index), samples.mismatched.read(index)
@@ -217,7 +217,7 @@ def completions(prepared: Prepared, one: Case) -> list[tuple[str, str, bool]]:
 
 
 def test_each_completion_has_that_of_the_previous_row_as_mismatched(chatml: Case) -> None:
-    rows = [judged(number) for number in range(60)]
+    rows = [labelled(number) for number in range(60)]
     made = recipe(chatml, rows, **{"objective.name": "kto"})
     prepared = prepare(made)
     texts = [row["completion"] for row in rows]
@@ -252,7 +252,7 @@ def test_a_pair_is_two_labelled_completions_that_are_not_mismatched_for_each_oth
 
 
 def test_a_mismatched_completion_is_cut_and_packs_with_the_longer_one(chatml: Case) -> None:
-    rows = [judged(number) for number in range(30)]
+    rows = [labelled(number) for number in range(30)]
     rows[11] = {"prompt": "p" * (LENGTH - 40), "completion": "c", "label": 1}
     rows[10] = {"prompt": "q", "completion": "d" * (LENGTH // 2), "label": 0}
     prepared = prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
@@ -275,7 +275,7 @@ def test_a_mismatched_completion_is_cut_and_packs_with_the_longer_one(chatml: Ca
     ],
 )
 def test_faults_of_labelled_completions_are_described(change: dict[str, Any], fault: str, chatml: Case) -> None:
-    rows = [judged(number) for number in range(6)]
+    rows = [labelled(number) for number in range(6)]
     rows[4] |= change
     with pytest.raises(DataError) as caught:
         prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
@@ -296,7 +296,7 @@ def test_rows_with_two_labelled_completions_count_once(chatml: Case) -> None:
 
 
 def test_one_prompt_alone_has_no_mismatched_completion(chatml: Case) -> None:
-    rows = [{**judged(number), "prompt": "a"} for number in range(6)]
+    rows = [{**labelled(number), "prompt": "a"} for number in range(6)]
     with pytest.raises(DataError, match="no row near it has another prompt"):
         prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
 
@@ -307,7 +307,7 @@ def test_completions_for_kto_need_a_label(chatml: Case) -> None:
 
 
 def test_batches_of_labelled_completions_have_their_mismatched_ones(chatml: Case) -> None:
-    prepared = prepare(recipe(chatml, [judged(number) for number in range(60)], **{"objective.name": "kto"}))
+    prepared = prepare(recipe(chatml, [labelled(number) for number in range(60)], **{"objective.name": "kto"}))
     sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
     parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
     held = 0
