@@ -37,7 +37,7 @@ class Override:
     test: str
     """The test that fails if the reason no longer exists, or if a place has another meaning."""
     upstream: str = ""
-    """The issue or change request about it, as a rule the library's: `OWNER/NAME#NUMBER`. Empty if none is known."""
+    """The issue or change request about it: `OWNER/NAME#NUMBER`. Empty if none is known."""
 
     @property
     def package(self) -> str:
