@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Benchmark | Script] = {
         litgpt.BENCHMARK,
         gpt.BENCHMARK,
         cpu.BENCHMARK,
+        cpu.ATTENTION,
         cpu.PRODUCTS,
         cpu.HOST,
         recompute.BENCHMARK,

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.benchmark import Benchmark, Result, Verdict, program, sets
+from benchmarks.benchmark import Benchmark, Result, Verdict, median_of, program, sets
 from benchmarks.pairs import Case, Side
 
 BASE = "as transformers has it"
@@ -16,6 +16,7 @@ NAMED = (
 )
 BF16 = ("parallel.precision=bf16", "parallel.zero_stage=1")
 """A pass is the same at every ZeRO stage. Stage 1 is used because stage 0 refuses bf16."""
+IN_TILES = "in tiles / by the kernel"
 ONEDNN, TORCH = "oneDNN", "PyTorch's choice"
 KEPT = "as a rank has it"
 GIVEN_BACK = "freed memory given back"
@@ -163,6 +164,45 @@ def product_verdicts(result: Result) -> Sequence[Verdict]:
         for case in result["cases"]
     ]
 
+
+def attention_cases(quick: bool) -> Sequence[Case]:
+    """Returns a case per length of a sequence."""
+    found = []
+    for length, sequences in ((256, 4), (512, 4), (1024, 2)):
+        fields = (f"data.sequence_length={length}", f"batch.micro_batch_size={sequences}")
+        words = ["--turns", "3" if quick else "30", *sets(f"model.config.max_position_embeddings={length}", *fields)]
+        found.append(Case(f"{length:,} tokens", [Side(IN_TILES, program("attention", *words))]))
+    return found
+
+
+def attention_verdicts(result: Result) -> Sequence[Verdict]:
+    """Returns the verdicts on whether tiles are faster up to the length at which plans stop using them."""
+    ratios = {case["name"]: median_of(case, IN_TILES, "ratio") for case in result["cases"]}
+    return [
+        Verdict(f"{name}: {'tiles are' if faster else 'the kernel is'} faster", f"{ratio:.3f} ×", (ratio < 1) == faster)
+        for (name, ratio), faster in zip(ratios.items(), (True, True, False), strict=True)
+    ]
+
+
+ATTENTION = Benchmark(
+    name="attention",
+    title="Attention as matrix products of tiles, on a CPU",
+    description=(
+        "Forward and backward passes of two compiled layers and the head of `recipes/tiny.py` in fp32, on two threads, "
+        "with sequences of different lengths and without masks of documents. Attention is computed as matrix products "
+        "of tiles or by PyTorch's kernel; both alternate in one process. The tiles' probabilities are kept for the "
+        "backward pass. Plans use tiles for sequences of 256 to 512 tokens."
+    ),
+    cases=attention_cases,
+    columns={
+        "pass_ms": ("ms a pass", ".1f"),
+        "ratio": ("× the kernel's", ".3f"),
+        "kept_share": ("× the kernel's activations", ".2f"),
+    },
+    verdicts=attention_verdicts,
+    minutes=5,
+    pairs=3,
+)
 
 PRODUCTS = Benchmark(
     name="products",

@@ -39,7 +39,7 @@ from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
-from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, attends_in_tiles, chunks_loss, recomputes_loss
 from llmtrain.recipe import Recipe
 
 _known: Documents | None = None
@@ -145,7 +145,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if "compiled" in (kernels.blocks, kernels.loss):
         share_processors(plan.cluster.devices_per_node)
     if kernels.blocks == "compiled":
-        compile_layers(model, recipe.model.attention_kernel)
+        compile_layers(model, recipe.model.attention_kernel, attends_in_tiles(plan))
     elif kernels.blocks == "liger":
         liger.use_blocks(model)
     if recipe.parallel.tiled_mlp:

@@ -28,6 +28,7 @@ from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiled_attention import use_tiles
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
@@ -61,12 +62,12 @@ compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 takes long."""
 
 
-def compile_layers(model: PreTrainedModel, attention: str) -> None:
+def compile_layers(model: PreTrainedModel, attention: str, in_tiles: bool = False) -> None:
     """Compiles each decoder layer of a model, or of a stage of it, at its first call.
 
     attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
-    them.
+    them. in_tiles: whether causal attention becomes matrix products in the graph (`llmtrain.models.tiled_attention`).
     """
     if attention not in TRACED:
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
@@ -75,7 +76,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled_layer(layer.forward, attention)
+            layer.forward = _compiled_layer(layer.forward, attention, _inductor_with_tiles if in_tiles else None)
 
 
 def share_processors(ranks: int) -> None:
@@ -121,6 +122,10 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
     nodes = sum(node.op.startswith("call") for node in graph.graph.nodes)
     print(f"compiled {nodes} operations in {time.monotonic() - started:.1f} s", flush=True)
     return compiled
+
+
+def _inductor_with_tiles(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
+    return _inductor(use_tiles(graph), inputs)
 
 
 @contextmanager

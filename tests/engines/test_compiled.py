@@ -11,7 +11,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from llmtrain.engines import forward
 from llmtrain.errors import RecipeError
 from llmtrain.models import compiled
-from llmtrain.plan import Plan
+from llmtrain.plan import Plan, kernels
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
@@ -28,11 +28,17 @@ WINDOW = {"model.architecture": "mistral", "model.config.sliding_window": 5}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 ADAPTER = {"model.adapter": {"rank": 4, "alpha": 16.0}, "optim.name": "sgd", "optim.lr": 0.3}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
-SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}}
+TILES = {"data.mask_documents": False}
+"""Attention that compiled layers compute in tiles."""
+SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}, "tiles": COMPILED | TILES}
 BREADTH = {
     "stages": COMPILED | STAGES,
     "ZeRO-0, checkpointing": COMPILED | CHECKPOINTS,
     "ZeRO-3": COMPILED | {"parallel.zero_stage": 3},
+    "tiles, ZeRO-3, checkpointing": COMPILED | TILES | CHECKPOINTS | {"parallel.zero_stage": 3},
+    "tiles, stages": COMPILED | TILES | STAGES,
+    "tiles, tensor": COMPILED | TILES | {"parallel.tensor": 2},
+    "tiles, sequence": COMPILED | TILES | {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "tensor": COMPILED | {"parallel.tensor": 2},
     "sequence": COMPILED | {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "FSDP2": LAYERS | FSDP2,
@@ -75,6 +81,7 @@ FOUR_RANKS = {
 def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
+        patch.setattr(kernels, "SHORTEST_IN_TILES", 0)
         return {name: _trace(plan_of(recipe, ranks)) for name, recipe in recipes.items()}
 
 
