@@ -31,10 +31,12 @@ def use_tiles(graph: GraphModule) -> GraphModule:
 
 def _is_plain(node: Node) -> bool:
     """Whether there is neither a mask nor dropout, and no token of another sequence, such as those of a cache."""
-    named = node.kwargs
-    if len(node.args) != 3 or named.get("attn_mask") is not None or named.get("dropout_p") or not named["is_causal"]:
+    named, states = node.kwargs, [one for one in node.args if isinstance(one, Node)]
+    if len(states) != 3 or len(node.args) != 3 or not named.get("is_causal"):
         return False
-    query, key, value = (one.meta["example_value"] for one in node.args if isinstance(one, Node))
+    if named.get("attn_mask") is not None or named.get("dropout_p"):
+        return False
+    query, key, value = (one.meta["example_value"] for one in states)
     is_of_heads = query.ndim == key.ndim == value.ndim == 4
     return is_of_heads and bool(query.shape[2] == key.shape[2])
 

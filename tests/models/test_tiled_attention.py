@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiled
 from llmtrain.models.compiled import compile_layers
-from llmtrain.models.tiled_attention import causal_attention
+from llmtrain.models.tiled_attention import causal_attention, use_tiles
 from llmtrain.plan.kernels import LONGEST_IN_TILES, SHORTEST_IN_TILES, attends_in_tiles, tiles_of
 from llmtrain.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
@@ -86,6 +86,33 @@ def test_only_plain_causal_attention_is_replaced(monkeypatch):
     torch.testing.assert_close(logits, expected)
     documents = torch.cat([torch.arange(30), torch.arange(50)])[None]
     assert _kernels(monkeypatch, True, position_ids=documents)[0] == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "is_replaced"),
+    [
+        ((), {"is_causal": True}, True),
+        ((), {}, False),
+        ((None,), {"is_causal": True}, False),
+        ((), {"is_causal": True, "dropout_p": 0.1}, False),
+        ((), {"is_causal": True, "keys": 9}, False),
+    ],
+)
+def test_other_calls_of_the_kernel_are_left_as_they_are(arguments, named, is_replaced):
+    named = dict(named)
+    keys = named.pop("keys", 8)
+    found = []
+
+    def backend(graph, _):
+        found.extend(node.target for node in use_tiles(graph).graph.nodes)
+        return graph
+
+    def attend(query, key, value):
+        return functional.scaled_dot_product_attention(query, key, value, *arguments, **named)
+
+    states = [torch.randn(1, 2, length, 4) for length in (8, keys, keys)]
+    torch.compile(attend, backend=backend, dynamic=False)(*states)
+    assert (causal_attention in found) is is_replaced
 
 
 @pytest.mark.parametrize(
