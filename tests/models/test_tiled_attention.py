@@ -8,8 +8,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiled
-from llmtrain.models.compiled import compile_layers
-from llmtrain.models.tiled_attention import causal_attention, use_tiles
+from llmtrain.models.compiled import attend_in_tiles, causal_attention, compile_layers
 from llmtrain.plan.kernels import LONGEST_IN_TILES, SHORTEST_IN_TILES, attends_in_tiles, tiles_of
 from llmtrain.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
@@ -104,7 +103,7 @@ def test_other_calls_of_the_kernel_are_left_as_they_are(arguments, named, is_rep
     found = []
 
     def backend(graph, _):
-        found.extend(node.target for node in use_tiles(graph).graph.nodes)
+        found.extend(node.target for node in attend_in_tiles(graph).graph.nodes)
         return graph
 
     def attend(query, key, value):
