@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiled
 from llmtrain.models.compiled import attend_in_tiles, causal_attention, compile_layers
+from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import LONGEST_IN_TILES, SHORTEST_IN_TILES, attends_in_tiles, tiles_of
 from llmtrain.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
@@ -128,6 +129,7 @@ def test_other_calls_of_the_kernel_are_left_as_they_are(arguments, named, is_rep
 )
 def test_plans_use_tiles_where_they_are_exact_and_faster(other):
     assert attends_in_tiles(small_plan(**TILED))
+    assert kernel_lines(small_plan(**TILED)) == ["kernels  layers compiled; attention in tiles"]
     assert not attends_in_tiles(small_plan(**TILED | other))
 
 
