@@ -33,13 +33,20 @@ from llmtrain.models import (
     target_losses,
 )
 from llmtrain.models.chunked import check_chunks
-from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+from llmtrain.models.compiled import (
+    check_compiler,
+    check_layers,
+    compile_attention,
+    compile_layers,
+    compiled_loss,
+    share_processors,
+)
 from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
-from llmtrain.models.varlen import check_device
+from llmtrain.models.varlen import VARLEN, check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
-from llmtrain.plan.kernels import CHUNK_TOKENS, attends_in_tiles, chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 from llmtrain.recipe import Recipe
 
 _known: Documents | None = None
@@ -116,6 +123,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     recipe, kernels = plan.recipe, plan.recipe.kernels
     device = torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")  # for GPUs, that of this rank
     check_device(recipe.model.attention_kernel, device)
+    if recipe.model.attention_kernel == VARLEN and plan.cluster.spec.on_cpu:
+        compile_attention()
     check_attention(config, recipe.model.attention_kernel)
     compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
     if compiled:
@@ -145,7 +154,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if "compiled" in (kernels.blocks, kernels.loss):
         share_processors(plan.cluster.devices_per_node)
     if kernels.blocks == "compiled":
-        compile_layers(model, recipe.model.attention_kernel, attends_in_tiles(plan))
+        compile_layers(model, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
         liger.use_blocks(model)
     if recipe.parallel.tiled_mlp:

@@ -1,4 +1,5 @@
-"""Compiles parts of a model with `torch.compile`: each decoder layer, and the loss of a chunk of tokens.
+"""Compiles parts of a model: with `torch.compile` each decoder layer and the loss of a chunk of tokens; the attention
+of CPUs with the C++ compiler.
 
 The layer's `forward` is compiled, not its call. Hooks, with which ZeRO-3 and FSDP2 gather parameters, and activation
 checkpointing therefore stay outside the graph, and parameters keep their names. Layers of the same kind share one
@@ -9,7 +10,6 @@ evaluation, and the last micro-batch of an evaluation.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.nn import functional
+from torch.fx import GraphModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,9 +29,10 @@ from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
-from llmtrain.models.varlen import VARLEN, varying_documents
+from llmtrain.models.varlen import CPU_SOURCE, VARLEN, use_on_cpu, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
+    compile_cpp,
     compile_graph,
     keep_graphs_whole,
     limit_compiler_threads,
@@ -40,7 +40,7 @@ from llmtrain.overrides.torch import (
     run_graph,
     trace_errors,
 )
-from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH, tiles_of
+from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
 from llmtrain.system.host import own_cores
 from llmtrain.system.stops import STOPS
 
@@ -63,12 +63,12 @@ compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 takes long."""
 
 
-def compile_layers(model: PreTrainedModel, attention: str, in_tiles: bool = False) -> None:
+def compile_layers(model: PreTrainedModel, attention: str) -> None:
     """Compiles each decoder layer of a model, or of a stage of it, at its first call.
 
     attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
-    them. in_tiles: whether causal attention becomes matrix products in the graph (`attend_in_tiles`).
+    them.
     """
     if attention not in TRACED:
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
@@ -77,7 +77,7 @@ def compile_layers(model: PreTrainedModel, attention: str, in_tiles: bool = Fals
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled_layer(layer.forward, attention, _inductor_with_tiles if in_tiles else None)
+            layer.forward = _compiled_layer(layer.forward, attention)
 
 
 def share_processors(ranks: int) -> None:
@@ -125,56 +125,20 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
     return compiled
 
 
-def _inductor_with_tiles(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
-    return _inductor(attend_in_tiles(graph), inputs)
+def compile_attention() -> None:
+    """Compiles the attention of `varlen` for CPUs. If this is impossible, the log says why.
 
-
-def attend_in_tiles(graph: GraphModule) -> GraphModule:
-    """Replaces torch's attention by `causal_attention` where a traced graph computes plain causal attention.
-
-    Returns the graph. Torch's kernel for CPUs computes the scores of 512 keys at a time and masks them afterwards
-    (`aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`).
+    Documents are then computed one at a time, which takes longer.
     """
-    for node in graph.graph.nodes:
-        if node.target is functional.scaled_dot_product_attention and _is_plain(node):
-            node.target = causal_attention
-            node.kwargs = {"scale": node.kwargs.get("scale")}
-    graph.recompile()
-    return graph
-
-
-def _is_plain(node: Node) -> bool:
-    """Whether there is neither a mask nor dropout, and no token of another sequence, such as those of a cache."""
-    named, states = node.kwargs, [one for one in node.args if isinstance(one, Node)]
-    if len(states) != 3 or len(node.args) != 3 or not named.get("is_causal"):
-        return False
-    if named.get("attn_mask") is not None or named.get("dropout_p"):
-        return False
-    query, key, value = (one.meta["example_value"] for one in states)
-    is_of_heads = query.ndim == key.ndim == value.ndim == 4
-    return is_of_heads and bool(query.shape[2] == key.shape[2])
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Returns what `scaled_dot_product_attention` returns with `is_causal`, [batch, heads, T, value_dim].
-
-    query: [batch, heads, T, head_dim]; key: [batch, kv_heads, T, head_dim]; value: [batch, kv_heads, T, value_dim].
-    Tiles of queries are multiplied only by the keys that they may attend to; queries that share a key are rows of one
-    product. The compiler joins scaling, mask and softmax. The probabilities are kept for the backward pass, so their
-    memory grows with the square of T; if T is large, writing them takes longer than the products that are saved.
-    """
-    batch, heads, length, width = query.shape
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
-    positions = torch.arange(length, dtype=torch.int32, device=query.device)
-    outputs = []
-    for start, end in tiles_of(length):
-        queries = query[:, :, start:end].reshape(len(values), -1, width)
-        scores = torch.bmm(queries, keys[:, :, :end]).view(batch, heads, end - start, end) * scale
-        scores = scores.masked_fill(positions[:end] > positions[start:end, None], -torch.inf)
-        weights = scores.softmax(-1).view(len(values), -1, end)
-        outputs.append(torch.bmm(weights, values[:, :end]).view(batch, heads, end - start, -1))
-    return torch.cat(outputs, dim=2)
+    missing, _ = missing_for_compiler(on_cpu=True)
+    try:
+        if not missing:
+            with compiling(), _stops_blocked():
+                use_on_cpu(compile_cpp(CPU_SOURCE.read_text()))
+    except (RuntimeError, OSError) as error:
+        missing = reason(error)
+    if missing:
+        print(f"'{VARLEN}' computes one document at a time, because its kernel is not compiled: {missing}", flush=True)
 
 
 @contextmanager

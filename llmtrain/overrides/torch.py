@@ -5,6 +5,7 @@ Torch's compiler is imported where it is used, because that takes seconds.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from llmtrain.overrides import replaced
+from llmtrain.system.host import processor_name
 
 PIECE = 2**16
 """Number of elements that are summed in fp32 on a CPU. There, torch's norm of 50 million elements is off by 3e-3, as
@@ -209,6 +211,19 @@ def run_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any
 
     made: Callable[..., Any] = aot_eager(graph, list(inputs))
     return made
+
+
+def compile_cpp(source: str) -> ctypes.CDLL:
+    """Compiles C++ for this processor, with OpenMP, and loads it. Another process on this machine finds the result.
+
+    Raises RuntimeError or OSError if the compiler fails, or if the result cannot be loaded.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    # Torch's own flags forbid to fuse multiplications and additions, and to turn loops into vectors.
+    flags = ("-ffp-contract=fast", "-fno-math-errno", "-ftree-loop-vectorize")
+    library: ctypes.CDLL = CppCodeCache.load(f"{source}// {processor_name()}\n", needs_vec_isa=False, extra_flags=flags)
+    return library
 
 
 def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:

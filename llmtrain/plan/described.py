@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from llmtrain.plan.axes import AXES
-from llmtrain.plan.kernels import CHUNK_TOKENS, attends_in_tiles, chunks_loss, is_one_chunk, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import describe_stages
 
@@ -56,7 +56,6 @@ def kernel_lines(plan: Plan) -> list[str]:
     labels = {
         f"attention {attention}": attention != "sdpa",
         "layers compiled": kernels.blocks == "compiled",
-        "attention in tiles": attends_in_tiles(plan),
         "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
         f"products of the layers in fp8, {kernels.fp8}": kernels.fp8 != "off",
         _loss(plan): chunks_loss(plan),

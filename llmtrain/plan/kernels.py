@@ -21,38 +21,12 @@ WHOLE_GRAPH = ("eager", "sdpa", "varlen")
 TRACED = (*WHOLE_GRAPH, "flex_attention")
 """Attention implementations that are compiled with their layer. Flash kernels of other packages would have the number
 of documents and their lengths compiled in."""
-SMALLEST_TILE = 64
-"""Queries of a tile of attention: with fewer, matrix products take longer for the same work."""
-MOST_TILES = 8
-"""Number of tiles of a sequence. Eight compute 9/16 of the scores, and each adds operations to a compiled layer."""
-SHORTEST_IN_TILES, LONGEST_IN_TILES = 256, 512
-"""Lengths of sequences for which attention in tiles is faster than torch's kernel on a CPU (benchmark `attention`)."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, but not a replacement of its forward method",
     "fsdp2": "FSDP2 decides when the head's weights are whole: to compute their product again in the backward pass "
     "ends in a segmentation fault, and Liger's loss reads them without calling the head",
 }
 """Strategies that need the logits, and why."""
-
-
-def attends_in_tiles(plan: Plan) -> bool:
-    """Whether compiled layers compute attention as matrix products of tiles, whose probabilities they keep.
-
-    Only in fp32, since scores would be rounded to the lower precision, which torch's kernel does not do; not with a
-    mask of documents, which does not tell the compiler what a tile may leave out; and not in a selective checkpoint,
-    which keeps the results of products.
-    """
-    recipe, parallel = plan.recipe, plan.recipe.parallel
-    is_plain = recipe.model.attention_kernel == "sdpa" and not recipe.data.keeps_apart
-    is_compiled = recipe.kernels.blocks == "compiled" and parallel.activation_checkpointing != "selective"
-    is_faster = SHORTEST_IN_TILES <= recipe.data.sequence_length <= LONGEST_IN_TILES
-    return plan.cluster.spec.on_cpu and parallel.precision == "fp32" and is_plain and is_compiled and is_faster
-
-
-def tiles_of(length: int) -> list[tuple[int, int]]:
-    """Returns where each tile of queries begins and ends; it attends to the keys before its end."""
-    size = max(SMALLEST_TILE, math.ceil(length / MOST_TILES))
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def chunks_loss(plan: Plan) -> bool:

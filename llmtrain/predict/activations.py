@@ -17,13 +17,11 @@ from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import (
     CHUNK_TOKENS,
     LOGIT_BYTES,
-    attends_in_tiles,
     chunks_loss,
     feeds_in_tiles,
     is_one_chunk,
     liger_chunk,
     recomputes_loss,
-    tiles_of,
 )
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -378,9 +376,6 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         if not _readers(plan, layer, "o_proj"):
             saved -= widths.computed * queries  # a fused kernel keeps its output itself
         return saved + probabilities * heads * recipe.data.sequence_length
-    if attends_in_tiles(plan):
-        scores = sum((end - start) * end for start, end in tiles_of(recipe.data.sequence_length))
-        return saved + widths.computed * heads * scores // recipe.data.sequence_length
     if _is_unfused(plan):
         return saved + widths.computed * heads * recipe.data.sequence_length
     return saved + 4 * heads  # log-sum-exp

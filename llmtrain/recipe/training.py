@@ -77,8 +77,8 @@ class ModelConfig(Part):
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
-    """Attention implementation, as `transformers` names it, or `varlen`: torch's kernel for packed documents. `auto`:
-    the fastest one measured on the device (`kernels`), else `sdpa`."""
+    """Attention implementation, as `transformers` names it, or `varlen`: a kernel for packed documents, torch's on
+    GPUs and llmtrain's on CPUs. `auto`: the fastest one measured on the device (`kernels`), else `sdpa`."""
     trust_remote_code: bool = False
     """Run the model code in a hub repository."""
     adapter: LoraConfig | None = None

@@ -224,7 +224,7 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
 def attention_precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes document by document in any data type."""
+    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes in any data type."""
     attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
     takes_less = attention == "varlen" or attention.startswith("flash")
     if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:

@@ -11,7 +11,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from llmtrain.engines import forward
 from llmtrain.errors import RecipeError
 from llmtrain.models import compiled
-from llmtrain.plan import Plan, kernels
+from llmtrain.plan import Plan
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
@@ -28,17 +28,11 @@ WINDOW = {"model.architecture": "mistral", "model.config.sliding_window": 5}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 ADAPTER = {"model.adapter": {"rank": 4, "alpha": 16.0}, "optim.name": "sgd", "optim.lr": 0.3}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
-TILES = {"data.mask_documents": False}
-"""Attention that compiled layers compute in tiles."""
-SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}, "tiles": COMPILED | TILES}
+SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}, "varlen": COMPILED | VARLEN}
 BREADTH = {
     "stages": COMPILED | STAGES,
     "ZeRO-0, checkpointing": COMPILED | CHECKPOINTS,
     "ZeRO-3": COMPILED | {"parallel.zero_stage": 3},
-    "tiles, ZeRO-3, checkpointing": COMPILED | TILES | CHECKPOINTS | {"parallel.zero_stage": 3},
-    "tiles, stages": COMPILED | TILES | STAGES,
-    "tiles, tensor": COMPILED | TILES | {"parallel.tensor": 2},
-    "tiles, sequence": COMPILED | TILES | {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "tensor": COMPILED | {"parallel.tensor": 2},
     "sequence": COMPILED | {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "FSDP2": LAYERS | FSDP2,
@@ -57,7 +51,6 @@ BREADTH = {
     "adapters": COMPILED | ADAPTER | {"parallel.zero_stage": 2},
     "adapters, stages": COMPILED | ADAPTER | STAGES,
     "eager attention": COMPILED | {"model.attention": "eager"},
-    "varlen": COMPILED | VARLEN,
     "varlen, windows": COMPILED | VARLEN | WINDOW,
     "varlen, ZeRO-3, selective": COMPILED | VARLEN | SELECTIVE | {"parallel.zero_stage": 3},
     "varlen, adapters, ZeRO-3": COMPILED | VARLEN | ADAPTER | {"parallel.zero_stage": 3},
@@ -81,7 +74,6 @@ FOUR_RANKS = {
 def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
-        patch.setattr(kernels, "SHORTEST_IN_TILES", 0)
         return {name: _trace(plan_of(recipe, ranks)) for name, recipe in recipes.items()}
 
 

@@ -325,6 +325,13 @@ REMOVALS = (
         TORCH,
     ),
     Removal(
+        "CppCodeCache.load",
+        "library: ctypes.CDLL = CppCodeCache.load(",
+        "raise OSError(",
+        "tests/models/test_varlen_on_cpu.py",
+        TORCH,
+    ),
+    Removal(
         "optimize_ddp",
         *_removed("torch._dynamo.config.optimize_ddp = False"),
         f"{ENGINES}test_compiled.py -m breadth -k is_compiled",
