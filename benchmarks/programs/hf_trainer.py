@@ -112,6 +112,8 @@ def main() -> None:
             more = {"kernel_ms": kernel_ms(model, micro_batch, train.accumulation)}
         print_speed(times, train, world, peak, **more)
     sys.stdout.flush()
+    if world > 1:
+        torch.distributed.barrier()  # a rank whose peer has gone may be aborted before it prints
     os._exit(0)  # gloo's threads may abort a rank that exits in the usual way, also after `destroy_process_group`
 
 

@@ -79,8 +79,9 @@ def apply(plan: Plan, choice: KernelChoice) -> Plan:
 
 THREADS, MATMUL = "kernels.threads", "kernels.matmul"
 ATTENTION, BLOCKS, LOSS = "model.attention", "kernels.blocks", "kernels.loss"
-KERNELS = (THREADS, MATMUL, ATTENTION, BLOCKS, LOSS)
-"""The fields in which a recipe can leave its kernels open, in the order in which they are chosen."""
+KERNELS = (THREADS, MATMUL, BLOCKS, ATTENTION, LOSS)
+"""The fields in which a recipe can leave its kernels open, in the order in which they are chosen. Attention comes after
+the layers, since flash kernels end a compiled layer's graph, and `varlen` does not."""
 
 
 def open_kernels(recipe: Recipe) -> tuple[str, ...]:
@@ -111,8 +112,8 @@ def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]
     losses = ("chunked",) if chunks_loss(plan) else ("whole", "chunked")
     return {
         **({THREADS: [threads, *_halves(threads)], MATMUL: _matmul(plan)} if on_cpu else {}),
-        ATTENTION: [plan.recipe.model.attention_kernel, *attention],
         BLOCKS: ["eager", *blocks],
+        ATTENTION: [plan.recipe.model.attention_kernel, *attention],
         LOSS: [*losses, "compiled", *(() if on_cpu else ("liger",))],
     }
 
