@@ -134,7 +134,7 @@ def compile_attention() -> None:
     try:
         if not missing:
             with compiling(), _stops_blocked():
-                use_on_cpu(compile_cpp(CPU_SOURCE.read_text()))
+                use_on_cpu(compile_cpp(CPU_SOURCE.read_text(encoding="utf-8")))
     except (RuntimeError, OSError) as error:
         missing = reason(error)
     if missing:
