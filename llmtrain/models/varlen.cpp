@@ -145,12 +145,21 @@ void transpose(const float* from, int64_t row, int64_t rows, int64_t width, floa
 }
 
 // Writes [kBlock, padded(width)].
-void copy(const float* from, int64_t row, int64_t rows, int64_t width, float factor, float* to) {
+void copy(const float* from, int64_t row, int64_t rows, int64_t width, float* to) {
   for (int64_t i = 0; i < rows; ++i, to += padded(width)) {
-#pragma omp simd
-    for (int64_t k = 0; k < width; ++k) to[k] = from[i * row + k] * factor;
+    std::copy_n(from + i * row, width, to);
     std::fill(to + width, to + padded(width), 0.0f);
   }
+}
+
+float dot(const float* a, const float* b, int64_t width) {
+  Vector parts{};
+  int64_t k = 0;
+  for (; k + kLanes <= width; k += kLanes) parts += load(a + k) * load(b + k);
+  float sum = 0.0f;
+  for (int n = 0; n < kLanes; ++n) sum += parts[n];
+  for (; k < width; ++k) sum += a[k] * b[k];
+  return sum;
 }
 
 // Writes the scores of a block, [keys, kBlock], from the scaled queries, [width, kBlock].
@@ -277,16 +286,14 @@ extern "C" bool attention_backward(const Sizes* given, const int32_t* bounds, co
           const float* output_at = output + first * out_row + head * value_width;
           const float* of_output_at = of_output + first * out_row + head * value_width;
           transpose(query_at, row, block.rows, width, sizes.scale, queries.data);
-          copy(query_at, row, block.rows, width, sizes.scale, query_rows.data);
+          copy(query_at, row, block.rows, width, query_rows.data);
           transpose(of_output_at, out_row, block.rows, value_width, 1.0f, d_outputs.data);
-          copy(of_output_at, out_row, block.rows, value_width, 1.0f, d_output_rows.data);
+          copy(of_output_at, out_row, block.rows, value_width, d_output_rows.data);
           std::fill(norms.data, norms.data + kBlock, 0.0f);
           std::fill(means.data, means.data + kBlock, 0.0f);
           for (int64_t i = 0; i < block.rows; ++i) {
-            float mean = 0.0f;  // of the gradients of the row's probabilities, weighted by them
-#pragma omp simd reduction(+ : mean)
-            for (int64_t k = 0; k < value_width; ++k) mean += of_output_at[i * out_row + k] * output_at[i * out_row + k];
-            means.data[i] = mean;
+            // The mean of the gradients of the row's probabilities, weighted by them.
+            means.data[i] = dot(of_output_at + i * out_row, output_at + i * out_row, value_width);
             norms.data[i] = log_sums[head * sizes.tokens + first + i];
           }
           std::fill(d_queries.data, d_queries.data + kBlock * width, 0.0f);
@@ -317,7 +324,8 @@ extern "C" bool attention_backward(const Sizes* given, const int32_t* bounds, co
             for (int64_t k = 0; k < width; ++k) to[i * row + k] = d_queries.data[k * kBlock + i] * sizes.scale;
         }
       for (int64_t i = 0; i < end - start; ++i) {
-        std::copy_n(d_keys.data + i * key_columns, width, of_key + (start + i) * key_row + key_head * width);
+        for (int64_t k = 0; k < width; ++k)
+          of_key[(start + i) * key_row + key_head * width + k] = d_keys.data[i * key_columns + k] * sizes.scale;
         std::copy_n(d_values.data + i * value_columns, value_width,
                     of_value + (start + i) * value_row + key_head * value_width);
       }

@@ -220,8 +220,7 @@ def compile_cpp(source: str) -> ctypes.CDLL:
     """
     from torch._inductor.codecache import CppCodeCache
 
-    # Torch's own flags forbid to fuse multiplications and additions, and to turn loops into vectors.
-    flags = ("-ffp-contract=fast", "-fno-math-errno", "-ftree-loop-vectorize")
+    flags = ("-ffp-contract=fast",)  # torch's own flags forbid to fuse multiplications and additions
     library: ctypes.CDLL = CppCodeCache.load(f"{source}// {processor_name()}\n", needs_vec_isa=False, extra_flags=flags)
     return library
 
