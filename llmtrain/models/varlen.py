@@ -56,7 +56,7 @@ _for_cpu: ctypes.CDLL | None = None
 
 
 class _Sizes(ctypes.Structure):
-    """The numbers that the kernel for CPUs takes; in `varlen.cpp`, too. A window of 0 has no limit."""
+    """The numbers that the kernel for CPUs takes, declared as in `varlen.cpp`. A window of 0 has no limit."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "documents", "heads", "key_heads")),

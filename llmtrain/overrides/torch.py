@@ -220,7 +220,7 @@ def compile_cpp(source: str) -> ctypes.CDLL:
     """
     from torch._inductor.codecache import CppCodeCache
 
-    flags = ("-ffp-contract=fast",)  # torch's own flags forbid to fuse multiplications and additions
+    flags = ("-ffp-contract=fast",)  # torch's own flags do not let multiplications and additions be fused
     library: ctypes.CDLL = CppCodeCache.load(f"{source}// {processor_name()}\n", needs_vec_isa=False, extra_flags=flags)
     return library
 
