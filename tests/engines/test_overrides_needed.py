@@ -327,7 +327,7 @@ REMOVALS = (
     Removal(
         "CppCodeCache.load",
         "library: ctypes.CDLL = CppCodeCache.load(",
-        "raise OSError(",
+        "raise OSError; library = CppCodeCache.load(",
         "tests/models/test_varlen_on_cpu.py",
         TORCH,
     ),
