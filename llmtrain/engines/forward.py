@@ -36,17 +36,17 @@ from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import (
     check_compiler,
     check_layers,
-    compile_attention,
+    compile_for_cpu,
     compile_layers,
     compiled_loss,
     share_processors,
 )
 from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
-from llmtrain.models.varlen import VARLEN, check_device
+from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
-from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, overwrites_logits, recomputes_loss
 from llmtrain.recipe import Recipe
 
 _known: Documents | None = None
@@ -123,12 +123,12 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     recipe, kernels = plan.recipe, plan.recipe.kernels
     device = torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")  # for GPUs, that of this rank
     check_device(recipe.model.attention_kernel, device)
-    if recipe.model.attention_kernel == VARLEN and plan.cluster.spec.on_cpu:
-        compile_attention()
-    check_attention(config, recipe.model.attention_kernel)
     compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
     if compiled:
         check_compiler([f"kernels.{name}" for name in compiled], plan.cluster.spec.on_cpu)
+    if plan.cluster.spec.on_cpu:
+        compile_for_cpu(recipe.model.attention_kernel, kernels.loss)
+    check_attention(config, recipe.model.attention_kernel)
     if kernels.blocks == "compiled":
         check_layers(config, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
@@ -140,7 +140,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     if kernels.loss == "liger":
         liger.check_loss(config, device)
     elif chunks_loss(plan):
-        check_chunks(config)
+        # The check runs on the CPU, where compiled code for GPUs is not what the run computes with.
+        check_chunks(config, compiled_loss(on_cpu=True) if overwrites_logits(plan) else target_loss_sum)
 
 
 def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
@@ -166,7 +167,8 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     elif chunks_loss(plan):
         of_tokens = recipe.objective.of_completions
         plain = target_losses if of_tokens else target_loss_sum
-        loss = compiled_loss(of_tokens) if kernels.loss == "compiled" else plain
+        on_cpu = plan.cluster.spec.on_cpu
+        loss = compiled_loss(on_cpu, of_tokens) if kernels.loss == "compiled" else plain
         ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
 
 

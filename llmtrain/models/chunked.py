@@ -217,14 +217,15 @@ def chunked_loss(model: PreTrainedModel) -> ChunkedLoss | None:
     return getattr(model, "chunked_loss", None)
 
 
-def check_chunks(config: PreTrainedConfig) -> None:
+def check_chunks(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum) -> None:
     """Compares the chunked losses and gradients of a tiny copy with the unchunked ones; on the CPU, in fp32.
 
-    Raises RecipeError if they differ or if the family's loss cannot be computed in chunks.
+    loss_of: as for `ChunkedLoss`. Raises RecipeError if they differ or if the family's loss cannot be computed in
+    chunks.
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink_configuration(config, LAYERS))
+            deviation = _deviation(shrink_configuration(config, LAYERS), loss_of)
     except (*COPY_ERRORS, NoChunksError) as error:
         raise _refused(config, f" ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
@@ -236,10 +237,10 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.loss", "kernels.loss", message, "--set kernels.loss=whole"))
 
 
-def _deviation(config: PreTrainedConfig) -> float:
+def _deviation(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
     model = reference(config, "eager")
     comparison = Comparison(model)
-    chunked = ChunkedLoss(model, tokens=5, recomputed=False)
+    chunked = ChunkedLoss(model, tokens=5, recomputed=False, loss_of=loss_of)
     worst = 0.0
     for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ALL)):
         worst = max(worst, comparison.deviation(takes_targets=True))

@@ -1,5 +1,5 @@
-"""Compiles parts of a model: with `torch.compile` each decoder layer and the loss of a chunk of tokens; the attention
-of CPUs with the C++ compiler.
+"""Compiles parts of a model: with `torch.compile` each decoder layer, and on GPUs the loss of a chunk of tokens; the
+kernels for CPUs with the C++ compiler.
 
 The layer's `forward` is compiled, not its call. Hooks, with which ZeRO-3 and FSDP2 gather parameters, and activation
 checkpointing therefore stay outside the graph, and parameters keep their names. Layers of the same kind share one
@@ -25,11 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError, reason
+from llmtrain.models import cpu
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
-from llmtrain.models.varlen import CPU_SOURCE, VARLEN, use_on_cpu, varying_documents
+from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
     compile_cpp,
@@ -89,12 +90,19 @@ def share_processors(ranks: int) -> None:
 
 
 @cache
-def compiled_loss(of_tokens: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns `target_loss_sum`, compiled: the logits are read once and their gradient is written once.
+def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns `target_loss_sum`, compiled: the gradient of the logits is all that is written.
 
-    of_tokens: returns `target_losses` instead.
+    on_cpu: returns a kernel for CPUs. of_tokens: returns `target_losses` instead.
     """
-    return _compiled(target_losses if of_tokens else target_loss_sum, is_whole=True)
+    if not on_cpu:
+        return _compiled(target_losses if of_tokens else target_loss_sum, is_whole=True)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        losses = cpu.cross_entropies(logits.float().flatten(0, -2), labels.flatten())
+        return losses.view_as(labels) if of_tokens else losses.sum()
+
+    return loss
 
 
 def _compiled_layer(
@@ -125,18 +133,23 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
     return compiled
 
 
-def compile_attention() -> None:
-    """Compiles the attention of `varlen` for CPUs. If this is impossible, the log says why.
+def compile_for_cpu(attention: str, loss: str) -> None:
+    """Compiles the kernels for CPUs (`llmtrain.models.cpu`) if the recipe's attention or its loss has one.
 
-    Documents are then computed one at a time, which takes longer.
+    If this is impossible, `varlen` computes documents one at a time, which takes longer, and the log says why. Raises
+    RecipeError if the loss is `compiled`.
     """
+    if attention != VARLEN and loss != "compiled":
+        return
     missing, _ = missing_for_compiler(on_cpu=True)
     try:
         if not missing:
             with compiling(), _stops_blocked():
-                use_on_cpu(compile_cpp(CPU_SOURCE.read_text(encoding="utf-8")))
+                cpu.use(compile_cpp(cpu.SOURCE.read_text(encoding="utf-8")))
     except (RuntimeError, OSError) as error:
         missing = reason(error)
+    if missing and loss == "compiled":
+        raise RecipeError(_not_compiled("kernels.loss", missing))
     if missing:
         print(f"'{VARLEN}' computes one document at a time, because its kernel is not compiled: {missing}", flush=True)
 
@@ -158,18 +171,12 @@ def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
     """
     missing, cure = missing_for_compiler(on_cpu)
     if missing:
-        others = {"kernels.blocks": "eager", "kernels.loss": "chunked"}
-        raise RecipeError(
-            [
-                Problem(
-                    "kernels.compiler",
-                    field,
-                    f"'compiled' cannot be used: {missing}",
-                    f"{cure}, or --set {field}={others[field]}",
-                )
-                for field in fields
-            ]
-        )
+        raise RecipeError([_not_compiled(field, missing, f"{cure}, or ") for field in fields])
+
+
+def _not_compiled(field: str, why: str, cure: str = "") -> Problem:
+    other = {"kernels.blocks": "eager", "kernels.loss": "chunked"}[field]
+    return Problem("kernels.compiler", field, f"'compiled' cannot be used: {why}", f"{cure}--set {field}={other}")
 
 
 def check_layers(config: PreTrainedConfig, attention: str) -> None:

@@ -1,7 +1,7 @@
 """Attention over packed documents, given their boundaries instead of a mask.
 
-GPUs run torch's kernel, in bf16 and fp16. CPUs run the kernel in `varlen.cpp`, in fp32; in other types, or if it could
-not be compiled, torch's kernel for CPUs computes one document at a time.
+GPUs run torch's kernel, in bf16 and fp16. CPUs run that of `llmtrain.models.cpu`, in fp32; in other types, or if it
+could not be compiled, torch's kernel for CPUs computes one document at a time.
 
 The arguments (`Documents.arguments`) have the names under which `transformers` passes boundaries through its models to
 a flash kernel. This attention and a flash kernel therefore receive them in the same way, and a recomputed layer
@@ -13,10 +13,8 @@ documents but a tensor whose length varies: their number and lengths are not com
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import cpu
 from llmtrain.overrides.torch import varies_in_length, varlen_backward
 
 VARLEN = "varlen"
@@ -40,8 +39,6 @@ OLDEST_GPU = (8, 0)
 """Lowest compute capability of flash kernels and of torch's copy: Ampere's (`flash_api.cpp` of both)."""
 NEWEST_GPU = {"flash_attention_3": (10, 0)}
 """Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
-CPU_SOURCE = Path(__file__).with_suffix(".cpp")
-"""The kernel for CPUs."""
 _UNSUPPORTED = {
     "softcap": "caps its scores",
     "s_aux": "has attention sinks",
@@ -49,30 +46,6 @@ _UNSUPPORTED = {
     "cache": "reads a cache",
 }
 """Arguments of an attention function that neither implementation supports, and what a model that passes them does."""
-
-
-_for_cpu: ctypes.CDLL | None = None
-"""The kernel for CPUs, once it is compiled."""
-
-
-class _Sizes(ctypes.Structure):
-    """The numbers that the kernel for CPUs takes, declared as in `varlen.cpp`. A window of 0 has no limit."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "documents", "heads", "key_heads")),
-        *((name, ctypes.c_int64) for name in ("width", "value_width", "window")),
-        ("scale", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-    )
-
-
-def use_on_cpu(kernel: ctypes.CDLL) -> None:
-    """Uses the compiled `varlen.cpp` in this process from now on."""
-    global _for_cpu
-    for function, tensors in ((kernel.attention_forward, 6), (kernel.attention_backward, 10)):
-        function.argtypes = [ctypes.POINTER(_Sizes), *[ctypes.c_void_p] * tensors]
-        function.restype = ctypes.c_bool
-    _for_cpu = kernel
 
 
 def takes_bounds(attention: str) -> bool:
@@ -126,7 +99,7 @@ def varlen_attention(
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     if query.is_cuda:
         output = _by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
-    elif isinstance(max_length_q, Tensor) or _runs_on_cpu(states[0]):
+    elif isinstance(max_length_q, Tensor) or cpu.computes(states[0]):
         longest = max_length_q if isinstance(max_length_q, Tensor) else torch.tensor([max_length_q])
         output, _ = in_graph(*states, cu_seq_lens_q, longest, scale, sliding_window)
     else:
@@ -233,13 +206,9 @@ def in_graph(
     """
     if query.is_cuda:
         return _kernel(query, key, value, bounds, int(longest), scale, window)
-    if not _runs_on_cpu(query):
+    if not cpu.computes(query):
         return _one_by_one(query, key, value, bounds, scale, window), query.new_empty(0)
-    tokens, heads, _ = query.shape
-    output, log_sums = query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens)
-    assert _for_cpu is not None
-    _call_on_cpu(_for_cpu.attention_forward, bounds, scale, window, query, key, value, output, log_sums)
-    return output, log_sums
+    return cpu.attention(query, key, value, bounds, scale, window)
 
 
 @in_graph.register_fake
@@ -249,7 +218,7 @@ def _(
     tokens, heads, _ = query.shape
     if query.is_cuda:
         return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    log_sums = query.new_empty((heads, tokens) if _runs_on_cpu(query) else 0)
+    log_sums = query.new_empty((heads, tokens) if cpu.computes(query) else 0)
     return query.new_empty(tokens, heads, value.shape[-1]), log_sums
 
 
@@ -273,12 +242,8 @@ def _in_graph_backward(
     if query.is_cuda:
         reach = _window_size(window, int(longest))
         return varlen_backward(gradient, (query, key, value), output, log_sums, bounds, int(longest), scale, reach)
-    if _runs_on_cpu(query):
-        assert _for_cpu is not None
-        given = (query, key, value, output, log_sums, gradient)
-        one, other, third = (state.new_empty(state.shape) for state in (query, key, value))
-        _call_on_cpu(_for_cpu.attention_backward, bounds, scale, window, *given, one, other, third)
-        return one, other, third
+    if cpu.computes(query):
+        return cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
 
     def attend(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
         return _one_by_one(one, other, third, bounds, scale, window)
@@ -306,36 +271,6 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor
 
 
 in_graph.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _runs_on_cpu(query: Tensor) -> bool:
-    """Whether the kernel for CPUs computes the attention of these queries."""
-    return _for_cpu is not None and query.device.type == "cpu" and query.dtype == torch.float32
-
-
-def _call_on_cpu(
-    function: Callable[..., bool], bounds: Tensor, scale: float, window: int | None, *tensors: Tensor
-) -> None:
-    """Calls a function of the kernel. The tensors are its arguments, the first of which are query, key and value.
-
-    Raises ValueError if the boundaries or the numbers of heads do not fit the tensors.
-    """
-    given = [one.contiguous() for one in (bounds.to(torch.int32), *tensors)]
-    _, query, key, value, *_ = given
-    tokens, heads, width = query.shape
-    sizes = _Sizes(
-        tokens=tokens,
-        documents=len(bounds) - 1,
-        heads=heads,
-        key_heads=key.shape[1],
-        width=width,
-        value_width=value.shape[-1],
-        window=window or 0,
-        scale=scale,
-        threads=torch.get_num_threads(),
-    )
-    if not function(sizes, *(one.data_ptr() for one in given)):
-        raise ValueError("the document boundaries or its heads do not fit its tokens")
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:

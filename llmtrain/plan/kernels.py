@@ -39,6 +39,11 @@ def chunks_loss(plan: Plan) -> bool:
     return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
 
 
+def overwrites_logits(plan: Plan) -> bool:
+    """Whether the gradient of logits is written over them, by the kernel for CPUs."""
+    return plan.recipe.kernels.loss == "compiled" and plan.cluster.spec.on_cpu
+
+
 def is_one_chunk(plan: Plan) -> bool:
     """Whether a micro-batch has no more tokens than a chunk, so that autograd treats it like a loss without chunks."""
     return plan.recipe.kernels.loss != "liger" and tokens_of_loss(plan) <= CHUNK_TOKENS

@@ -21,6 +21,7 @@ from llmtrain.plan.kernels import (
     feeds_in_tiles,
     is_one_chunk,
     liger_chunk,
+    overwrites_logits,
     recomputes_loss,
 )
 from llmtrain.plan.plan import Plan
@@ -175,16 +176,19 @@ def pinned(size: int) -> int:
 
 def _loss(plan: Plan, tokens: int) -> int:
     """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
-    if not chunks_loss(plan) or is_one_chunk(plan):
-        return LOGIT_BYTES * plan.model.vocab_size * tokens
     widths = WIDTHS[plan.recipe.parallel.precision]
-    logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+    head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
+    of_logit = LOGIT_BYTES
+    if overwrites_logits(plan):  # in lower precision, there are a copy in fp32 and a gradient besides
+        of_logit = 4 if widths.computed == 4 else 4 + 2 * widths.computed
+    if not chunks_loss(plan) or is_one_chunk(plan):
+        return of_logit * plan.model.vocab_size * tokens + overwrites_logits(plan) * widths.computed * head
+    logits = of_logit * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
     if plan.recipe.kernels.loss == "liger":  # their gradient overwrites them
         chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
         logits = widths.computed * plan.model.vocab_size * chunk
     elif recomputes_loss(plan.recipe):
         return logits
-    head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
     # The gradient of the head in fp32, a part to be added to it, and the gradient of the hidden states.
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 

@@ -207,8 +207,8 @@ class KernelsConfig(Part):
     Liger's kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
     loss: Literal["auto", "whole", "chunked", "compiled", "liger"] = "auto"
     """`whole`: computes all logits of a micro-batch at once; `chunked`: computes those of 1,024 tokens at a time, so
-    only these need memory; `compiled`: the same with `torch.compile`; `liger`: Liger's fused loss. `auto` without a
-    measurement: chunked if the logits are large and nothing prevents it."""
+    only these need memory; `compiled`: the same with `torch.compile`, or with a kernel in C++ on CPUs; `liger`: Liger's
+    fused loss. `auto` without a measurement: chunked if the logits are large and nothing prevents it."""
     fp8: Literal["off", "tensorwise", "rowwise"] = "off"
     """Computes the layers' matrix products in fp8 with torchao, with one scale per tensor or row. Results differ from
     bf16. Refused if it is slower."""

@@ -328,7 +328,7 @@ REMOVALS = (
         "CppCodeCache.load",
         "library: ctypes.CDLL = CppCodeCache.load(",
         "raise OSError; library = CppCodeCache.load(",
-        "tests/models/test_varlen_on_cpu.py",
+        "tests/models/test_cpu_kernels.py",
         TORCH,
     ),
     Removal(

@@ -276,7 +276,7 @@ def test_the_compiled_loss_equals_the_eager_loss(dtype):
     labels[0, 7:12] = -100
     expected = target_loss_sum(logits, labels)
     (wanted,) = torch.autograd.grad(expected, logits)
-    loss = compiled_loss()(logits, labels)
+    loss = compiled_loss(on_cpu=False)(logits, labels)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     rounding = 1e-6 if dtype == torch.float32 else 2**-8

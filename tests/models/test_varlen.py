@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError, RecipeError
-from llmtrain.models import varlen
+from llmtrain.models import cpu, varlen
 from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.varlen import in_graph, varlen_attention
 from llmtrain.rules.model import MIXES_DOCUMENTS
@@ -28,7 +28,7 @@ BOUNDS = [0, 7, 12, 24]
 @pytest.fixture(autouse=True)
 def _without_kernel(monkeypatch):
     """Documents are computed one at a time, even if this process has compiled the kernel for CPUs."""
-    monkeypatch.setattr(varlen, "_for_cpu", None)
+    monkeypatch.setattr(cpu, "_library", None)
 
 
 class _Module(nn.Module):

@@ -10,6 +10,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict import memory_of
+from llmtrain.predict.activations import activations_of
 from llmtrain.recipe import parse_assignments
 from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
@@ -146,3 +147,17 @@ def test_the_command_prints_and_writes_the_memory():
     assert found["needed_bytes"] == sum(found["parts"].values()) == max(s["needed_bytes"] for s in found["stages"])
     assert len(found["stages"]) == 16
     assert "weights" not in document["model"]
+
+
+@pytest.mark.parametrize(("precision", "of_logit"), [("fp32", 4), ("bf16", 8)])
+def test_the_kernel_for_cpus_overwrites_the_logits(precision, of_logit):
+    fields = {"parallel.precision": precision, "parallel.zero_stage": 1, "data.sequence_length": 1024}
+    whole, compiled, on_gpus = (
+        resolve(LLAMA.with_(**fields, **{"batch.micro_batch_size": 1, "kernels.loss": loss}), cluster)
+        for loss, cluster in (("whole", Cluster()), ("compiled", Cluster()), ("compiled", CLUSTER))
+    )
+    logits = 1024 * 128_256
+    assert activations_of(whole, whole.model.weights, 0).logits == 12 * logits
+    assert activations_of(on_gpus, on_gpus.model.weights, 0).logits == 12 * logits
+    of_head = (4 if precision == "fp32" else 2) * 128_256 * 4096  # the gradient of the weights, from one micro-batch
+    assert activations_of(compiled, compiled.model.weights, 0).logits == of_logit * logits + of_head

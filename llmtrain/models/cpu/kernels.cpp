@@ -1,12 +1,15 @@
-// Causal attention within documents, in fp32 on CPUs. `llmtrain.models.varlen` compiles and calls it.
+// Kernels for CPUs, in fp32: causal attention within documents, and cross-entropy. `llmtrain.models.cpu` calls them.
 //
-// Blocks of queries are multiplied by blocks of keys, and probabilities are not kept: the backward pass computes them
+// Attention: blocks of queries are multiplied by blocks of keys, and probabilities are not kept: the backward pass computes them
 // again from the logarithm of their sums (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Scores are stored
 // by keys, [keys, queries]. A vector therefore holds queries: softmax adds no numbers within a vector, and the size of
 // a head need not be a multiple of a vector's.
 //
 // Queries, keys, values, output and gradients are contiguous, [tokens, heads, width]. Queries and output have
 // `heads`, keys and values have `key_heads`. Values and output are `value_width` wide.
+//
+// Cross-entropy: torch writes the log-softmax of all logits, and in the backward pass an array of zeros and the
+// gradient. Here, the gradient overwrites the logits. It is computed from them and the logarithms of their sums.
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +17,7 @@
 #include <new>
 #include <vector>
 
-// As in `llmtrain.models.varlen`.
+// As in `llmtrain.models.cpu`.
 struct Sizes {
   int64_t tokens, documents, heads, key_heads, width, value_width, window;
   float scale;
@@ -330,6 +333,73 @@ extern "C" bool attention_backward(const Sizes* given, const int32_t* bounds, co
                     of_value + (start + i) * value_row + key_head * value_width);
       }
     }
+  }
+  return true;
+}
+
+// As in `llmtrain.models.cpu`. A token with the label `no_target` has no loss.
+struct Labels {
+  int64_t tokens, vocabulary, no_target;
+  int32_t threads;
+};
+
+namespace {
+
+// Calls do_vector(k, values) for the vectors of a row that begin at k. The last one is filled up with -infinity.
+template <typename Function>
+inline void for_vectors(const float* row, int64_t width, Function do_vector) {
+  int64_t k = 0;
+  for (; k + kLanes <= width; k += kLanes) do_vector(k, load(row + k));
+  if (k == width) return;
+  Vector last = Vector{} - INFINITY;
+  for (int n = 0; k + n < width; ++n) last[n] = row[k + n];
+  do_vector(k, last);
+}
+
+}  // namespace
+
+// Writes the loss of each token, and the logarithm of the sum of its exponentials. `logits` is [tokens, vocabulary].
+// Returns whether each label is a token of the vocabulary, or `no_target`.
+extern "C" bool cross_entropy_forward(const Labels* given, const int64_t* labels, const float* logits, float* losses,
+                                      float* log_sums) {
+  const Labels sizes = *given;
+  for (int64_t i = 0; i < sizes.tokens; ++i)
+    if ((labels[i] < 0 || labels[i] >= sizes.vocabulary) && labels[i] != sizes.no_target) return false;
+#pragma omp parallel for num_threads(sizes.threads)
+  for (int64_t i = 0; i < sizes.tokens; ++i) {
+    const float* row = logits + i * sizes.vocabulary;
+    Vector most = Vector{} - INFINITY, total{};
+    for_vectors(row, sizes.vocabulary, [&](int64_t, Vector one) { most = choose(one > most, one, most); });
+    float largest = most[0];
+    for (int n = 1; n < kLanes; ++n) largest = std::max(largest, most[n]);
+    for_vectors(row, sizes.vocabulary, [&](int64_t, Vector one) { total += exponential(one - largest); });
+    float sum = 0.0f;
+    for (int n = 0; n < kLanes; ++n) sum += total[n];
+    log_sums[i] = largest + std::log(sum);
+    losses[i] = labels[i] == sizes.no_target ? 0.0f : log_sums[i] - row[labels[i]];
+  }
+  return true;
+}
+
+// Overwrites logits with their gradient, given that of each token's loss.
+extern "C" bool cross_entropy_backward(const Labels* given, const int64_t* labels, float* logits,
+                                       const float* of_losses, const float* log_sums) {
+  const Labels sizes = *given;
+#pragma omp parallel for num_threads(sizes.threads)
+  for (int64_t i = 0; i < sizes.tokens; ++i) {
+    float* row = logits + i * sizes.vocabulary;
+    if (labels[i] == sizes.no_target) {
+      std::fill(row, row + sizes.vocabulary, 0.0f);
+      continue;
+    }
+    for_vectors(row, sizes.vocabulary, [&](int64_t k, Vector one) {
+      const Vector gradient = exponential(one - log_sums[i]) * of_losses[i];
+      if (k + kLanes <= sizes.vocabulary)
+        store(row + k, gradient);
+      else
+        for (int n = 0; k + n < sizes.vocabulary; ++n) row[k + n] = gradient[n];
+    });
+    row[labels[i]] -= of_losses[i];
   }
   return true;
 }

@@ -1,20 +1,24 @@
-"""The kernel for CPUs of attention by document boundaries, against attention with a mask in fp64."""
+"""The kernels for CPUs: attention by document boundaries and cross-entropy, against plain formulas in fp64."""
 
 from __future__ import annotations
 
 import math
 import platform
+import re
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.data import Documents
+from llmtrain.data import NO_TARGET, Documents
 from llmtrain.engines.forward import check_kernels
-from llmtrain.models import compiled, varlen
+from llmtrain.errors import RecipeError
+from llmtrain.models import compiled, cpu, varlen
 from llmtrain.models.build import model_configuration
-from llmtrain.models.compiled import compile_attention
-from llmtrain.models.varlen import CPU_SOURCE, in_graph, use_on_cpu
+from llmtrain.models.chunked import check_chunks
+from llmtrain.models.compiled import compile_for_cpu, compiled_loss
+from llmtrain.models.loss import target_loss_sum, target_losses
+from llmtrain.models.varlen import in_graph
 from llmtrain.overrides.torch import compile_cpp
 from llmtrain.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
@@ -44,11 +48,16 @@ if platform.machine() == "x86_64":
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _with_kernel():
+def _with_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "_for_cpu", None)
-        compile_attention()
+        patch.setattr(cpu, "_library", None)
+        compile_for_cpu("varlen", "compiled")
         yield
+
+
+def _compile_for(prefix: str, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "_library", None)
+    cpu.use(compile_cpp(prefix + cpu.SOURCE.read_text()))
 
 
 def _states(bounds, heads, keys, width, values, dtype=torch.float32) -> list[torch.Tensor]:
@@ -107,8 +116,7 @@ def _of_keys(gradients: list[torch.Tensor], group: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("prefix", PROCESSORS.values(), ids=PROCESSORS)
 def test_output_and_gradients_are_those_of_a_mask(monkeypatch, prefix, case, steepness):
-    monkeypatch.setattr(varlen, "_for_cpu", None)
-    use_on_cpu(compile_cpp(prefix + CPU_SOURCE.read_text()))
+    _compile_for(prefix, monkeypatch)
     bounds, *sizes, window = case
     scale = steepness / math.sqrt(sizes[2])
     states = _states(bounds, *sizes)
@@ -238,26 +246,140 @@ def test_plain_and_compiled_layers_call_the_kernel(monkeypatch):
     torch.testing.assert_close(*gradients)
 
 
-def test_a_plan_for_cpus_compiles_the_kernel_before_its_check(monkeypatch):
-    monkeypatch.setattr(varlen, "_for_cpu", None)
-    plan = small_plan(**{"model.attention": "varlen"})
+@pytest.mark.parametrize("fields", [{"model.attention": "varlen"}, {"kernels.loss": "compiled"}], ids=str)
+def test_a_plan_for_cpus_compiles_the_kernels_before_its_checks(monkeypatch, fields):
+    monkeypatch.setattr(cpu, "_library", None)
+    plan = small_plan(**fields)
     check_kernels(model_configuration(plan.recipe), plan)
-    assert varlen._for_cpu is not None
+    assert cpu.is_compiled()
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails"])
-def test_without_the_kernel_the_log_says_why(monkeypatch, capsys, fault):
+def test_without_the_kernels_the_log_or_the_error_says_why(monkeypatch, capsys, fault):
     def fail(source):
         raise RuntimeError("C++ compile error")
 
-    monkeypatch.setattr(varlen, "_for_cpu", None)
+    monkeypatch.setattr(cpu, "_library", None)
     if fault == "no compiler":
         monkeypatch.setattr(compiled, "missing_for_compiler", lambda on_cpu: ("no C++ compiler is found", "install"))
     monkeypatch.setattr(compiled, "compile_cpp", fail)
-    compile_attention()
+    compile_for_cpu("varlen", "whole")
     why = "no C++ compiler is found" if fault == "no compiler" else "C++ compile error"
     assert capsys.readouterr().out == (
         f"'varlen' computes one document at a time, because its kernel is not compiled: {why}\n"
     )
     states = _states([0, 30, 50], 2, 2, 8, 8)
     assert not in_graph(*states, torch.tensor([0, 30, 50], dtype=torch.int32), LONGEST, 0.3, None)[1].numel()
+    with pytest.raises(RecipeError, match=rf"kernels.loss: 'compiled' cannot be used: {re.escape(why)}.*\n.*=chunked"):
+        compile_for_cpu("sdpa", "compiled")
+
+
+def _logits(tokens: int, vocabulary: int, steepness: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = steepness * torch.randn(tokens, vocabulary, generator=generator)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[::5] = NO_TARGET
+    return logits.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("steepness", [1, 30])
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 997, 4096])
+@pytest.mark.parametrize("prefix", PROCESSORS.values(), ids=PROCESSORS)
+def test_losses_and_gradients_of_logits_are_those_in_fp64(monkeypatch, prefix, vocabulary, steepness):
+    """Bounds as in `_expected`; a vector of at least four sums is added up, and then its numbers."""
+    _compile_for(prefix, monkeypatch)
+    logits, labels = _logits(12, vocabulary, steepness)
+    direction = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    exact, has_target = logits.detach().double(), (labels != NO_TARGET)[:, None]
+    sums = exact.logsumexp(-1, keepdim=True)
+    weights = (exact - sums).exp()
+    picked = torch.zeros_like(exact).scatter(1, labels.clamp_min(0)[:, None], 1.0)
+    losses = (sums - (exact * picked).sum(-1, keepdim=True)) * has_target
+    gradient = direction.double()[:, None] * (weights - picked) * has_target
+
+    below = exact.amax(-1, keepdim=True) - exact
+    of_sum = (vocabulary / 4 + 16 + 3) * UNIT + UNIT * (weights * below).sum(-1, keepdim=True)
+    of_log_sum = of_sum + 2 * UNIT * ((below * weights).sum(-1, keepdim=True).abs() + math.log(vocabulary) + sums.abs())
+    of_weight = weights * (UNIT * (exact - sums).abs() + of_log_sum + 4 * UNIT)
+    of_gradient = direction.double()[:, None].abs() * (of_weight + UNIT * (weights - picked).abs() + FLUSHED)
+
+    kept = cpu.cross_entropies(logits * 1.0, labels)  # a copy, because the backward pass overwrites it
+    (found,) = torch.autograd.grad(kept, logits, direction)
+    assert ((kept.detach()[:, None] - losses).abs() <= of_log_sum + UNIT * losses.abs()).all()
+    assert ((found - gradient).abs() <= of_gradient).all(), float(((found - gradient).abs() / of_gradient).max())
+    assert not found[::5].any()
+    assert not kept[::5].any()
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_is_the_eager_loss(dtype, of_tokens):
+    """A gradient in bf16 is rounded once, by 2⁻⁹ at most, on both sides."""
+    logits, labels = _logits(40, 997, 3)
+    logits, labels = logits.detach().view(2, 20, 997).to(dtype).requires_grad_(), labels.view(2, 20)
+    losses, gradients = [], []
+    for loss_of in (compiled_loss(True, of_tokens), target_losses if of_tokens else target_loss_sum):
+        loss = loss_of(logits * 1.0, labels)
+        losses.append(loss)
+        gradients += torch.autograd.grad(loss.square().sum(), logits)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    assert gradients[0].dtype == dtype
+    torch.testing.assert_close(*gradients, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 17, 20])
+def test_a_logit_that_is_not_finite_has_the_effect_that_it_has_in_torch(wrong, place):
+    logits, labels = _logits(4, 21)
+    labels[:] = torch.tensor([NO_TARGET, place, 3, 4])
+    with torch.no_grad():
+        logits[1:3, place] = wrong
+    gradients, losses = [], []
+    for loss_of in (cpu.cross_entropies, lambda *given: target_losses(given[0][None], given[1][None])[0]):
+        losses.append(loss_of(logits * 1.0, labels))
+        gradients += torch.autograd.grad(losses[-1].sum(), logits)
+    torch.testing.assert_close(*losses, equal_nan=True)
+    torch.testing.assert_close(*gradients, equal_nan=True)
+
+
+@pytest.mark.parametrize("label", [21, -1, -101, 2**40])
+def test_a_label_that_is_no_token_is_refused(label):
+    logits, labels = _logits(4, 21)
+    labels[2] = label
+    with pytest.raises(ValueError, match="below the size of the vocabulary, 21"):
+        cpu.cross_entropies(logits, labels)
+
+
+def test_losses_do_not_depend_on_the_number_of_threads():
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        logits, labels = _logits(33, 130)
+        losses = cpu.cross_entropies(logits * 1.0, labels)
+        found.append((losses, *torch.autograd.grad(losses.sum(), logits)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+def test_the_gradient_overwrites_the_logits_and_an_operation_that_kept_them_notices():
+    logits, labels = _logits(4, 32)
+    output = logits * 1.0
+    (gradient,) = torch.autograd.grad(cpu.cross_entropies(output, labels).sum(), output)
+    assert gradient.data_ptr() == output.data_ptr()
+    kept = logits.tanh()  # whose gradient is computed from its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cpu.cross_entropies(kept, labels).sum().backward()
+
+
+def test_a_family_that_keeps_its_logits_is_refused_before_a_run(monkeypatch):
+    class Capped(torch.nn.Linear):
+        def forward(self, states):
+            return super().forward(states).tanh()
+
+    plan = small_plan(**{"kernels.loss": "compiled"})
+    config = model_configuration(plan.recipe)
+    check_chunks(config, compiled_loss(on_cpu=True))
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.nn.Linear", Capped)
+    check_chunks(config)
+    with pytest.raises(RecipeError, match="modified by an inplace operation"):
+        check_chunks(config, compiled_loss(on_cpu=True))
