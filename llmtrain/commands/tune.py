@@ -37,8 +37,9 @@ def tune_kernels(
 
     The result is stored on this machine, and used by runs of the recipe.
 
-    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss; on a CPU
-    also matrix products and threads.
+    Only choices that the recipe leaves open (auto) are made: attention, decoder layers, loss; on a CPU also
+    matrix products and threads. Other micro-batches, and on a CPU other precisions, are measured for your
+    information.
     """
     from rich.console import Console
 

@@ -83,7 +83,8 @@ def kernel_choice_lines(choice: KernelChoice) -> list[str]:
     """Describes a choice with all its measurements."""
     lines = [chosen_line(choice), f"         on {choice.device}"]
     for field, taken in choice.milliseconds.items():
-        lines.append(f"         {field}: " + ", ".join(f"{value} {ms:.1f} ms" for value, ms in taken.items()))
+        unit = f" for {next(iter(taken))} sequences" if field == "batch.micro_batch_size" else ""
+        lines.append(f"         {field}: " + ", ".join(f"{value} {ms:.1f} ms" for value, ms in taken.items()) + unit)
     return lines + [f"         {one}: not measured, {why}" for one, why in choice.failed.items()]
 
 

@@ -116,7 +116,8 @@ class KernelChoice(Part):
     """Dotted fields of the recipe and their values; fields that are missing here follow the rules."""
     milliseconds: dict[str, dict[str, float]] = Field(default_factory=dict)
     """For each measured field, each value's time for a micro-batch's forward and backward pass through a few layers. A
-    field that is not in `values` was measured for information only."""
+    field that is not in `values` was measured for information only. Times of other micro-batches are for as many
+    sequences as that of the recipe."""
     failed: dict[str, str] = Field(default_factory=dict)
     """FIELD=VALUE and why it could not be measured."""
 

@@ -94,16 +94,20 @@ def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) 
     """Prints what is measured. plan: as JSON; the others as for `measure`."""
     import torch
 
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import MicroBatch, Schedule, prepare
     from llmtrain.tune.search import tune
     from llmtrain.tune.trial import BusyError
 
     run, where = Plan.model_validate_json(plan), torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    batch = Schedule.of(run, prepare(run.recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    prepared = prepare(run.recipe)
+
+    def batch_of(one: Plan) -> MicroBatch:
+        return Schedule.of(one, prepared, dp_rank=0).train_batch(0).micro_batches[0]
+
     try:
-        choice = tune(run, batch, where, threads, always, lambda one: _tell(output, trying=one))
+        choice = tune(run, batch_of, where, threads, always, lambda one: _tell(output, trying=one))
     except BusyError as error:
         _tell(output, busy=str(error))
     else:

@@ -13,6 +13,8 @@ from llmtrain.errors import RecipeError
 from llmtrain.models.precision import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.axes import model_parallel_size
+from llmtrain.rules import resolve
+from llmtrain.search.variants import MICRO_BATCH, micro_batches
 from llmtrain.tune.choice import alternatives, device_name, key_of_run
 from llmtrain.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
 
@@ -50,18 +52,23 @@ class Tuning:
 
 
 def tune(
-    plan: Plan, batch: MicroBatch, device: torch.device, threads: int, always: bool, say: Callable[[str], None]
+    plan: Plan,
+    batch_of: Callable[[Plan], MicroBatch],
+    device: torch.device,
+    threads: int,
+    always: bool,
+    say: Callable[[str], None],
 ) -> KernelChoice:
     """Measures every value that no rule refuses, field by field, with the other fields as chosen so far.
 
-    batch: a micro-batch of the run. always: whether to measure for a short run, too. say: is called with FIELD=VALUE
-    before it is tried. Raises RecipeError if the default kernels cannot be computed, or fp8 is slower than bf16;
-    BusyError if others use the cores meanwhile.
+    batch_of: returns a micro-batch of a run. always: whether to measure for a short run, too. say: is called with
+    FIELD=VALUE before it is tried. Raises RecipeError if the default kernels cannot be computed, or fp8 is slower than
+    bf16; BusyError if others use the cores meanwhile.
     """
     on_cpu = device.type == "cpu"
     name = device_name(device, threads)
     key = key_of_run(plan, name)
-    trial = Trial(with_threads(plan, threads) if on_cpu else plan, batch, device)
+    trial = Trial(with_threads(plan, threads) if on_cpu else plan, batch_of(plan), device)
     tuning = Tuning(plan, trial, trial.warm())
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
@@ -77,6 +84,8 @@ def tune(
             say(f"{dotted}={value}")
             _try(tuning, dotted, value)
     _compare_fp8(tuning)
+    if always:
+        _compare_micro_batches(tuning, batch_of, say)
     if on_cpu and always:
         _compare_precisions(tuning, say)
     return KernelChoice(
@@ -118,6 +127,41 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     gc.collect()
     if tuning.current.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch], say: Callable[[str], None]) -> None:
+    """Measures larger micro-batches for people, as long as they become faster; if none is faster, smaller ones.
+
+    The recipe's size is kept, because a larger one needs more memory. Times are for as many sequences as the recipe's
+    micro-batch has. Nothing is measured in a pipeline, which waits longer if its micro-batches are larger.
+    """
+    plan, own = tuning.plan, tuning.plan.batch.micro_batch_size
+    if plan.parallel.pipeline > 1:
+        return
+    sizes = micro_batches(plan.recipe, plan.data_parallel_size)
+    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
+    for others in ([size for size in sizes if size > own], [size for size in reversed(sizes) if size < own]):
+        best, least = tuning.current, taken[str(own)]
+        for size in others:
+            say(f"{MICRO_BATCH}={size}")
+            try:
+                changed = resolve(plan.recipe.with_(**tuning.values, **{MICRO_BATCH: size}), plan.cluster, plan.model)
+                trial = Trial(changed, batch_of(changed), best.device)
+                trial.warm()
+                compared = in_turn(best, trial)
+            except BusyError:
+                raise
+            except Exception as error:  # any library may raise, for example when out of memory
+                tuning.failed[f"{MICRO_BATCH}={size}"] = _first_line(error)
+                break
+            of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
+            taken[str(size)] = round(least * of_sequence, 3)
+            if of_sequence > 1 - LEAST_GAIN:
+                break
+            best, least = trial, taken[str(size)]
+        if best is not tuning.current:
+            break
+    tuning.milliseconds[MICRO_BATCH] = taken
 
 
 def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:

@@ -53,7 +53,7 @@ class Timed:
 
 def _tune(plan, batch, always=True, threads=1):
     said = []
-    return search.tune(plan, batch, CPU, threads, always, said.append), said
+    return search.tune(plan, lambda _: batch, CPU, threads, always, said.append), said
 
 
 def test_kernels_set_by_the_recipe_are_not_measured():
@@ -117,6 +117,49 @@ def test_the_time_of_each_precision_is_reported(monkeypatch, batch):
     found, _ = _tune(small_plan(), batch)
     assert found.milliseconds["parallel.precision"] == {"fp32": 1000, "bf16": 500, "autocast_bf16": 700}
     assert "parallel.precision" not in found.values
+
+
+def _micro_batches(monkeypatch, batch, times, **fields):
+    """What is shown of micro-batches if a pass takes these times; the recipe has 2 of 64 sequences."""
+    Timed(monkeypatch, lambda recipe: times[recipe.batch.micro_batch_size])
+    monkeypatch.setattr(search, "alternatives", lambda *_: [])
+    monkeypatch.setattr(search, "PRECISIONS", ())
+    found, said = _tune(small_plan(**{"batch.global_batch_size": 64, **fields}), batch)
+    assert "batch.micro_batch_size" not in found.values
+    return found.milliseconds.get("batch.micro_batch_size"), found.failed, said
+
+
+def test_larger_micro_batches_are_measured_until_they_are_not_faster(monkeypatch, batch):
+    found, _, said = _micro_batches(monkeypatch, batch, {2: 1.0, 4: 1.8, 8: 3.59, 16: 1.0})
+    assert found == {"2": 1000, "4": 900, "8": 897.5}  # less than 2% faster
+    assert said == ["batch.micro_batch_size=4", "batch.micro_batch_size=8"]
+
+
+def test_smaller_micro_batches_are_measured_if_larger_ones_are_slower(monkeypatch, batch):
+    found, _, _ = _micro_batches(monkeypatch, batch, {1: 0.4, 2: 1.0, 4: 2.1})
+    assert found == {"2": 1000, "4": 1050, "1": 800}
+
+
+def test_a_micro_batch_that_does_not_fit_ends_the_search(monkeypatch, batch):
+    own = search.Trial.warm
+
+    def warm(self):
+        if self.plan.batch.micro_batch_size == 4:
+            raise MemoryError("no room")
+        return own(self)
+
+    monkeypatch.setattr(search.Trial, "warm", warm)
+    found, failed, _ = _micro_batches(monkeypatch, batch, {1: 0.5, 2: 1.0})
+    assert found == {"2": 1000, "1": 1000}
+    assert failed["batch.micro_batch_size=4"] == "MemoryError: no room"
+
+
+def test_micro_batches_are_those_of_the_same_run(monkeypatch, batch):
+    times = {1: 0.6, 2: 1.0, 4: 1.8}
+    few = {"batch.global_batch_size": 4}  # 2 for each of 2 ranks
+    assert _micro_batches(monkeypatch, batch, times, **few)[0] == {"2": 1000, "1": 1200}
+    stages = {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}
+    assert _micro_batches(monkeypatch, batch, times, **stages)[0] is None
 
 
 def test_times_of_a_field_are_scaled_to_one_speed_of_the_device(monkeypatch, batch):
