@@ -81,7 +81,7 @@ def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = No
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         cases = [case for case in benchmark.cases(short) if only is None or only in case.name]
         try:
-            document["cases"] = [run_case(case, pairs, Path(name), say) for case in cases]
+            document["cases"] = [run_case(case, pairs, Path(name), say, benchmark.in_turns) for case in cases]
         except SideFailedError as error:
             sys.exit(str(error))
     document["seconds"] = round(time.monotonic() - started, 1)

@@ -39,6 +39,8 @@ class Benchmark:
     """Approximate duration of the whole measurement on two cores."""
     pairs: int = 5
     """Number of runs of each side that a result needs."""
+    in_turns: bool = False
+    """Whether the sides of a case run at the same time, in turns (`benchmarks.turns`)."""
     needs_gpu: bool = False
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.programs.windows import ENDS
+from benchmarks.turns import Running, run_in_turns, with_times
 from llmtrain.system.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
@@ -48,15 +50,16 @@ class SideFailedError(Exception):
     """A command failed or printed no numbers."""
 
 
-def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs all sides, and returns their runs and summaries. Raises SideFailedError."""
+def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None], in_turns: bool = False) -> dict[str, Any]:
+    """Runs all sides, and returns their runs and summaries. in_turns: at the same time. Raises SideFailedError."""
     for one in case.setup:
         say(f"{case.name}: {one.name}")
         _run(one, work)
     runs: dict[str, list[Numbers]] = {side.name: [] for side in case.sides}
     for number in range(1, pairs + 1):
+        together = iter(measured_in_turns(case.sides, work)) if in_turns else None
         for side in case.sides:
-            runs[side.name].append(measured(side, work))
+            runs[side.name].append(next(together) if together else measured(side, work))
             say(f"{case.name}, {number} of {pairs}: {side.name}: {_told(runs[side.name][-1])}")
     return {
         "name": case.name,
@@ -79,13 +82,38 @@ def measured(side: Side, work: Path) -> Numbers:
     _adopt_orphans()
     before = _children()
     meter = CoreMeter()
-    lines = _run(side, work).strip().splitlines()
+    output = _run(side, work)
     _reap_orphans(before)
+    numbers = {name: value for name, value in _numbers(side, output).items() if name != ENDS}
+    return {**numbers, OTHERS: round(meter.cores_of_others(), 3)}
+
+
+def measured_in_turns(sides: Sequence[Side], work: Path) -> list[Numbers]:
+    """Runs sides once, in turns of a second (`benchmarks.turns`); returns their numbers. Raises SideFailedError."""
+    _adopt_orphans()
+    before = _children()
+    meter = CoreMeter()
+    running = [Running(_command(side, work), ROOT, _environment(side, work)) for side in sides]
+    run_in_turns(running)
+    _reap_orphans(before)
+    of_others = {OTHERS: round(meter.cores_of_others(), 3)}
+    found = []
+    for side, one in zip(sides, running, strict=True):
+        one.output.seek(0)
+        output = one.output.read()
+        if one.process.returncode:
+            raise SideFailedError(_failed(side, one.process.returncode, output))
+        found.append({**with_times(_numbers(side, output), one.spans), **of_others})
+    return found
+
+
+def _numbers(side: Side, output: str) -> dict[str, Any]:
+    lines = output.strip().splitlines()
     try:
-        numbers: Numbers = json.loads(lines[-1])
+        numbers: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         raise SideFailedError(f"{side.name}: the last line is no JSON: {lines[-1:]}") from None
-    return {**numbers, OTHERS: round(meter.cores_of_others(), 3)}
+    return numbers
 
 
 def _adopt_orphans() -> None:
@@ -108,13 +136,25 @@ def _reap_orphans(before: set[int]) -> None:
 
 
 def _run(side: Side, work: Path) -> str:
-    command = [sys.executable if part == "python" else part.replace("{work}", str(work)) for part in side.command]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(work / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env={**env, **side.env}, capture_output=True, text=True, check=False)
+    command, env = _command(side, work), _environment(side, work)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise SideFailedError(f"{side.name}: exit code {done.returncode} of {' '.join(command)}\n{tail}")
+        raise SideFailedError(_failed(side, done.returncode, done.stdout + done.stderr))
     return done.stdout
+
+
+def _command(side: Side, work: Path) -> list[str]:
+    return [sys.executable if part == "python" else part.replace("{work}", str(work)) for part in side.command]
+
+
+def _environment(side: Side, work: Path) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(work / "cache")}
+    return {**os.environ, **own, **side.env}
+
+
+def _failed(side: Side, code: int, output: str) -> str:
+    tail = "\n".join(output.strip().splitlines()[-15:])
+    return f"{side.name}: exit code {code} of {' '.join(side.command)}\n{tail}"
 
 
 def summary(runs: Sequence[Numbers]) -> dict[str, Numbers]:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 from benchmarks.programs.windows import print_speed, read
@@ -101,11 +102,11 @@ def main() -> None:
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
-            times.append(time.perf_counter())
+            times.append(time.time())
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     if rank == 0:
-        peak = torch.cuda.max_memory_allocated() / 2**30 if options.gpu else None
+        peak = (torch.cuda.max_memory_allocated() if options.gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss) / 2**30
         more = {}
         if world == 1 and options.zero is None and not options.gpu and not options.bf16:
             micro_batch = torch.stack([row["input_ids"] for row in rows[: train.micro_batch_size]])

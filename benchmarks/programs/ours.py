@@ -17,6 +17,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from benchmarks.programs.windows import ENDS
 
 RECIPE = "recipes/tiny.py"
 ALONE = ("evaluation.every_steps=0", "checkpoint.every_steps=1000000", "export.at_end=false")
@@ -43,7 +46,7 @@ def main() -> None:
             "engine_s": run / "tokenizer" / "tokenizer.json",
             "first_log_s": run / "metrics.jsonl",
         }
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         started = time.time()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while process.poll() is None:
@@ -64,6 +67,7 @@ def main() -> None:
         found["peak_gib"] = windows[-1]["peak_memory_bytes"] / 2**30
     if "logging.every_steps=1" in options.fields:
         found["first_step_s"] = found.pop("first_log_s")
+        found[ENDS] = [line["time"] for line in lines if "loss" in line]
     else:
         found.pop("first_log_s", None)
     print(json.dumps(found))

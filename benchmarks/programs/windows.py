@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 WARM = 10
 """Number of steps that are excluded."""
+ENDS = "ends"
+"""Key of the times at which steps ended. For commands that run in turns, `time.time` returns them."""
 
 
 def read(file: Path) -> SimpleNamespace:
@@ -33,4 +35,5 @@ def print_speed(
     step_s = statistics.median(statistics.fmean(window) for window in windows)
     tokens = train.micro_batch_size * train.accumulation * ranks * train.sequence_length
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 if peak_gib is None else peak_gib
-    print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak, **more}))
+    found = {"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak, **more}
+    print(json.dumps({**found, ENDS: list(ends)}))
