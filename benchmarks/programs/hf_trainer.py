@@ -8,6 +8,7 @@ prints one line of JSON.
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -53,9 +54,11 @@ def main() -> None:
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # otherwise the first start compiles for a minute
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        with socket.socket() as free:  # two of these scripts run at the same time
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_PORT", "29534")
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
