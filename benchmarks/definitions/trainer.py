@@ -24,26 +24,30 @@ SPEED = {
 """Columns of the table: name of a number → heading and format."""
 
 
-def _case(name: str, ranks: int, quick: bool, zero: int | None = None, bf16: bool = False) -> Case:
+def _fields(ranks: int, zero: int | None) -> tuple[str, ...]:
+    is_ddp = zero is None and ranks > 1
+    ddp = ("parallel.backend=accelerate", "parallel.accelerate=ddp") if is_ddp else ()
+    return (*FIELDS, f"parallel.zero_stage={zero or 0}", *ddp)
+
+
+def _trainer(name: str, folder: str, ranks: int, steps: str, *flags: str) -> Side:
+    return Side(name, script(ranks, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps, *flags))
+
+
+def _case(name: str, ranks: int, quick: bool, zero: int | None = None) -> Case:
+    """Returns a case whose sides run in turns."""
     steps = "20" if quick else "80"
-    fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
-    if bf16:
-        fields += ["parallel.precision=autocast_bf16"]
-    if zero is None and ranks > 1:
-        fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
-    common = ["--ranks", str(ranks), "--steps", steps]
-    larger = sets(*fields, f"batch.micro_batch_size={MICRO_BATCH}")
+    common, fields = ["--ranks", str(ranks), "--steps", steps], sets(*_fields(ranks, zero))
+    larger = [*fields, *sets(f"batch.micro_batch_size={MICRO_BATCH}")]
     # Each step is logged, since the times at which steps end are needed.
-    ours = program("ours", *common, *larger, *sets("logging.every_steps=1"))
-    subjects: list[Side] = []
-    trainers: list[Side] = []
-    for about, own in (("", sets(*fields)), (f", micro-batches of {MICRO_BATCH}", larger)):
-        folder = f"{{work}}/{ranks}-{zero}{len(subjects)}"
-        subjects.append(Side(f"batches{about}", program("subject", folder, *common, *own)))
-        peer = script(ranks, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps)
-        peer += [*(["--zero", str(zero)] if zero is not None else []), *(["--bf16"] if bf16 else [])]
-        trainers.append(Side(f"Trainer{about}", peer))
-    return Case(name, [Side("llmtrain", ours), *trainers], setup=[*subjects, tuned(larger, ranks)])
+    sides = [Side("llmtrain", program("ours", *common, *larger, *sets("logging.every_steps=1")))]
+    setup = [tuned(larger, ranks)]
+    flags = [] if zero is None else ["--zero", str(zero)]
+    for number, (about, own) in enumerate((("", fields), (f", micro-batches of {MICRO_BATCH}", larger))):
+        folder = f"{{work}}/{ranks}-{zero}{number}"
+        setup.append(Side(f"batches{about}", program("subject", folder, *common, *own)))
+        sides.append(_trainer(f"Trainer{about}", folder, ranks, steps, *flags))
+    return Case(name, sides, setup)
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -58,7 +62,17 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def mixed_cases(quick: bool) -> Sequence[Case]:
     """Returns the cases in mixed precision: one rank and two. With DeepSpeed, the Trainer has no bf16 on a CPU."""
-    return [_case("1 rank", 1, quick, bf16=True), _case("2 ranks, DDP", 2, quick, bf16=True)]
+    steps, found = "20" if quick else "60", []
+    for name, ranks in (("1 rank", 1), ("2 ranks, DDP", 2)):
+        options = sets(*_fields(ranks, None), "parallel.precision=autocast_bf16")
+        common, folder = ["--ranks", str(ranks), "--steps", steps, *options], f"{{work}}/{ranks}"
+        sides = [
+            Side("llmtrain", program("ours", *common)),
+            _trainer("Trainer", folder, ranks, steps, "--bf16"),
+            Side("llmtrain, the same kernels", program("ours", *common, *sets(*SAME_KERNELS))),
+        ]
+        found.append(Case(name, sides, [Side("batches", program("subject", folder, *common)), tuned(options, ranks)]))
+    return found
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
@@ -117,13 +131,13 @@ MIXED = Benchmark(
     name="trainer_bf16",
     title="Against Hugging Face's Trainer in mixed precision, on a CPU",
     description=(
-        "The same as `trainer`, with weights in fp32 and products in bf16: the Trainer's `bf16=True`, and llmtrain's "
-        "`parallel.precision=autocast_bf16`. The Trainer does not offer bf16 with DeepSpeed on a CPU."
+        "The same runs as in `trainer`, with weights in fp32 and products in bf16: the Trainer's `bf16=True`, and "
+        "llmtrain's `parallel.precision=autocast_bf16`. Both have the recipe's micro-batches, and whole commands "
+        "alternate. llmtrain with the Trainer's kernels is shown as well. The Trainer does not offer bf16 with "
+        "DeepSpeed on a CPU."
     ),
     cases=mixed_cases,
     columns=SPEED,
     verdicts=verdicts,
-    minutes=15,
-    pairs=3,
-    in_turns=True,
+    minutes=12,
 )
