@@ -350,6 +350,11 @@ def test_a_label_that_is_no_token_is_refused(label):
         cpu.cross_entropies(logits, labels)
 
 
+def test_labels_of_another_integer_type_are_read_as_what_they_are():
+    logits, labels = _logits(9, 21)
+    assert torch.equal(cpu.cross_entropies(logits, labels.int()), cpu.cross_entropies(logits, labels))
+
+
 def test_losses_do_not_depend_on_the_number_of_threads():
     found, before = [], torch.get_num_threads()
     for threads in (1, 3):

@@ -42,14 +42,21 @@ class _Labels(ctypes.Structure):
     )
 
 
-def use(library: ctypes.CDLL | None) -> None:
-    """Uses the compiled `kernels.cpp` in this process from now on; with None, there are no kernels."""
+_FUNCTIONS = {
+    "attention_forward": (_Sizes, 6),
+    "attention_backward": (_Sizes, 10),
+    "cross_entropy_forward": (_Labels, 4),
+    "cross_entropy_backward": (_Labels, 4),
+}
+"""Name → the numbers that it takes, and how many tensors."""
+
+
+def use(library: ctypes.CDLL) -> None:
+    """Uses the compiled `kernels.cpp` in this process from now on."""
     global _library
-    functions = {"attention_forward": 6, "attention_backward": 10, "cross_entropy_forward": 4}
-    for name, tensors in (functions | {"cross_entropy_backward": 4}).items() if library else ():
+    for name, (numbers, tensors) in _FUNCTIONS.items():
         function = getattr(library, name)
-        sizes = _Sizes if name.startswith("attention") else _Labels
-        function.argtypes = [ctypes.POINTER(sizes), *[ctypes.c_void_p] * tensors]
+        function.argtypes = [ctypes.POINTER(numbers), *[ctypes.c_void_p] * tensors]
         function.restype = ctypes.c_bool
     _library = library
 
@@ -131,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns the losses."""
-        logits, labels = logits.contiguous(), labels.contiguous()
+        logits, labels = logits.contiguous(), labels.long().contiguous()
         losses, log_sums = logits.new_empty(len(logits)), logits.new_empty(len(logits))
         if not _of_labels("cross_entropy_forward", labels, logits, losses, log_sums):
             raise ValueError(f"a label is not below the size of the vocabulary, {logits.shape[1]}")

@@ -1,9 +1,9 @@
 // Kernels for CPUs, in fp32: causal attention within documents, and cross-entropy. `llmtrain.models.cpu` calls them.
 //
-// Attention: blocks of queries are multiplied by blocks of keys, and probabilities are not kept: the backward pass computes them
-// again from the logarithm of their sums (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Scores are stored
-// by keys, [keys, queries]. A vector therefore holds queries: softmax adds no numbers within a vector, and the size of
-// a head need not be a multiple of a vector's.
+// Attention: blocks of queries are multiplied by blocks of keys, and probabilities are not kept: the backward pass
+// computes them again from the logarithm of their sums (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2).
+// Scores are stored by keys, [keys, queries]. A vector therefore holds queries: softmax adds no numbers within a
+// vector, and the size of a head need not be a multiple of a vector's.
 //
 // Queries, keys, values, output and gradients are contiguous, [tokens, heads, width]. Queries and output have
 // `heads`, keys and values have `key_heads`. Values and output are `value_width` wide.
