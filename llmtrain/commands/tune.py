@@ -37,9 +37,8 @@ def tune_kernels(
 
     The result is stored on this machine, and used by runs of the recipe.
 
-    Only choices that the recipe leaves open (auto) are made: attention, decoder layers, loss; on a CPU also
-    matrix products and threads. Other micro-batches, and on a CPU other precisions, are measured for your
-    information.
+    It chooses only what the recipe leaves open (auto): attention, decoder layers, loss; on a CPU also matrix
+    products and threads. For comparison, it also measures other micro-batches, and on a CPU other precisions.
     """
     from rich.console import Console
 

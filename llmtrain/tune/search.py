@@ -112,8 +112,6 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
         compared = in_turn(tuning.current, trial)
     except BusyError:
         raise
-    except RecipeError as error:
-        tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
     except Exception as error:  # any library may raise, for example when out of memory
         tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
@@ -211,4 +209,6 @@ def _check(loss: float, expected: float, plan: Plan) -> None:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, RecipeError):
+        return str(error.problems[0].message)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

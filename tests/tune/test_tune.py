@@ -154,6 +154,15 @@ def test_a_micro_batch_that_does_not_fit_ends_the_search(monkeypatch, batch):
     assert failed["batch.micro_batch_size=4"] == "MemoryError: no room"
 
 
+def test_a_micro_batch_that_a_rule_refuses_is_reported_with_the_reason(monkeypatch, batch):
+    def refuse(recipe, cluster, facts):
+        raise RecipeError(Problem("memory.fits", "memory", "it does not fit", "a smaller one"))
+
+    monkeypatch.setattr(search, "resolve", refuse)
+    _, failed, _ = _micro_batches(monkeypatch, batch, {2: 1.0})
+    assert failed["batch.micro_batch_size=4"] == "it does not fit"
+
+
 def test_micro_batches_are_those_of_the_same_run(monkeypatch, batch):
     times = {1: 0.6, 2: 1.0, 4: 1.8}
     few = {"batch.global_batch_size": 4}  # 2 for each of 2 ranks
