@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.benchmark import Benchmark, Script
 from benchmarks.definitions import BENCHMARKS
+from benchmarks.gpu import run as gpu
 from benchmarks.machine import facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
-from llmtrain.cluster import visible_gpus
 from llmtrain.system.host import cores_of_others, most_cores_of_others, own_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +31,10 @@ LOOK_S = 3.0
 
 def main(arguments: list[str] | None = None) -> None:
     """Lists the benchmarks, or runs one."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["gpu"]:  # has options of its own, and keeps what it has when it is stopped
+        gpu.main(words[1:])
+        return
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,12 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.name is None:
         for benchmark in BENCHMARKS.values():
-            where = ", on a GPU" if benchmark.needs_gpu else ""
+            where = ", on a GPU" if isinstance(benchmark, Script) and benchmark.needs_gpu else ""
             print(f"{benchmark.name:15} about {benchmark.minutes:3} min  {benchmark.title}{where}")
         return
     benchmark = BENCHMARKS[options.name]
-    if benchmark.needs_gpu and not visible_gpus():
-        sys.exit(f"{benchmark.name} is measured on a GPU, and this machine shows none")
     if not options.force:
         _refuse_busy()
     if isinstance(benchmark, Script):

@@ -41,12 +41,11 @@ class Benchmark:
     """Number of runs of each side that a result needs."""
     in_turns: bool = False
     """Whether the sides of a case run at the same time, in turns (`benchmarks.turns`)."""
-    needs_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Script:
-    """A benchmark that runs a separate program, which was written before pairs were introduced."""
+    """A benchmark that runs a separate program."""
 
     name: str
     title: str

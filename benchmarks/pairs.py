@@ -148,8 +148,13 @@ def _command(side: Side, work: Path) -> list[str]:
 
 
 def _environment(side: Side, work: Path) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(work / "cache")}
+    own = {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(work / "cache")}
     return {**os.environ, **own, **side.env}
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH with this repository in front of what it already has."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _failed(side: Side, code: int, output: str) -> str:

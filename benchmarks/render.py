@@ -1,4 +1,7 @@
-"""Writes README.md and its pictures from `results/*.json` and `tried.md`: `python -m benchmarks.render`."""
+"""Writes README.md and its pictures from `results/*.json` and `tried.md`: `python -m benchmarks.render`.
+
+It also writes what other files say about GPUs (`benchmarks.gpu.page`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from benchmarks.benchmark import Benchmark, Result, Script
 from benchmarks.definitions import BENCHMARKS
+from benchmarks.gpu import page
 from benchmarks.pairs import OTHERS
 from llmtrain.system.host import most_cores_of_others
 
@@ -45,10 +49,14 @@ def render(results: dict[str, Result | None], tried: str) -> str:
     return HEAD + "".join(lines) + "".join(sections) + "\n" + tried
 
 
+def _needs_gpu(benchmark: Benchmark | Script) -> bool:
+    return isinstance(benchmark, Script) and benchmark.needs_gpu
+
+
 def _line(benchmark: Benchmark | Script, result: Result | None) -> str:
     title = f"[{benchmark.title}](#{_anchor(benchmark.title)})"
     if result is None:
-        missing = "not measured on a GPU" if benchmark.needs_gpu else "not measured"
+        missing = "not measured on a GPU" if _needs_gpu(benchmark) else "not measured"
         return f"| {title} | `{benchmark.name}` | {missing} | |\n"
     verdicts = benchmark.verdicts(result)
     met = sum(verdict.met for verdict in verdicts)
@@ -59,7 +67,7 @@ def _section(benchmark: Benchmark | Script, result: Result | None) -> str:
     parts = [f"\n## {benchmark.title}\n", f"\n{benchmark.description}\n"]
     if result is None:
         command = f"`python -m benchmarks {benchmark.name}`, about {benchmark.minutes} minutes."
-        return "".join([*parts, f"\n{NOT_ON_GPU if benchmark.needs_gpu else NOT} {command}\n"])
+        return "".join([*parts, f"\n{NOT_ON_GPU if _needs_gpu(benchmark) else NOT} {command}\n"])
     parts.append(f"\n{_taken(result)}\n\n")
     parts += [
         f"- {verdict.aim}: **{'met' if verdict.met else 'missed'}**, {verdict.found}\n"
@@ -183,6 +191,8 @@ def main() -> None:
         if isinstance(benchmark, Benchmark) and result is not None:
             draw(benchmark, result, PICTURES / f"{name}.svg")
     (HERE / "README.md").write_text(render(results, TRIED.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, text in page.files().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Running:
     def turn(self) -> bool:
         """Lets it run for a second. Returns whether it goes on afterwards."""
         # Children first: a launcher that continued before them would find that they are stopped.
-        _send(reversed(_family(self.process.pid)), signal.SIGCONT)
+        _send(reversed(family(self.process.pid)), signal.SIGCONT)
         started = time.time()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(TURN_S)
@@ -51,13 +51,13 @@ class Running:
 
     def _stop(self) -> None:
         stopped: set[int] = set()
-        while found := [pid for pid in _family(self.process.pid) if pid not in stopped]:  # some may just have started
+        while found := [pid for pid in family(self.process.pid) if pid not in stopped]:  # some may just have started
             _send(found, signal.SIGSTOP)
             stopped.update(found)
 
     def kill(self) -> None:
         """Ends it."""
-        _send(_family(self.process.pid), signal.SIGKILL)
+        _send(family(self.process.pid), signal.SIGKILL)
         self.process.wait()
 
 
@@ -88,9 +88,9 @@ def _overlap(span: Span, spans: Sequence[Span]) -> float:
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in spans)
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """Returns a process and its descendants, parents first."""
-    return [pid, *(one for child in _children_of(pid) for one in _family(child))]
+    return [pid, *(one for child in _children_of(pid) for one in family(child))]
 
 
 def _children_of(pid: int) -> Iterator[int]:

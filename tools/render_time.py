@@ -326,7 +326,8 @@ def cluster() -> Cluster:
 
 ## Assumptions
 
-None of this was measured with llmtrain, which has not been run on a GPU.
+[Measured on a GPU](../reference/gpu.md) shows predicted step times beside real ones. The shares below are from
+published measurements and datasheets.
 
 | Device | Matrix products reach | Attention reaches |
 |---|---|---|

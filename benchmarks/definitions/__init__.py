@@ -6,7 +6,6 @@ from benchmarks.definitions import (
     cpu,
     data,
     gpt,
-    gpu,
     litgpt,
     recompute,
     report,
@@ -21,6 +20,7 @@ from benchmarks.definitions import (
 BENCHMARKS: dict[str, Benchmark | Script] = {
     one.name: one
     for one in (
+        scripts.GPU,
         wrapper.BENCHMARK,
         trainer.BENCHMARK,
         trainer.MIXED,
@@ -41,8 +41,5 @@ BENCHMARKS: dict[str, Benchmark | Script] = {
         scale.BENCHMARK,
         report.BENCHMARK,
         *scripts.OTHERS,
-        gpu.MFU,
-        gpu.WRAPPER,
-        gpu.TRAINER,
     )
 }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.benchmark import Result, Script, Verdict
+from benchmarks.gpu import page
 
 IDEAL = {("interleaved", 4, 2, 8): 0.82, ("zero_bubble", 4, 4, 8): 0.95}
 """Schedule, ranks, stages per rank and micro-batches → smallest share of a step in which ranks should not wait."""
@@ -20,12 +21,6 @@ def _bubble(result: Result) -> Sequence[Verdict]:
             aim = f"{name}: at least {IDEAL[case]} of a step without waiting"
             found.append(Verdict(aim, f"{busy:.3f}", busy >= IDEAL[case]))
     return found
-
-
-def _memory(result: Result) -> Sequence[Verdict]:
-    lowest, highest = result["lowest_error"], result["highest_error"]
-    found = f"{result['within']:.0%} of {result['measured']}, {lowest:+.1%} to {highest:+.1%}"
-    return [Verdict("95% of the configurations within 3%, none more than 1% under", found, result["aim_met"])]
 
 
 def _chaos(result: Result) -> Sequence[Verdict]:
@@ -74,6 +69,16 @@ def _slow_network(result: Result) -> Sequence[Verdict]:
     ]
 
 
+GPU = Script(
+    "gpu",
+    "On a GPU",
+    "What one GPU computes, how fast, and in how much memory, beside what was predicted; more in "
+    "[docs/reference/gpu.md](../docs/reference/gpu.md).",
+    ("python", "-m", "benchmarks", "gpu"),
+    page.verdicts,
+    minutes=9,
+    needs_gpu=True,
+)
 PIPELINE = (
     Script(
         "bubble",
@@ -93,16 +98,6 @@ OTHERS = (
         ("python", "benchmarks/slow_network.py"),
         _slow_network,
         minutes=6,
-    ),
-    Script(
-        "memory",
-        "Memory, predicted and measured",
-        "The predicted peak of a plan, compared with `max_memory_allocated`; more in "
-        "[docs/reference/memory_measured.md](../docs/reference/memory_measured.md).",
-        ("python", "benchmarks/memory.py"),
-        _memory,
-        minutes=15,
-        needs_gpu=True,
     ),
     Script(
         "chaos",

@@ -38,7 +38,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "chats.jsonl").open(encoding="utf-8")]
 
 
-def write(folder: Path, copies: int) -> dict[str, float]:
+def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, float]:
     """Writes `chats.jsonl`, the built-in corpus several times, and the folder `tokenizer`."""
     from llmtrain.data import prepare
     from llmtrain.data.cache import Cache
@@ -49,8 +49,8 @@ def write(folder: Path, copies: int) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [one.text for one in stdlib_chat_corpus(Cache(folder / "cache", Progress())).documents()]
     (folder / "chats.jsonl").write_text("".join(f"{row}\n" for _ in range(copies) for row in rows), encoding="utf-8")
-    fields = [f'data.tokenizer={{"vocab_size": {VOCABULARY}}}', f"data.cache_dir={folder / 'cache'}"]
-    fields += [f"model.config.vocab_size={VOCABULARY}"]
+    fields = [f'data.tokenizer={{"vocab_size": {vocabulary}}}', f"data.cache_dir={folder / 'cache'}"]
+    fields += [f"model.config.vocab_size={vocabulary}"]
     made = prepare(load_recipe(f"{RECIPE}:verify", fields)[0]).tokenizer_dir
     target = folder / "tokenizer"
     target.mkdir(exist_ok=True)
@@ -187,10 +187,11 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     options = parser.parse_args()
     use_cores(options.cores)
     parts = {
-        "write": lambda: write(options.folder, options.copies),
+        "write": lambda: write(options.folder, options.copies, options.vocabulary),
         "ours": lambda: ours(options.folder),
         "raw": lambda: raw(options.folder),
         "train": lambda: train(options.folder, options.packed, options.lora, options.steps),

@@ -45,11 +45,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO; without it there is no DeepSpeed")
     parser.add_argument("--bf16", action="store_true", help="mixed precision instead of fp32")
-    parser.add_argument("--gpu", action="store_true", help="on the first GPU")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not options.gpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     if options.zero is not None:
         from deepspeed.ops import __compatible_ops__
 
@@ -82,7 +80,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(options.folder / "trainer"),
         # With it, the Trainer would use DistributedDataParallel instead of DeepSpeed.
-        use_cpu=options.zero is None and not options.gpu,
+        use_cpu=options.zero is None,
         bf16=options.bf16,
         max_steps=options.steps,
         per_device_train_batch_size=train.micro_batch_size,
@@ -109,9 +107,9 @@ def main() -> None:
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     if rank == 0:
-        peak = (torch.cuda.max_memory_allocated() if options.gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss) / 2**30
+        peak = 1024 * getrusage(RUSAGE_SELF).ru_maxrss / 2**30
         more = {}
-        if world == 1 and options.zero is None and not options.gpu and not options.bf16:
+        if world == 1 and options.zero is None and not options.bf16:
             micro_batch = torch.stack([row["input_ids"] for row in rows[: train.micro_batch_size]])
             more = {"kernel_ms": kernel_ms(model, micro_batch, train.accumulation)}
         print_speed(times, train, world, peak, **more)

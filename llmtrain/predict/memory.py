@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llmtrain.cluster import GIB
@@ -14,6 +17,9 @@ from llmtrain.recipe import Part
 
 CONTEXT = GIB
 """Assumed: a device's context, its libraries and their workspaces."""
+MEASURED = Path(__file__).with_name("measured.json")
+"""How predicted peaks compare with those of a GPU; `null` until one has been measured. `python -m benchmarks.render`
+writes it."""
 COMMUNICATORS = GIB
 """Assumed: buffers of NCCL's communicators, if there is more than one rank."""
 
@@ -123,11 +129,20 @@ class PlanMemory(Part):
             unit, name = unit_of(self.needed)
             each = ", ".join(f"{stage.peak.total / unit:.1f}" for stage in self.stages)
             yield f"         {name} by stage: {each}"
-        yield f"         activations {'traced' if self.is_traced else 'estimated'}; not measured on a GPU"
+        yield f"         activations {'traced' if self.is_traced else 'estimated'}; {measured()}"
         if host := max(stage.host for stage in self.stages):
             yield f"         {readable(host)} of host memory per rank"
         if copies := max(stage.host_copies for stage in self.stages):
             yield f"         {readable(copies)} of host memory per rank while a checkpoint is being written"
+
+
+@cache
+def measured() -> str:
+    """Returns how many peaks were compared with those of a GPU (`measured.json`, from a committed benchmark)."""
+    found = json.loads(MEASURED.read_text(encoding="utf-8"))
+    if found is None:
+        return "not measured on a GPU"
+    return f"{found['close']} of {found['plans']} peaks within {found['within']:.0%} on {found['device']}"
 
 
 def by_part(parts: Parts) -> str:

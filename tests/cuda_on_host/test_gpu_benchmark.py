@@ -1,0 +1,43 @@
+"""`python -m benchmarks gpu --small` on the emulated device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import page
+from benchmarks.gpu.cases import CASES
+from tests.cuda_on_host.conftest import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(libraries: Path, out: Path, *options: str) -> dict[str, dict]:
+    """Case → row."""
+    words = [sys.executable, "-m", "benchmarks", "gpu", "--small", "--out", str(out), *options]
+    env = environment(libraries, devices=1)
+    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    rows = json.loads((out / "gpu.json").read_text())["rows"]
+    assert rows, ended.stderr
+    return {row["case"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_plans_take_steps_with_the_predicted_memory(libraries, tmp_path):
+    rows = measured(libraries, tmp_path, "--only", "1b plain,1b zero3 offload")
+    assert [row["status"] for row in rows.values()] == ["done", "done"], rows
+    for row in rows.values():
+        assert row["found"]["mfu"] > 0
+        assert abs(page.memory_error(row["found"])) < page.CLOSE
+
+
+@pytest.mark.breadth
+def test_the_whole_command_ends_in_its_minutes(libraries, tmp_path):
+    """All cases, some ten minutes. Kernels of Triton and fp8 run in no emulation, so their cases may be refused."""
+    rows = measured(libraries, tmp_path, "--minutes", "30")
+    assert list(rows) == list(CASES)
+    assert not {name: row["reason"] for name, row in rows.items() if row["status"] in ("failed", "skipped")}
