@@ -30,7 +30,8 @@ class Device(Part):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     """Key in `DEVICES`, in lower case."""
     memory_bytes: Annotated[int, Field(gt=0)] | None
-    """Memory; None if it is the host's and unknown."""
+    """What torch can use (`total_memory` of its device properties), less than the datasheet's; None if it is the
+    host's and unknown. A prediction counts the device's context as a part of it."""
     peak_flops: dict[str, Annotated[float, Field(gt=0)]]
     """Dense peak by data type, FLOP/s; a type that is not listed has no published peak."""
     memory_bandwidth: PositiveFloat | None = None
@@ -48,12 +49,12 @@ class Device(Part):
         return self.name == "cpu"
 
 
-def _device(name: str, gib: int, gigabytes: tuple[float, float, float, float], **tflops: float) -> Device:
+def _device(name: str, gib: float, gigabytes: tuple[float, float, float, float], **tflops: float) -> Device:
     """Creates a device. gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
     memory, node, network, host = (rate * 1e9 for rate in gigabytes)
     return Device(
         name=name,
-        memory_bytes=gib * GIB,
+        memory_bytes=int(gib * GIB),
         peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         memory_bandwidth=memory,
         node_bandwidth=node,

@@ -314,7 +314,7 @@ your device is not in the catalogue, describe the cluster in the recipe file:
 def cluster() -> Cluster:
     mine = Device(
         name="h100-pcie",
-        memory_bytes=80 * 2**30,
+        memory_bytes=int(79.1 * 2**30),  # `total_memory` of torch.cuda.get_device_properties(0)
         peak_flops={"bf16": 756e12},
         memory_bandwidth=2.0e12,
         node_bandwidth=64e9,
