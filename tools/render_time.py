@@ -299,8 +299,9 @@ There is no prediction for `nn.DataParallel`, or for devices about which too lit
 null.
 
 `llmtrain doctor --self-test` measures the rates of a machine in a minute ([guide](doctor.md#test-the-devices)).
-Plans for that machine then use them in place of the shares of datasheets that are listed below. To plan for such
-machines from elsewhere, read the report in the recipe file:
+Plans for that machine then use them in place of the shares of datasheets that are listed below. If its host name
+changes, `LLMTRAIN_SELF_TEST=FILE` names the report. To plan for such machines from elsewhere, read the report in the
+recipe file:
 
 ```python
 def cluster() -> Cluster:
