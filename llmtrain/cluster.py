@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, nearest, shown
 from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
 from llmtrain.system.host import cache_root
-from llmtrain.system.untrusted import UNREADABLE, read_json
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
 
 GIB = 2**30
 MOST_RANKS = 2**31 - 1
@@ -30,7 +29,8 @@ class Device(Part):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     """Key in `DEVICES`, in lower case."""
     memory_bytes: Annotated[int, Field(gt=0)] | None
-    """Memory; None if it is the host's and unknown."""
+    """What torch can use (`total_memory` of its device properties), less than the datasheet's; None if it is the
+    host's and unknown. A prediction counts the device's context as a part of it."""
     peak_flops: dict[str, Annotated[float, Field(gt=0)]]
     """Dense peak by data type, FLOP/s; a type that is not listed has no published peak."""
     memory_bandwidth: PositiveFloat | None = None
@@ -48,12 +48,12 @@ class Device(Part):
         return self.name == "cpu"
 
 
-def _device(name: str, gib: int, gigabytes: tuple[float, float, float, float], **tflops: float) -> Device:
+def _device(name: str, gib: float, gigabytes: tuple[float, float, float, float], **tflops: float) -> Device:
     """Creates a device. gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
     memory, node, network, host = (rate * 1e9 for rate in gigabytes)
     return Device(
         name=name,
-        memory_bytes=gib * GIB,
+        memory_bytes=int(gib * GIB),
         peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
         memory_bandwidth=memory,
         node_bandwidth=node,
@@ -71,11 +71,15 @@ DEVICES = {
         # both ways together, Infinity Fabric 7 × 128. The network is that of the vendors' own systems,
         # one adapter for each device: DGX A100 8 × 200 Gbit/s, DGX H100, H200 and B200 and the MI300X
         # platform 8 × 400 Gbit/s. The host is PCIe 4.0 × 16 for the A100, 5.0 × 16 for the others.
-        _device("a100", 80, (2039, 300, 25, 32), bf16=312, fp16=312, fp32=19.5),
-        _device("h100", 80, (3350, 450, 50, 64), bf16=989, fp16=989, fp32=67),
-        _device("h200", 141, (4800, 450, 50, 64), bf16=989, fp16=989, fp32=67),
-        _device("b200", 180, (8000, 900, 50, 64), bf16=2250, fp16=2250, fp32=75),
-        _device("mi300x", 192, (5300, 448, 50, 64), bf16=1307, fp16=1307, fp32=163.4),
+        # The first number is GiB of memory, the lowest "total capacity" in torch's errors in public logs, since it
+        # depends on the driver and on virtualization: A100 of 80 GB 79.14 to 79.35, H100 79.10 (an example in
+        # stas00/ml-engineering) to 79.21, H200 139.72 to 139.81, B200 178.35 (also in pytorch/ao#4002) and 178.36,
+        # MI300X 191.69 and 191.98 (AMD's documentation of ROCm).
+        _device("a100", 79.14, (2039, 300, 25, 32), bf16=312, fp16=312, fp32=19.5),
+        _device("h100", 79.1, (3350, 450, 50, 64), bf16=989, fp16=989, fp32=67),
+        _device("h200", 139.72, (4800, 450, 50, 64), bf16=989, fp16=989, fp32=67),
+        _device("b200", 178.35, (8000, 900, 50, 64), bf16=2250, fp16=2250, fp32=75),
+        _device("mi300x", 191.69, (5300, 448, 50, 64), bf16=1307, fp16=1307, fp32=163.4),
         # A CPU's performance depends on the host: to have its times predicted, describe it (`own_devices`).
         Device(name="cpu", memory_bytes=None, peak_flops={}),
         # A GPU that is not in this table can train, but has no MFU.
@@ -180,20 +184,36 @@ class Cluster(Part):
         return Cluster.model_validate(fields)
 
 
-def local_cluster(nproc: int | None = None) -> Cluster:
+def local_cluster(nproc: int | None = None, *, is_measured: bool = True) -> Cluster:
     """Returns this machine: its visible GPUs, else `nproc` CPU workers (default 1).
 
-    With GPUs, `nproc` is the number of them to use. It includes the rates that a self-test has measured on this
-    machine.
+    With GPUs, `nproc` is the number of them to use. is_measured: whether to include the rates that a self-test has
+    measured; this raises RecipeError if `LLMTRAIN_SELF_TEST` names a report that cannot be used.
     """
     gpus = [] if os.environ.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
     device = device_of(gpus[0]) if gpus else "cpu"
-    measured = None
-    with suppress(*UNREADABLE):  # there may be no report, or one of an older version
-        measured = measured_on(self_test_folder() / "report.json")
-    if measured and measured.device != device:  # other GPUs have been installed
-        measured = None
+    measured = _measured(device) if is_measured else None
     return Cluster(devices_per_node=nproc or len(gpus) or 1, device=device, measured=measured)
+
+
+SELF_TEST = "LLMTRAIN_SELF_TEST"
+"""Environment variable that names the report of a self-test."""
+
+
+def _measured(device: str) -> MeasuredRates | None:
+    """Returns the rates in this machine's report; None without a usable one, unless the user has named it."""
+    named = os.environ.get(SELF_TEST)
+    try:
+        found = measured_on(self_test_report())
+        fault = f"was measured on '{found.device}', but the device of this machine is '{device}'"
+    except UNREADABLE as error:  # without a name: there may be no report, or one of an older version
+        found, fault = None, f"has no rates: {why(error)}"
+    if found and found.device == device:
+        return found
+    if named:
+        fix = f"name a report that `llmtrain doctor --self-test` has written on such a device, or `unset {SELF_TEST}`"
+        raise RecipeError(Problem("cluster.measured", SELF_TEST, f"{shown(named)} {fault}", fix))
+    return None
 
 
 def measured_on(report: Path | str) -> MeasuredRates:
@@ -207,6 +227,12 @@ def measured_on(report: Path | str) -> MeasuredRates:
 def self_test_folder() -> Path:
     """Returns the folder of this machine's self-test; a home directory may be shared by machines."""
     return cache_root() / "self_test" / socket.gethostname()
+
+
+def self_test_report() -> Path:
+    """Returns the report of this machine's self-test: the one that the user has named, or that in its folder."""
+    named = os.environ.get(SELF_TEST)
+    return expanded(named) if named else self_test_folder() / "report.json"
 
 
 @cache

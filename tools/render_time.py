@@ -299,8 +299,9 @@ There is no prediction for `nn.DataParallel`, or for devices about which too lit
 null.
 
 `llmtrain doctor --self-test` measures the rates of a machine in a minute ([guide](doctor.md#test-the-devices)).
-Plans for that machine then use them in place of the shares of datasheets that are listed below. To plan for such
-machines from elsewhere, read the report in the recipe file:
+Plans for that machine then use them in place of the shares of datasheets that are listed below. If its host name
+changes, `LLMTRAIN_SELF_TEST=FILE` names the report. To plan for such machines from elsewhere, read the report in the
+recipe file:
 
 ```python
 def cluster() -> Cluster:
@@ -314,7 +315,7 @@ your device is not in the catalogue, describe the cluster in the recipe file:
 def cluster() -> Cluster:
     mine = Device(
         name="h100-pcie",
-        memory_bytes=80 * 2**30,
+        memory_bytes=int(79.1 * 2**30),  # `total_memory` of torch.cuda.get_device_properties(0)
         peak_flops={"bf16": 756e12},
         memory_bandwidth=2.0e12,
         node_bandwidth=64e9,

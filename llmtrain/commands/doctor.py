@@ -48,7 +48,7 @@ class DoctorRequest:
         typer.Option(
             "--self-test",
             help="Test this machine's devices for a minute: compare each strategy with plain PyTorch, and measured "
-            "rates with the predicted ones.",
+            "rates with the predicted ones. The variable LLMTRAIN_SELF_TEST names the file of the report.",
         ),
     ] = False
     as_json: JsonOption = False
@@ -96,7 +96,8 @@ def _self_test(request: DoctorRequest) -> int:
     if others := [name for name, value in given.items() if value]:
         message = "cannot be combined with --self-test, which tests this machine"
         raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in others])
-    result = self_test(local_cluster(request.nproc), self_test_folder(), lambda line: print(line, file=sys.stderr))
+    cluster = local_cluster(request.nproc, is_measured=False)
+    result = self_test(cluster, self_test_folder(), lambda line: print(line, file=sys.stderr))
     if request.as_json:
         print(result.report.read_text(), end="")
     else:

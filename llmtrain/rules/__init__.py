@@ -94,7 +94,7 @@ def fits(draft: Draft) -> Iterator[Fault]:
     fullest = memory.stages[memory.fullest]
     where = f" on stage {memory.fullest}" if stages > 1 else ""
     message = (
-        f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.0f} GiB on a {draft.cluster.device}{where}, "
+        f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.1f} GiB on a {draft.cluster.device}{where}, "
         f"{LABELS[fullest.moment]}: {by_part(fullest.peak)}"
     )
     yield Fault("parallel", message, "use more devices or larger ones, or change the layout or the precision")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster
+from llmtrain.cluster import Cluster, self_test_report
 from llmtrain.data import prepare
 from llmtrain.doctor.finding import CheckResult
 from llmtrain.errors import UserError
@@ -59,7 +59,10 @@ class SelfTest:
 
 
 def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> SelfTest:
-    """Tests the devices of this node, and writes `report.json` to the folder. Plans then read the rates from it."""
+    """Tests the devices of this node, and writes `report.json` to the folder, and the report that the user has named.
+
+    Plans then read the rates from it.
+    """
     started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock.take(folder, say):
@@ -85,8 +88,9 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
             "parity": [one.document() for one in certificates],
             "environment": environment(),
         }
-        path = folder / "report.json"
-        write_json(path, report)
+        write_json(folder / "report.json", report)
+        if (path := self_test_report()) != folder / "report.json":
+            write_json(path, report)
     return SelfTest(tuple(found), path)
 
 

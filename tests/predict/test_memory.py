@@ -103,7 +103,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_plans_that_do():
         resolve(large, NODE)
     (problem,) = error.value.problems
     assert problem.rule == "memory.fits"
-    assert "of 80 GiB on a h100" in problem.message
+    assert "of 79.1 GiB on a h100" in problem.message
     assert "activations" in problem.message
     ways = nearest_plans(large, NODE)
     assert len(ways) == 3
@@ -140,7 +140,7 @@ def test_accelerate_is_counted(backend):
 
 def test_the_command_prints_and_writes_the_memory():
     shown = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline"])
-    assert "GiB of 80.0 GiB on the fullest rank on stage 0" in shown.output
+    assert "GiB of 79.1 GiB on the fullest rank on stage 0" in shown.output
     document = json.loads(CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py:pipeline", "--json"]).output)
     found = document["memory"]
     assert found["fits"] is True

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from llmtrain.cluster import Cluster, Device
+from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
@@ -73,7 +73,8 @@ def test_figures_are_shown_and_options_have_their_own_lines():
 
 
 def test_one_change_is_suggested_if_it_is_enough():
-    first, second, third = refusal(MICRO_64, Cluster(device="a100")).nearest
+    whole = DEVICES["a100"].model_copy(update={"memory_bytes": 80 * 2**30})  # the second plan needs 79.6 GiB
+    first, second, third = refusal(MICRO_64, Cluster(device="a100", own_devices=[whole])).nearest
     assert first == "--set batch.micro_batch_size=8"
     assert second == "--set parallel.zero_stage=2 --set parallel.activation_checkpointing=full"
     assert third == "--set parallel.activation_checkpointing=full --set parallel.offload_optimizer=cpu"
@@ -96,7 +97,7 @@ def test_a_trillion_parameters_are_refused_with_the_arithmetic(nodes, devices, d
     said = refusal(huge, Cluster(nodes=nodes, devices_per_node=devices, device=device))
     (problem,) = said.problems
     assert problem.rule == "memory.fits"
-    assert "GiB of 80 GiB" in problem.message
+    assert "GiB of 79.1 GiB" in problem.message
     assert "gradients" in problem.message
     assert "more devices" in problem.fix
     assert "cheapest" not in said.report() or said.nearest

@@ -10,6 +10,7 @@ import torch
 
 from llmtrain import cluster as machine
 from llmtrain.cluster import Cluster, local_cluster, measured_on, self_test_folder
+from llmtrain.errors import RecipeError
 from llmtrain.predict import memory_of
 from llmtrain.predict.assumptions import EAGER
 from llmtrain.predict.rates import ReachedRates
@@ -154,3 +155,28 @@ def test_a_wrong_product_is_found(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
     assert not is_right(torch.bfloat16, torch.device("cpu"), seed=0)
     assert is_right(torch.float32, torch.device("cpu"), seed=0)
+
+
+def test_a_named_report_is_used_and_one_without_rates_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ("NVIDIA H100 80GB HBM3",))
+    monkeypatch.delenv("DS_ACCELERATOR")
+    report, measured = tmp_path / "h100.json", measured_by([_rates(0)], "h100")
+    monkeypatch.setenv("LLMTRAIN_SELF_TEST", str(report))
+    assert local_cluster(is_measured=False).measured is None, "the self-test will write it"
+    for text, fault in (
+        (None, "has no rates: No such file or directory"),
+        ("{", "has no rates: "),
+        ('{"measured": null}', "has no rates: "),
+        (json.dumps({"measured": measured.model_dump() | {"device": "a100"}}), "was measured on 'a100'"),
+    ):
+        if text:
+            report.write_text(text)
+        with pytest.raises(RecipeError) as error:
+            local_cluster()
+        (problem,) = error.value.problems
+        assert problem.field == "LLMTRAIN_SELF_TEST"
+        assert problem.message.startswith(f"'{report}' {fault}"), problem.message
+        assert "llmtrain doctor --self-test" in problem.fix
+    report.write_text(json.dumps({"measured": measured.model_dump()}))
+    assert local_cluster().measured == measured

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from llmtrain.cli import app
-from llmtrain.cluster import Cluster, measured_on, self_test_folder
+from llmtrain.cluster import Cluster, MeasuredRates, local_cluster, measured_on, self_test_folder
 from llmtrain.recipe import parse_recipe
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.self_test import run
@@ -53,12 +53,15 @@ def test_options_of_another_task_are_refused(option):
 def test_this_machine_passes_the_self_test(monkeypatch, tmp_path, most):
     """most: number of plans that are compared, of dense models and of those with experts."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMTRAIN_SELF_TEST", str(tmp_path / "named.json"))
     chosen = run.representatives
     monkeypatch.setattr(run, "representatives", lambda *arguments, **options: chosen(*arguments, **options)[:most])
     done = CliRunner().invoke(app, ["doctor", "--self-test", "--nproc", "2", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert report == json.loads((self_test_folder() / "report.json").read_text())
+    for path in (self_test_folder() / "report.json", tmp_path / "named.json"):
+        assert report == json.loads(path.read_text())
+    assert local_cluster().measured == MeasuredRates(**report["measured"])
     assert {one["level"] for one in report["findings"] if one["check"] == "parity.plans"} == {"ok"}
     dense, experts = report["parity"]
     assert len(dense["plans"]) == most or (not most and len(dense["plans"]) > 10)
