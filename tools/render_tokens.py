@@ -62,9 +62,9 @@ TAIL = """| ALST, published | {one} | | {eight} | |
 ALST is [arXiv 2506.13996](https://arxiv.org/abs/2506.13996): Llama 3.1 8B trained with the same means on H100s.
 
 [Measured on a GPU](gpu.md) shows other plans. The terms are
-[compared with real tensors](../../tests/cuda_on_host/test_memory.py) at small sizes. Fragmentation of the allocator, which matters near the limit, is not counted. With tiles, only two kinds of
-tensors still grow with the sequence: those of norms and attention in the layer that is being recomputed, and the inputs
-of layers, which are in host memory.
+[compared with real tensors](../../tests/cuda_on_host/test_memory.py) at small sizes. Fragmentation of the allocator,
+which matters near the limit, is not counted. With tiles, only two kinds of tensors still grow with the sequence: those
+of norms and attention in the layer that is being recomputed, and the inputs of layers, which are in host memory.
 """
 
 
