@@ -228,10 +228,12 @@ def _not_yet(rehearsals: Sequence[Result]) -> str:
     text = "**Not measured on a GPU.** No GPU has run llmtrain yet. " if rehearsals else "**Not measured on a GPU.**\n"
     told = []
     for one in rehearsals:
-        statuses = [row["status"] for row in one["rows"]]
-        what = f"{statuses.count('done')} of {len(statuses)} cases ran on {_rehearsed_on(one)}"
-        others = [f"{row['case']} ({row['status']}: {_cell(row['reason'])})" for row in one["rows"] if "reason" in row]
-        told.append(f"- {what}." + (f" Not there: {'; '.join(others)}." if others else ""))
+        rows = one["rows"]
+        what = f"- {sum(row['status'] == 'done' for row in rows)} of {len(rows)} cases ran on {_rehearsed_on(one)}."
+        others = [f"{row['case']} ({row['status']}: {_cell(row['reason'])})" for row in rows if "reason" in row]
+        plain = [row["case"] for row in rows if "refused_kernels" in (row.get("found") or {})]
+        what += f" With PyTorch's kernels, because others need a real GPU: {', '.join(plain)}." if plain else ""
+        told.append(what + (f" Not there: {'; '.join(others)}." if others else ""))
     if told:
         text += "The command below was rehearsed with small models (`--small`):\n\n" + "\n".join(told) + "\n"
     return text

@@ -43,8 +43,8 @@ RESERVE_S = 5.0
 """Seconds that are kept for ending."""
 PATIENCE, IMPORTS_S = 2.5, 40.0
 """A case may take `PATIENCE` times its approximate duration, plus `IMPORTS_S`."""
-SMALL_S = 20
-"""Approximate duration of a case with small models."""
+SMALL_S, SMALL_LIMIT_S = 20, 400.0
+"""With small models: with how many seconds left a case is begun, and how many it may take, whatever the machine."""
 LOG_LINES = 12
 """Number of lines of its output that the result of a failed case has."""
 TAIL_BYTES = 20_000
@@ -182,7 +182,8 @@ class Measurement:
     def _follow(self, one: _Running) -> None:
         """Lets a process measure, and keeps what it found."""
         case, started = CASES[one.name], time.monotonic()
-        limit = min(PATIENCE * self._seconds(case) + IMPORTS_S, self._left())
+        usual = SMALL_LIMIT_S if self._small else PATIENCE * case.seconds
+        limit = min(usual + IMPORTS_S, self._left())
         try:
             row = one.answer(limit, self._rates())
         finally:

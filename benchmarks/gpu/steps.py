@@ -133,7 +133,7 @@ def measure(timed: TimedPlan, given: Situation) -> Numbers:
     Raises RecipeError if the plan is refused on this device, and whatever building or training raises.
     """
     with _first_device() as (device, name):
-        return _measure(timed, given, device, name)
+        return _measure_small(timed, given, device, name) if given.small else _measure(timed, given, device, name)
 
 
 def try_all(plans: Mapping[str, TimedPlan], given: Situation) -> Numbers:
@@ -146,7 +146,7 @@ def try_all(plans: Mapping[str, TimedPlan], given: Situation) -> Numbers:
     with _first_device() as (device, name):
         for plan_name, timed in plans.items():
             try:
-                _measure(timed, small, device, name)
+                _measure_small(timed, small, device, name)
             except RecipeError as error:
                 refused[plan_name] = told(error)
             except Exception as error:  # of any library
@@ -178,6 +178,14 @@ def _first_device() -> Iterator[tuple[torch.device, str]]:
     with reserved_port() as port:
         device = init_process_group(Rank(0, 0, 1, 1, "127.0.0.1", port, "benchmark"), on_cpu=not gpus)
     yield device, device_of(gpus[0]) if gpus else "cpu"
+
+
+def _measure_small(timed: TimedPlan, given: Situation, device: torch.device, name: str) -> Numbers:
+    """Does so with PyTorch's kernels if the plan's are refused, since an emulated GPU or a CPU may lack them."""
+    try:
+        return _measure(timed, given, device, name)
+    except RecipeError as error:
+        return _measure(replace(timed, kernels=PLAIN), given, device, name) | {"refused_kernels": told(error)}
 
 
 def _measure(timed: TimedPlan, given: Situation, device: torch.device, name: str) -> Numbers:

@@ -32,6 +32,7 @@ def made_up_cases(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "PROCESS", "tests.helpers.gpu_cases")
     monkeypatch.setattr(run, "IMPORTS_S", 1.0)
     monkeypatch.setattr(run, "SMALL_S", 1)
+    monkeypatch.setattr(run, "SMALL_LIMIT_S", 3.0)
     monkeypatch.setattr(run, "_fast_folder", lambda: str(tmp_path))
     return tmp_path / "out"
 
