@@ -40,6 +40,7 @@ from llmtrain.overrides.torch import (
     missing_for_compiler,
     run_graph,
     trace_errors,
+    with_recompile_limit,
 )
 from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
 from llmtrain.system.host import own_cores
@@ -113,10 +114,8 @@ def _compiled_layer(
 
 
 def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
-    compiled: Compiled = torch.compile(  # type: ignore[call-overload]
-        function, fullgraph=is_whole, dynamic=False, backend=backend or _inductor, recompile_limit=limit
-    )
-    return compiled
+    compiled = torch.compile(function, fullgraph=is_whole, dynamic=False, backend=backend or _inductor)
+    return with_recompile_limit(compiled, limit)
 
 
 def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:

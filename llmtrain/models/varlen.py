@@ -13,6 +13,7 @@ documents but a tensor whose length varies: their number and lengths are not com
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)
 """The dtypes that torch's kernel supports."""
 KERNEL_STEP = 8
 """The kernel requires head sizes that are multiples of this number."""
+GROUPS_ANNOUNCED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the kernel has an argument for keys that queries share. Without it, as in torch 2.11, it compares shapes."""
 OLDEST_GPU = (8, 0)
 """Lowest compute capability of flash kernels and of torch's copy: Ampere's (`flash_api.cpp` of both)."""
 NEWEST_GPU = {"flash_attention_3": (10, 0)}
@@ -174,6 +177,7 @@ def _kernel(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention and its log-sum-exp."""
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if GROUPS_ANNOUNCED else {}
     output, log_sums = varlen_attn(
         query,
         key,
@@ -185,7 +189,7 @@ def _kernel(
         return_aux=AuxRequest(lse=True),
         scale=scale,
         window_size=_window_size(window, longest),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **groups,
     )
     return output, log_sums
 

@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,22 @@ def break_graph_at(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+def with_recompile_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """Returns a compiled function that may have up to `limit` graphs.
+
+    Beyond that, it fails if it must be one graph, or else runs eagerly. Torch's own limit of 8 still applies to other
+    functions. `torch.compile` has an argument for this in torch 2.13, but not in 2.11.
+    """
+    config = torch._dynamo.config
+
+    @wraps(compiled, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with replaced((config, "recompile_limit", limit)):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
 def varies_in_length(tensor: Tensor) -> None:
     """Keeps the size of a tensor's first dimension out of graphs that are compiled with static shapes."""
     torch._dynamo.mark_dynamic(tensor, 0)
@@ -218,10 +235,13 @@ def compile_cpp(source: str) -> ctypes.CDLL:
 
     Raises RuntimeError or OSError if the compiler fails, or if the result cannot be loaded.
     """
-    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import invalid_vec_isa
 
     flags = ("-ffp-contract=fast",)  # torch's own flags do not let multiplications and additions be fused
-    library: ctypes.CDLL = CppCodeCache.load(f"{source}// {processor_name()}\n", needs_vec_isa=False, extra_flags=flags)
+    # The source needs none of torch's vector classes. Finding out which of them work here would take torch seconds.
+    with replaced((codecache, "pick_vec_isa", lambda: invalid_vec_isa)):
+        library: ctypes.CDLL = codecache.CppCodeCache.load(f"{source}// {processor_name()}\n", extra_flags=flags)
     return library
 
 

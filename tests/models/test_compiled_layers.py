@@ -76,6 +76,18 @@ def test_too_many_kinds_of_layers_are_refused(monkeypatch):
         check_layers(_llama(), "sdpa")
 
 
+def test_the_number_of_graphs_is_limited_for_the_compiled_function_alone(monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", compiled.run_graph)
+    torch._dynamo.reset()
+    before = torch._dynamo.config.recompile_limit
+    double = compiled._compiled(lambda tensor: 2 * tensor, is_whole=True, limit=before + 2)
+    for size in range(1, before + 3):
+        assert double(torch.ones(size)).sum() == 2 * size
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        double(torch.ones(before + 3))
+    assert torch._dynamo.config.recompile_limit == before
+
+
 def test_deviating_results_are_detected(monkeypatch):
     traced = compiled.run_graph
 

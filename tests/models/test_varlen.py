@@ -99,7 +99,7 @@ def test_unsupported_arguments_are_refused(given, reason):
 def test_torchs_kernel_gets_valid_arguments(monkeypatch, keys, width, values, window):
     """No GPU: a stand-in has the kernel's signature and conditions, and computes document by document."""
 
-    def kernel(query, key, value, first, second, most, again, *, return_aux, scale, window_size, enable_gqa):
+    def kernel(query, key, value, first, second, most, again, *, return_aux, scale, window_size, **groups):
         assert return_aux.lse
         assert query.dtype == key.dtype == value.dtype == torch.bfloat16
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
@@ -107,7 +107,7 @@ def test_torchs_kernel_gets_valid_arguments(monkeypatch, keys, width, values, wi
         assert first is second
         assert (first.tolist(), most, again) == (BOUNDS, 12, 12)
         assert first.dtype == torch.int32
-        assert enable_gqa == (keys != 4)
+        assert groups == ({"enable_gqa": keys != 4} if varlen.GROUPS_ANNOUNCED else {})
         assert window_size[1] == 0
         own = None if window_size[0] < 0 else window_size[0] + 1
         return varlen._one_by_one(query, key, value, first, scale, own), None
