@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import llmtrain
 from llmtrain import recipe
@@ -46,6 +47,14 @@ def test_constraints_pin_the_dependencies_of_pyproject():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
     assert names - pinned == set()
+
+
+def test_the_oldest_versions_are_the_lower_bounds_of_the_dependencies():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = re.findall(r"^(.+?)>=([\d.]+)", "\n".join(dependencies), re.MULTILINE)
+    pins = re.findall(r"^(.+)==(.+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)
+    assert len(bounds) == len(dependencies)
+    assert {name: Version(version) for name, version in pins} == {name: Version(version) for name, version in bounds}
 
 
 def test_every_link_of_the_documents_exists():

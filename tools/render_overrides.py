@@ -15,8 +15,9 @@ HEAD = """# What llmtrain replaces in other libraries
 Generated from `llmtrain/overrides/` by `python tools/render_overrides.py`; do not edit.
 
 llmtrain replaces or reads the following private parts of other libraries. They may change with any release, so
-`pyproject.toml` bounds the versions from above. If an installed version lacks one of these parts, llmtrain refuses to
-build an engine. With an untested version that has all of them, a run reports this when it starts.
+`pyproject.toml` bounds the versions from above. If an installed version lacks one of these parts, or has a function
+with other parameters than those in parentheses, llmtrain refuses to build an engine. `...` stands for further
+parameters with defaults. With an untested version that has all of the parts, a run reports this when it starts.
 """
 
 

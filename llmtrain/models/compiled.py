@@ -114,8 +114,22 @@ def _compiled_layer(
 
 
 def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
-    compiled = torch.compile(function, fullgraph=is_whole, dynamic=False, backend=backend or _inductor)
+    compiled = torch.compile(
+        function,
+        fullgraph=is_whole,
+        dynamic=False,
+        backend=backend or _inductor,
+        options={"guard_filter_fn": _guards_to_keep},
+    )
     return with_recompile_limit(compiled, limit)
+
+
+def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:
+    """Drops the check of the number that ZeRO-3 gives each parameter, with which each layer would be compiled anew.
+
+    torch 2.11 makes such a check because DeepSpeed asks whether a parameter has a number.
+    """
+    return [not guard.name.endswith(".ds_id") for guard in guards]
 
 
 def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:

@@ -1,7 +1,7 @@
 """The private parts of DeepSpeed, `transformers`, accelerate, PEFT and torch that llmtrain replaces or reads.
 
-If the installed version lacks one of these places, no engine is built: without its replacement, a run would continue
-and compute something else. `docs/design/overrides.md` shows this list.
+If the installed version lacks one of these places, or has a function with other parameters there, no engine is built:
+without its replacement, a run would continue and compute something else. `docs/design/overrides.md` shows this list.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -31,6 +32,8 @@ class Override:
     """Each `module:attribute`, or `module:Class.attribute`.
 
     `module:.name` is looked up in the module's source: only instances have the attribute, or importing takes seconds.
+    `module:function(one, other)` also states the function's parameters, without `self`. With `...` at the end there may
+    be others that have defaults.
     """
     why: str
     """The consequence without it."""
@@ -44,22 +47,46 @@ class Override:
         """The library's package name."""
         return self.places[0].partition(".")[0].partition(":")[0]
 
-    def missing(self) -> list[str]:
-        """Returns the places that the installed version does not have."""
-        return [place for place in self.places if not _is_there(place)]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The places without parameters."""
+        return tuple(place.partition("(")[0] for place in self.places)
+
+    def differences(self) -> list[str]:
+        """Returns what the installed version lacks, or has with other parameters: "has no NAME", for example."""
+        return [difference for place in self.places if (difference := _difference(place))]
 
 
-def _is_there(place: str) -> bool:
-    module, _, attributes = place.partition(":")
+def _difference(place: str) -> str:
+    where, is_function, parameters = place.rstrip(")").partition("(")
+    module, _, attributes = where.partition(":")
+    name = f"{module}.{attributes.removeprefix('.')}"
     try:
         if attributes.startswith("."):
             found = find_spec(module)
             source = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
-            return re.search(rf"\b{attributes[1:]}\b", source) is not None
-        resolve_name(place)
+            return "" if re.search(rf"\b{attributes[1:]}\b", source) else f"has no {name}"
+        function = resolve_name(where)
     except (ImportError, AttributeError):
-        return False
-    return True
+        return f"has no {name}"
+    own = _parameters(function) if is_function else []
+    expected = parameters.split(", ") if parameters else []
+    if "..." in expected:
+        expected.remove("...")
+        own = [one for one in own if one.name in expected or _is_required(one)]
+    if not is_function or [one.name for one in own] == expected:
+        return ""
+    return f"has {name}({', '.join(one.name for one in _parameters(function))}) instead of {name}({parameters})"
+
+
+def _parameters(function: Any) -> list[Parameter]:
+    """Returns the parameters of a function, of a class, or of an operator that torch defines in Python."""
+    return [one for one in signature(getattr(function, "_init_fn", function)).parameters.values() if one.name != "self"]
+
+
+def _is_required(parameter: Parameter) -> bool:
+    is_variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return parameter.default is Parameter.empty and not is_variadic
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -69,24 +96,24 @@ _ZERO_3 = "deepspeed.runtime.zero.stage3:"
 _GROUPS = "deepspeed.utils.groups:"
 OVERRIDES = (
     Override(
-        ("deepspeed.runtime.compiler:compile",),
+        ("deepspeed.runtime.compiler:compile()",),
         "With ZeRO, each rank imports inductor for DeepSpeed's Muon, which adds half a second to every start.",
         "tests/engines/test_imports.py",
     ),
     Override(
-        (f"{_ENGINE}.allreduce_no_retain",),
+        (f"{_ENGINE}.allreduce_no_retain(bucket, dp_group, dp_world_size, ...)",),
         "A group of one rank copies all gradients into a buffer and back.",
         "tests/engines/test_reduction.py",
     ),
     Override(
-        (f"{_ENGINE}.clip_fp32_gradients",),
+        (f"{_ENGINE}.clip_fp32_gradients()",),
         "At ZeRO-0, the norm is computed twice, and averaged over ranks that have different experts.",
         "tests/engines/deepspeed/test_expert.py",
         "deepspeedai/DeepSpeed#8475",
     ),
     Override(
         (
-            f"{_ZERO}DeepSpeedZeroOptimizer.scaled_global_norm",
+            f"{_ZERO}DeepSpeedZeroOptimizer.scaled_global_norm(...)",
             f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
             f"{_ZERO}._zero_padding",
         ),
@@ -99,27 +126,30 @@ OVERRIDES = (
         "tests/engines/test_guard.py",
     ),
     Override(
-        (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms",),
+        (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms(norm_groups)",),
         "If experts and tensor slices share ranks, the norm counts only the experts of each group's first rank.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
-        ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",),
+        ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected(param, ...)",),
         "BF16_Optimizer keeps the mark of scaled gradients, so the gradients of later micro-batches are not scaled.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
-        (f"{_BF16}is_invalid_grad_norm", f"{_ZERO}is_invalid_grad_norm", f"{_ZERO_3}is_invalid_grad_norm"),
+        tuple(f"{module}is_invalid_grad_norm(norm)" for module in (_BF16, _ZERO, _ZERO_3)),
         "The host waits for the device in each step. The guard decides on the device instead.",
         "tests/engines/test_host_waits.py",
     ),
     Override(
-        (f"{_BF16}clip_tensors_by_global_norm",),
+        (f"{_BF16}clip_tensors_by_global_norm(input_tensors, max_norm, global_norm, mpu, ...)",),
         "In each step, the host waits for the device to determine whether the gradient has to be clipped.",
         "tests/engines/test_host_waits.py",
     ),
     Override(
-        tuple(f"{module}mask_nan_or_inf_with_val_inplace" for module in ("deepspeed.runtime.utils:", _ZERO, _ZERO_3)),
+        tuple(
+            f"{module}mask_nan_or_inf_with_val_inplace(input, device, ...)"
+            for module in ("deepspeed.runtime.utils:", _ZERO, _ZERO_3)
+        ),
         "A constant is copied to the device for each norm, and the host waits until all queued work is done.",
         "tests/cuda_on_host/test_waits.py",
     ),
@@ -130,9 +160,9 @@ OVERRIDES = (
     ),
     Override(
         (
-            f"{_ZERO}DeepSpeedZeroOptimizer._record_gradient_stream",
-            f"{_ZERO}DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue",
-            f"{_ZERO}DeepSpeedZeroOptimizer.reduce_ipg_grads",
+            f"{_ZERO}DeepSpeedZeroOptimizer._record_gradient_stream(tensor, stream)",
+            f"{_ZERO}DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue()",
+            f"{_ZERO}DeepSpeedZeroOptimizer.reduce_ipg_grads(...)",
         ),
         "ZeRO-2 frees gradients larger than a bucket before their reduction ends, and the host waits for reductions.",
         "tests/cuda_on_host/test_overlap.py",
@@ -148,7 +178,7 @@ OVERRIDES = (
         "deepspeedai/DeepSpeed#7680",
     ),
     Override(
-        (f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",),
+        (f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor(...)",),
         "After other weights have been loaded, hpZ would still use copies of the old ones from an evaluation.",
         "tests/engines/deepspeed/test_hierarchical.py",
         "deepspeedai/DeepSpeed#7130",
@@ -160,7 +190,7 @@ OVERRIDES = (
         "deepspeedai/DeepSpeed#4901",
     ),
     Override(
-        (f"{_GROUPS}_init_tp_mesh_device",),
+        (f"{_GROUPS}_init_tp_mesh_device(tensor_model_parallel_size, ...)",),
         "Tensor parallel groups would not exist yet when the model is built.",
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
@@ -170,7 +200,10 @@ OVERRIDES = (
         "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
-        (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
+        (
+            f"{_GROUPS}_get_expert_parallel_group(group_name, ...)",
+            f"{_GROUPS}_get_expert_data_parallel_group(group_name, ...)",
+        ),
         "A rank cannot determine which experts it holds, so it can neither save nor gather them.",
         "tests/engines/deepspeed/test_expert.py",
     ),
@@ -178,7 +211,7 @@ OVERRIDES = (
         (
             "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
             "deepspeed.module_inject.auto_ep_layer:.model_family",
-            "deepspeed.module_inject.auto_ep_presets.registry:get_preset",
+            "deepspeed.module_inject.auto_ep_presets.registry:get_preset(preset_name, ...)",
         ),
         "It is unknown what DeepSpeed calls the parts of a block of experts, so weights have names that no file has.",
         "tests/engines/deepspeed/test_expert.py",
@@ -198,7 +231,7 @@ OVERRIDES = (
     ),
     Override(
         (
-            "deepspeed.runtime.pipe.module:PipelineModule._index_tied_modules",
+            "deepspeed.runtime.pipe.module:PipelineModule._index_tied_modules()",
             "deepspeed.runtime.pipe.module:.tied_comms",
             f"{_BF16}.ds_pipe_replicated",
         ),
@@ -208,11 +241,11 @@ OVERRIDES = (
     Override(
         (
             *(
-                f"deepspeed.runtime.pipe.engine:PipelineEngine.{name}"
+                f"deepspeed.runtime.pipe.engine:PipelineEngine.{name}(...)"
                 for name in ("_exec_reduce_tied_grads", "_exec_reduce_grads", "_exec_optimizer_step")
             ),
-            f"{_BF16}BF16_Optimizer.update_hp_grads",
-            f"{_ZERO}DeepSpeedZeroOptimizer.fill_grad_accum_attribute",
+            f"{_BF16}BF16_Optimizer.update_hp_grads(...)",
+            f"{_ZERO}DeepSpeedZeroOptimizer.fill_grad_accum_attribute(...)",
             "deepspeed.runtime.engine:._running_engine_backward",
         ),
         "Pipelines would have only the schedule 1F1B, and only one stage on each rank.",
@@ -220,7 +253,7 @@ OVERRIDES = (
         "deepspeedai/DeepSpeed#4035",
     ),
     Override(
-        ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
+        ("deepspeed.sequence.layer:_dim_zero_all_to_all(group, input, ...)",),
         "Packed documents would see each other, because DeepSpeed's public adapter drops attention masks.",
         "tests/engines/deepspeed/test_sequence.py",
     ),
@@ -234,31 +267,32 @@ OVERRIDES = (
             f"{_BF16}._hp_mapping",
             f"{_ZERO}._hp_mapping",
             *(
-                f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.{name}"
+                f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.{name}(sub_group_id, ...)"
                 for name in (
                     "_get_sub_group_partition_rank",
                     "_swappable_optimizer_subgroup",
                     "_optimizer_states_and_gradient_swap_in",
                     "_optimizer_states_and_gradient_swap_out",
-                    "_reassign_or_swap_out_partitioned_parameters",
                 )
             ),
+            f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters",
         ),
         "It is unknown which parts of the parameters a rank trains, so a checkpoint cannot be read under another plan.",
         "tests/checkpoint/test_elastic.py",
     ),
     Override(
         (
-            "transformers.conversion_mapping:get_model_conversion_mapping",
+            "transformers.conversion_mapping:get_model_conversion_mapping(model, ...)",
             *(
                 f"transformers.core_model_loading:{name}"
                 for name in (
                     "PrefixChange",
                     "WeightRenaming",
-                    "apply_converters",
-                    "dot_natural_key",
-                    "rename_source_key",
-                    "revert_weight_conversion",
+                    "apply_converters(source_key, weight_converters, ...)",
+                    "dot_natural_key(s, ...)",
+                    "rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
+                    "meta_state_dict, ...)",
+                    "revert_weight_conversion(model, state_dict, ...)",
                 )
             ),
         ),
@@ -266,13 +300,16 @@ OVERRIDES = (
         "tests/engines/test_from_hub.py",
     ),
     Override(
-        ("transformers.masking_utils:_preprocess_mask_arguments",),
+        (
+            "transformers.masking_utils:_preprocess_mask_arguments(config, inputs_embeds, attention_mask, "
+            "past_key_values, position_ids, layer_idx, ...)",
+        ),
         "Some families create masks without positions, so packed documents see each other. Sequence parallel ranks "
         "would create masks only for their slices.",
         "tests/engines/test_documents.py",
     ),
     Override(
-        ("transformers.masking_utils:find_packed_sequence_indices",),
+        ("transformers.masking_utils:find_packed_sequence_indices(position_ids)",),
         "In each forward pass, the host waits for the device to find out whether there are several documents.",
         "tests/engines/test_documents.py",
     ),
@@ -298,7 +335,7 @@ OVERRIDES = (
         "tests/cuda_on_host/test_offload.py",
     ),
     Override(
-        ("transformers:PreTrainedModel._init_weights",),
+        ("transformers:PreTrainedModel._init_weights(module, ...)",),
         "Initial weights would depend on how a model is divided.",
         "tests/models/test_initial_weights.py",
     ),
@@ -308,7 +345,7 @@ OVERRIDES = (
         "tests/checkpoint/test_export.py",
     ),
     Override(
-        ("accelerate.state:AcceleratorState._reset_state",),
+        ("accelerate.state:AcceleratorState._reset_state(reset_partial_state, ...)",),
         "Accelerate keeps the state of a process's first engine.",
         "tests/engines/test_accelerate.py",
     ),
@@ -334,7 +371,7 @@ OVERRIDES = (
         "tests/engines/test_own_time.py",
     ),
     Override(
-        ("torch.nn:Module.register_parameter",),
+        ("torch.nn:Module.register_parameter(name, param)",),
         "A stage would allocate the parameters of all stages.",
         "tests/models/test_stages.py",
     ),
@@ -356,7 +393,7 @@ OVERRIDES = (
         "pytorch/pytorch#85235",
     ),
     Override(
-        ("torch.distributed.distributed_c10d:_get_default_store",),
+        ("torch.distributed.distributed_c10d:_get_default_store(...)",),
         "Ranks would need a second rendezvous to compare devices and secrets before their first collective.",
         "tests/launch/test_strangers.py",
     ),
@@ -366,17 +403,22 @@ OVERRIDES = (
         "tests/checkpoint/test_convert.py",
     ),
     Override(
-        ("torch._subclasses.fake_tensor:FakeTensorMode", "torch:UntypedStorage._cdata"),
+        ("torch._subclasses.fake_tensor:FakeTensorMode(allow_non_fake_inputs, ...)", "torch:UntypedStorage._cdata"),
         "Tracing what layers save would take the memory of the real model.",
         "tests/predict/test_saved_activations.py",
     ),
     Override(
-        ("torch.cuda.memory:_record_memory_history", "torch.cuda.memory:_dump_snapshot"),
+        ("torch.cuda.memory:_record_memory_history(enabled, ...)", "torch.cuda.memory:_dump_snapshot(filename, ...)"),
         "A profile would not show what holds a GPU's memory.",
         "tests/train/test_profiling.py",
     ),
     Override(
-        ("torch.library:get_kernel", "torch.library:Library._destroy", "torch._inductor.mkldnn_ir:._linear_pointwise"),
+        (
+            "torch.library:get_kernel(op, dispatch_key, ...)",
+            "torch.library:Library._destroy(...)",
+            "torch.library:Library.impl(op_name, fn, dispatch_key, with_keyset, allow_override, ...)",
+            "torch._inductor.mkldnn_ir:._linear_pointwise",
+        ),
         "Matrix products in fp32 would take twice as long on processors with AVX-512 that are not Intel's.",
         "tests/runtime/test_cpu.py",
         "pytorch/builder#504",
@@ -389,7 +431,7 @@ OVERRIDES = (
     ),
     Override(
         ("torch._dynamo.config:recompile_limit",),
-        "In torch 2.11, a process could only compile eight variants of a layer.",
+        "A process could compile only eight variants of a layer, for example of different shapes.",
         "tests/models/test_compiled_layers.py",
     ),
     Override(
@@ -398,14 +440,18 @@ OVERRIDES = (
         "tests/models/test_compiled_layers.py",
     ),
     Override(
-        ("torch.nn.attention.varlen:_varlen_attn_backward",),
+        (
+            "torch.nn.attention.varlen:_varlen_attn_backward(grad_out, query, key, value, out, lse, cu_seq_q, "
+            "cu_seq_k, max_q, max_k, is_causal, rng_state, scale, window_size, ...)",
+            "torch._library.custom_ops:._init_fn",
+        ),
         "In a compiled layer, torch's attention by document boundaries would have no gradient.",
         "tests/cuda_on_host/test_varlen.py",
     ),
     Override(
         (
-            "torch._inductor.codecache:CppCodeCache.load",
-            "torch._inductor.codecache:pick_vec_isa",
+            "torch._inductor.codecache:CppCodeCache.load_async(main_code, extra_flags, ...)",
+            "torch._inductor.codecache:pick_vec_isa()",
             "torch._inductor.cpu_vec_isa:invalid_vec_isa",
         ),
         "Attention by document boundaries and the loss would take longer on CPUs, with torch's kernels.",
@@ -415,13 +461,13 @@ OVERRIDES = (
         (
             "torch._inductor.config:compile_threads",
             "torch._inductor.compile_fx:.compile_fx",
-            "torch._inductor.cpp_builder:get_cpp_compiler",
+            "torch._inductor.cpp_builder:get_cpp_compiler(...)",
             "torch._inductor.exc:InvalidCxxCompiler",
-            "torch._dynamo.backends.debugging:aot_eager",
+            "torch._dynamo.backends.debugging:aot_eager(gm, fake_tensor_inputs, ...)",
             "torch._dynamo.exc:TorchDynamoException",
             "torch._dynamo.exc:FailOnRecompileLimitHit",
             "torch._dynamo.eval_frame:._torchdynamo_disable",
-            "torch.utils._triton:has_triton",
+            "torch.utils._triton:has_triton(...)",
         ),
         "Compilation would not be tested on a tiny copy first. Each rank would use all cores for it, and a signal "
         "meant for the rank would kill it.",
@@ -433,18 +479,17 @@ OVERRIDES = (
 
 @cache
 def check_overrides() -> None:
-    """Raises RecipeError for places that the installed versions do not have."""
+    """Raises RecipeError for places that the installed versions do not have, or have with other parameters."""
     problems = [
         Problem(
             "versions.override",
             one.package,
-            f"{one.package} {version} has no {place.replace(':.', ':').replace(':', '.')}, on which "
-            f"llmtrain depends. Without it: {one.why}",
+            f"{one.package} {version} {difference}, on which llmtrain depends. Without it: {one.why}",
             f"pip install {one.package}=={TRIED[one.package]}",
         )
         for one in OVERRIDES
         if (version := installed_version(one.package))  # accelerate is optional
-        for place in one.missing()
+        for difference in one.differences()
     ]
     if problems:
         raise RecipeError(problems)
@@ -460,10 +505,10 @@ def untried_versions() -> Iterator[str]:
         parts = 3 if package == "deepspeed" else 2
         if installed and re.findall(r"\d+", installed)[:parts] != re.findall(r"\d+", tried)[:parts]:
             places = [
-                place.partition(":")[2].removeprefix(".")
+                name.partition(":")[2].removeprefix(".")
                 for one in OVERRIDES
                 if one.package == package
-                for place in one.places
+                for name in one.names
             ]
             yield f"{package} {installed} is untested, llmtrain was tested with {tried}; check {', '.join(places)}"
 

@@ -241,7 +241,8 @@ def compile_cpp(source: str) -> ctypes.CDLL:
     flags = ("-ffp-contract=fast",)  # torch's own flags do not let multiplications and additions be fused
     # The source needs none of torch's vector classes. Finding out which of them work here would take torch seconds.
     with replaced((codecache, "pick_vec_isa", lambda: invalid_vec_isa)):
-        library: ctypes.CDLL = codecache.CppCodeCache.load(f"{source}// {processor_name()}\n", extra_flags=flags)
+        load = codecache.CppCodeCache.load_async(f"{source}// {processor_name()}\n", extra_flags=flags)
+        library: ctypes.CDLL = load()
     return library
 
 

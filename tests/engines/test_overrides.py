@@ -18,7 +18,7 @@ from llmtrain import overrides
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.errors import RecipeError
-from llmtrain.overrides import OVERRIDES, TRIED, check_overrides, untried_versions
+from llmtrain.overrides import OVERRIDES, TRIED, _difference, check_overrides, untried_versions
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import plan_of
@@ -46,11 +46,16 @@ def _name(place: str) -> str:
     return place.replace(":", ".").rpartition(".")[2]
 
 
-@pytest.mark.parametrize("one", OVERRIDES, ids=lambda one: one.places[0])
+def _without_table(path: Path) -> str:
+    before, _, table = path.read_text().partition("\nOVERRIDES = (\n")
+    return before + table.partition("\n)\n")[2]
+
+
+@pytest.mark.parametrize("one", OVERRIDES, ids=lambda one: one.names[0])
 def test_every_override_exists_and_is_used_and_tested(one):
-    assert not one.missing()
-    used = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != PACKAGE / "overrides/__init__.py")
-    assert all(re.search(rf"\b{_name(place)}\b", used) for place in one.places)
+    assert not one.differences()
+    used = "".join(map(_without_table, PACKAGE.rglob("*.py")))
+    assert all(re.search(rf"\b{_name(place)}\b", used) for place in one.names)
     assert (ROOT / one.test).is_file()
 
 
@@ -101,14 +106,14 @@ def _own_names() -> set[str]:
             own.add(node.id)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
             own.add(node.attr)
-    return own - {_name(place) for one in OVERRIDES for place in one.places}
+    return own - {_name(place) for one in OVERRIDES for place in one.names}
 
 
 def test_other_modules_do_not_touch_private_parts_of_libraries():
     own = _own_names()
     found = {str(path.relative_to(PACKAGE)): set(_private(path, own)) - NOT_THEIRS for path in PACKAGE.rglob("*.py")}
     assert {path: names for path, names in found.items() if names and not path.startswith("overrides/")} == {}
-    listed = {name for one in OVERRIDES for place in one.places for name in re.split("[.:]", place)}
+    listed = {name for one in OVERRIDES for place in one.names for name in re.split("[.:]", place)}
     assert set().union(*found.values()) <= listed
 
 
@@ -120,6 +125,25 @@ def test_a_version_without_an_overridden_part_is_refused_before_an_engine_is_bui
         build_engine(plan, render(plan), None)
     assert place.replace(":", ".") in str(error.value)
     assert f"pip install deepspeed=={TRIED['deepspeed']}" in str(error.value)
+
+
+@pytest.mark.parametrize("parameters", ["param, other", "other, ...", "...", ""])
+def test_a_version_with_other_parameters_is_refused(monkeypatch, parameters):
+    place = "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected"
+    monkeypatch.setattr(overrides, "OVERRIDES", (*OVERRIDES, replace(OVERRIDES[0], places=(f"{place}({parameters})",))))
+    with pytest.raises(RecipeError) as error:
+        check_overrides()
+    name = place.replace(":", ".")
+    assert f"has {name}(param) instead of {name}({parameters}), on which llmtrain depends" in str(error.value)
+
+
+def test_further_parameters_with_defaults_are_accepted_where_an_override_allows_them():
+    place = "shutil:copytree(src, dst, {})"
+    assert _difference(place.format("dirs_exist_ok, ...")) == ""
+    assert _difference(place.format("...")) == ""
+    assert _difference(place.format("dirs_exist_ok, symlinks, ...")) != ""  # in another order
+    assert _difference("shutil:copytree(src, ...)") != ""  # dst has no default
+    assert _difference("unittest:TestCase.assertIsNone(obj, msg)") == ""
 
 
 def test_modules_load_without_a_part_that_a_later_version_may_lack():
