@@ -24,10 +24,12 @@ gradient of its matrix:
   of its five iterations, while the norm of the result is at least 1.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
-measured: several references process the samples of each step in other orders and in other micro-batches. No plan may
-differ from the reference by more than `SAFETY` times the largest difference between two of them: if the largest of d
-differences lies, as for a normal distribution, 2.5 to 3.5 deviations out, twice that is more than 5. `FP32` remains the
-least bound.
+measured: several references process the samples of each step in other orders and in other micro-batches, and one
+rounds nothing between operations. Fused and compiled kernels round after some operations only, so their results lie
+between those of the first reference and of that one. Other orders do not show this difference, which has the same
+direction for every sample. No plan may differ from the reference by more than `SAFETY` times the largest difference
+between two of them: if the largest of d differences lies, as for a normal distribution, 2.5 to 3.5 deviations out,
+twice that is more than 5. `FP32` remains the least bound.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ class ReferenceLoop:
         device: torch.device,
         micro_batch_size: int | None = None,
         together: bool = False,
+        rounds: bool = True,
     ) -> None:
         """weights: the initial weights, by the names of `state_dict`, and of adapters by those of PEFT's files; what is
         missing has the values that the recipe names.
@@ -99,6 +100,8 @@ class ReferenceLoop:
         micro_batch_size: sequences per backward pass; default: the recipe's. A router's loss is a mean within them.
         together: whether to run the documents of a micro-batch in one pass, padded at their end. No token sees later
         ones, so the result only differs by rounding.
+        rounds: whether passes below fp32 round the result of each operation. If not, only weights and gradients are
+        rounded.
         """
         self.recipe = recipe
         self.device = device
@@ -118,6 +121,9 @@ class ReferenceLoop:
         """KTO's z0 of the batch."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
+        self.rounds = rounds
+        if not rounds:
+            self.model.float()
         self.optimizer = reference_optimizer(self.masters, recipe)
         self.steps = 0
 
@@ -172,7 +178,8 @@ class ReferenceLoop:
             (self.optimizer.eval if averaged else self.optimizer.train)()
 
     def _rounded(self) -> dict[str, Tensor]:
-        return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
+        rounded = {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
+        return rounded if self.rounds else {name: weight.float() for name, weight in rounded.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns the sum of a micro-batch's losses, of targets, pairs or completions, and the router's loss."""
@@ -295,7 +302,7 @@ class ReferenceLoop:
         return loss * float(getattr(self.model, named))
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = AUTOCAST.get(self.recipe.parallel.precision)
+        dtype = AUTOCAST.get(self.recipe.parallel.precision) if self.rounds else None
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 

@@ -88,6 +88,8 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
         changed = recipe.with_(**fields)
         orders = range(ORDERS + 1 if recipe.parallel.precision != "fp32" else 1)
         traces = [_trace_reference(changed, batches, order, device) for order in orders]
+        if recipe.parallel.precision != "fp32":
+            traces.append(_trace_reference(changed, batches, 0, device, rounds=False))
         first = traces[0]
         save_file(first.weights, folder / f"reference-{probe}.safetensors")
         reference = Reference(
@@ -164,16 +166,16 @@ def _compare_probe(
     return found
 
 
-def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device) -> Trace:
+def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device, rounds: bool = True) -> Trace:
     """Trains the reference; plans are compared with order 0.
 
     The other orders show the effect of rounding: they process samples in other orders, and the documents of a
-    micro-batch together.
+    micro-batch together. So does a reference that does not round between operations.
     """
     own, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
     sizes = (own,) if recipe.model.config.get("output_router_logits") else (own, 1, total)
-    loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0)
+    loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
     held_out = batches.held_out()
     return Trace(
@@ -186,9 +188,13 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
 
 
 def _reference(
-    recipe: Recipe, device: torch.device, micro_batch_size: int | None = None, together: bool = False
+    recipe: Recipe,
+    device: torch.device,
+    micro_batch_size: int | None = None,
+    together: bool = False,
+    rounds: bool = True,
 ) -> ReferenceLoop:
-    return ReferenceLoop(recipe, drawn_weights(recipe, device), device, micro_batch_size, together)
+    return ReferenceLoop(recipe, drawn_weights(recipe, device), device, micro_batch_size, together, rounds)
 
 
 def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:

@@ -9,8 +9,8 @@ from llmtrain.data import prepare
 from llmtrain.engines.optim import schedule
 from llmtrain.verify import reference, train
 from llmtrain.verify.batches import Batches
-from llmtrain.verify.compare import FP32
-from llmtrain.verify.job import worst
+from llmtrain.verify.compare import FP32, SAFETY, clone, deviation
+from llmtrain.verify.job import PROBES, read_references, worst
 from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, learning_rate
 from tests.helpers.own_code import write_folder
 from tests.helpers.small_verify import CPU, MOE, small
@@ -35,6 +35,34 @@ def test_documents_in_one_batch_equal_documents_alone(fields, verify_corpus):
     recipe = small(verify_corpus, **fields)
     alone, at_once = _losses(recipe), _losses(recipe, together=True)
     assert worst(abs(a - b) / b for a, b in zip(alone, at_once, strict=True)) < FP32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast_bf16"])
+def test_without_rounding_a_pass_computes_in_fp32(precision, verify_corpus):
+    """From weights that are rounded in bf16, and whole under autocast."""
+    recipe = small(verify_corpus, **{"parallel.precision": precision})
+    whole = recipe.with_(**{"parallel.precision": "fp32"})
+    weights = train.drawn_weights(recipe, CPU)
+    rounded, exact = (ReferenceLoop(recipe, weights, CPU, rounds=rounds) for rounds in (True, False))
+    if precision == "bf16":
+        weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    in_fp32 = ReferenceLoop(whole, weights, CPU)
+    documents = [[ReferenceDocument(torch.arange(8), torch.arange(1, 9))]]
+    assert exact.evaluate(documents) == pytest.approx(in_fp32.evaluate(documents), rel=FP32)
+    assert rounded.evaluate(documents) != pytest.approx(in_fp32.evaluate(documents), rel=FP32)
+
+
+def test_bounds_in_bf16_include_what_kernels_do_not_round(verify_corpus, tmp_path):
+    recipe = small(verify_corpus, **{"parallel.precision": "bf16"})
+    batches = Batches(recipe, prepare(recipe), 2)
+    train.make_references(recipe, batches, tmp_path, CPU, lambda text: None)
+    allowed = read_references(tmp_path)[PROBES[0]].tolerance
+    initial = clone(dict(train._reference(recipe, CPU).named_weights()))
+    first, exact = (train._trace_reference(recipe, batches, 0, CPU, rounds=rounds) for rounds in (True, False))
+    found = deviation(exact, first, initial)
+    assert SAFETY * found.loss <= allowed.loss
+    assert SAFETY * found.grad_norm <= allowed.grad_norm
+    assert SAFETY * found.weights <= allowed.weights
 
 
 def test_a_document_does_not_depend_on_its_neighbours(verify_corpus):
