@@ -2,7 +2,7 @@
 
 Without a NAME, it lists the benchmarks. A result is kept only if all of it was measured on an otherwise idle machine.
 With fewer `--pairs` than the benchmark needs, with `--only`, `--short` or `--force`, the verdicts are only printed; the
-result is written only if `--out` names a file.
+result is written only if `--out` names a file. If a case fails, the others are kept in NAME.failed.json.
 """
 
 from __future__ import annotations
@@ -60,18 +60,23 @@ def main(arguments: list[str] | None = None) -> None:
     is_whole = pairs >= benchmark.pairs and not (options.short or options.force or options.only)
     out = options.out or (RESULTS / f"{benchmark.name}.json" if is_whole else None)
     document = measure(benchmark, pairs, options.short, options.only)
-    for verdict in [] if options.only else benchmark.verdicts(document):
+    has_failed = "failed" in document
+    if has_failed and out is not None:
+        out = out.with_suffix(".failed.json")
+    for verdict in [] if options.only or has_failed else benchmark.verdicts(document):
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.aim}: {verdict.found}")
     if out is None:
         print("not kept: a result needs all its pairs, whole sizes, every case and an idle machine")
         return
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if has_failed:
+        sys.exit(f"{out} has the other cases; {len(document['failed'])} failed: {', '.join(document['failed'])}")
     print(f"{out}; now `python -m benchmarks.render`")
 
 
 def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
-    """Runs all cases of a benchmark and returns the result. Exits if a command fails."""
+    """Runs all cases of a benchmark and returns the result; `failed` has the cases in which a command failed."""
     words = ["python", "-m", "benchmarks", benchmark.name]
     words += [*(["--pairs", str(pairs)] if pairs != benchmark.pairs else []), *(["--short"] if short else [])]
     document: dict[str, Any] = {"benchmark": benchmark.name, "command": " ".join(words), **facts(), "pairs": pairs}
@@ -81,14 +86,18 @@ def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = No
         print(f"[{time.monotonic() - started:6.0f} s of about {60 * benchmark.minutes}] {line}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-        cases = [case for case in benchmark.cases(short) if only is None or only in case.name]
-        try:
-            document["cases"] = [run_case(case, pairs, Path(name), say, benchmark.in_turns) for case in cases]
-        except SideFailedError as error:
-            sys.exit(str(error))
+        document["cases"], failed = [], {}
+        for case in benchmark.cases(short):
+            if only is None or only in case.name:
+                try:
+                    document["cases"].append(run_case(case, pairs, Path(name), say, benchmark.in_turns))
+                except SideFailedError as error:
+                    failed[case.name] = str(error)
+                    say(f"{case.name}: {error}")
     document["seconds"] = round(time.monotonic() - started, 1)
-    document[OTHERS] = max(run[OTHERS] for case in document["cases"] for side in case["sides"] for run in side["runs"])
-    return document
+    runs = [run for case in document["cases"] for side in case["sides"] for run in side["runs"]]
+    document[OTHERS] = max((run[OTHERS] for run in runs), default=0.0)
+    return document | ({"failed": failed} if failed else {})
 
 
 def _refuse_busy() -> None:

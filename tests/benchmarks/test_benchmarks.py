@@ -12,7 +12,7 @@ from benchmarks import __main__ as command
 from benchmarks import render
 from benchmarks.benchmark import Benchmark
 from benchmarks.definitions import BENCHMARKS
-from benchmarks.pairs import OTHERS, ROOT, summary
+from benchmarks.pairs import OTHERS, ROOT, SideFailedError, summary
 from benchmarks.programs.interleaved import result_of
 
 PAIRED = [benchmark for benchmark in BENCHMARKS.values() if isinstance(benchmark, Benchmark)]
@@ -108,6 +108,27 @@ def test_a_busy_machine_is_refused(monkeypatch):
     monkeypatch.setattr(command, "cores_of_others", lambda seconds: 1.25)
     with pytest.raises(SystemExit, match=r"others use 1\.25 cores"):
         command.main(["scale"])
+
+
+def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys, tmp_path):
+    benchmark = BENCHMARKS["wrapper"]
+    first, *others = benchmark.cases(False)
+
+    def run(case, *_):
+        if case.name == first.name:
+            raise SideFailedError("ours: exit code 1 of python")
+        return next(one for one in made_up(benchmark)["cases"] if one["name"] == case.name)
+
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 0.0)
+    monkeypatch.setattr(command, "run_case", run)
+    with pytest.raises(SystemExit, match=f"1 failed: {first.name}"):
+        command.main(["wrapper"])
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == "wrapper.failed.json"
+    result = json.loads(kept.read_text())
+    assert [case["name"] for case in result["cases"]] == [case.name for case in others]
+    assert result["failed"] == {first.name: "ours: exit code 1 of python"}
 
 
 def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):
