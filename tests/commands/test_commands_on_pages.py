@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.exceptions import TyperException
+import typer
 from typer.main import get_command
 
 from llmtrain.cli import app
@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM: Any = get_command(app)
 GROUPS = [[name] for name, command in PROGRAM.commands.items() if hasattr(command, "commands")]
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""UsageError, which older versions of typer take from click."""
 OPERATORS = "|&;<>\n"
 """Characters that end a command."""
 
@@ -62,7 +64,7 @@ def _refusal(words: list[str]) -> str:
         return ""
     try:
         command.make_context("llmtrain", list(words))
-    except TyperException as error:
+    except USAGE_ERROR as error:
         return str(error)
     return ""
 

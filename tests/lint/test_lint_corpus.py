@@ -58,7 +58,11 @@ def test_every_rule_has_a_case():
 
 def test_page_is_rendered():
     script = _script("tools/render_lint.py")
-    assert script.RULES_PAGE.read_text(encoding="utf-8") == script.rules_page()
+    rendered = script.rules_page()
+    if sys.version_info >= (3, 13):  # its `json` reports the comma, and older ones what follows it
+        comma, key = "Illegal trailing comma before end of object", "Expecting property name enclosed in double quotes"
+        rendered = rendered.replace(f"line 10 is not strict JSON: {comma}", f"line 11 is not strict JSON: {key}")
+    assert script.RULES_PAGE.read_text(encoding="utf-8") == rendered
 
 
 @pytest.mark.slow
