@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from llmtrain.errors import nearest
 from llmtrain.plan.axes import EXPERT, TENSOR, used
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.trained import matches
 from llmtrain.rules.rule import Fault, assignment, rule
 
 
@@ -55,6 +57,54 @@ def experts(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "adapter.targets",
+    "A pattern that matches no linear layer adapts nothing. If no pattern matches, nothing is trained.",
+    "run",
+)
+def targets(draft: Draft) -> Iterator[Fault]:
+    """Refuses patterns without a linear layer, before workers do (`llmtrain/models/adapter.py:_adapted_modules`)."""
+    adapter, weights = draft.recipe.model.adapter, draft.facts.weights if draft.facts else None
+    if adapter is None or weights is None or adapter.targets == "all-linear":
+        return
+    layers = {
+        f"{weights.prefix}.{index}.{weight.name.removesuffix('.weight')}"
+        for index in range(weights.layers)
+        for weight in weights.layer(index)
+        if len(weight.shape) == 2 and not weight.is_adapter
+    }
+    ends = {weight.name.removesuffix(".weight") for weight in (*weights.embedding, *weights.outside, *weights.head)}
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    for pattern in adapter.targets:
+        if not any(matches(name, [pattern]) for name in layers | ends | {"lm_head"}):
+            message = f"'{pattern}' matches no linear layer{nearest(pattern, known)}"
+            yield Fault("model.adapter.targets", message, f"its linear layers are {', '.join(known)}")
+
+
+@rule(
+    "adapter.without_experts",
+    "Adapters are added to linear layers. Experts that a model stores as one tensor for each layer are none, so they "
+    "stay as they are; PEFT's `all-linear` adapts them.",
+    "run",
+    refuses=False,
+)
+def without_experts(draft: Draft) -> Iterator[Fault]:
+    """Gives a note if the default targets leave out the experts."""
+    adapter, facts = draft.recipe.model.adapter, draft.facts
+    if adapter is None or adapter.pretrained or adapter.targets != "all-linear" or facts is None or not facts.weights:
+        return
+    weights = facts.weights
+    experts = sum(
+        weight.elements
+        for index in range(weights.layers)
+        for weight in weights.layer(index)
+        if weight.is_expert and len(weight.shape) > 2
+    )
+    if experts:
+        message = f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts"
+        yield Fault("model.adapter.targets", message, "train other layers, or the experts as a whole (model.trainable)")
+
+
+@rule(
     "adapter.nf4",
     "4-bit weights are blocks of a whole matrix, with scales for 64 and for 16,384 elements, in buffers. ZeRO-3 and "
     "FSDP2 shard parameters only, so every rank would hold all buffers, as at ZeRO-2. The slice of a tensor parallel "
@@ -89,4 +139,4 @@ def nf4(draft: Draft) -> Iterator[Fault]:
 WHOLE = assignment(model__quantize="none")
 STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"
 
-RULES = (dora, experts, nf4)
+RULES = (dora, experts, targets, without_experts, nf4)

@@ -92,3 +92,38 @@ def test_experts_that_are_named_are_not_frozen():
     for trained, refused in ((["*.experts.*"], False), (["model.layers.1.*"], False), (["*norm*"], True)):
         recipe = moe_recipe("mixtral", **{"model.trainable": trained, "parallel.expert": 2, "parallel.zero_stage": 2})
         assert bool(broken(_draft(recipe))[0]) == refused, trained
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+TYPED_WRONG = {"model.adapter": {"rank": 4, "targets": ["q_proj", "v_prj"]}}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_workers_refuse_it():
+    """In every family that is a chain of layers; a run would train less than the recipe says, or nothing."""
+    for model, fix in (({}, "q_proj"), ({"model.architecture": "gpt2", "model.config": GPT2}, "c_attn")):
+        recipe = tiny_recipe(**model, **TYPED_WRONG)
+        problems = [one for one in broken(_draft(recipe))[0] if one.rule == "adapter.targets"]
+        assert problems
+        assert fix in problems[-1].fix
+    (problem,) = broken(_draft(tiny_recipe(**TYPED_WRONG)))[0]
+    assert problem.message == "'v_prj' matches no linear layer; did you mean 'v_proj'?"
+    for named in (["q_proj"], ["model.layers.1.*_proj"], ["*.self_attn.[kv]_proj"], ["mlp.up_proj"]):
+        assert not broken(_draft(tiny_recipe(**{"model.adapter": {"rank": 4, "targets": named}})))[0], named
+
+
+def test_workers_refuse_such_a_pattern():
+    with pytest.raises(AssertionError, match="v_prj matches no module"):
+        run_ranks(1, _run, tiny_recipe(**TYPED_WRONG))
+
+
+def test_a_note_says_that_experts_have_no_adapter():
+    recipe = moe_recipe("mixtral", **{"model.adapter": {"rank": 4}})
+    refused, notes = broken(_draft(recipe))
+    assert not refused
+    (note,) = (one for one in notes if one.rule == "adapter.without_experts")
+    draft = _draft(recipe)
+    experts = sum(one.elements for one in draft.facts.weights.layer(0) if one.is_expert) * draft.facts.weights.layers
+    assert f"{experts:,} of {draft.facts.parameters:,} parameters are experts" in note.message
+    assert not any(one.is_adapter and one.is_expert for one in draft.facts.weights.layer(0))
+    dense = tiny_recipe(**{"model.adapter": {"rank": 4}})
+    assert not broken(_draft(dense))[1]
