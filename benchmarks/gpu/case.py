@@ -37,6 +37,10 @@ class Case:
     """Modules that the process imports while the case before it runs."""
 
 
+class NotHereError(Exception):
+    """A case has nothing to measure on this machine."""
+
+
 class FailedError(Exception):
     """A case ran to its end and found that something is wrong."""
 

@@ -118,5 +118,7 @@ CASES: Mapping[str, Case] = {
     **{f"{name} {turn}": case for turn in (1, 2) for name, case in {"beside TRL": _BESIDE_TRL, "TRL": _TRL}.items()},
     **{name: _timed(*declared) for name, declared in PLANS.items() if name not in FIRST},
 }
+SECOND_TURN = frozenset(name for name in CASES if name.endswith(" 2"))
+"""Repetitions, which show nothing with small models."""
 TOGETHER: Sequence[Sequence[str]] = (("verify bf16", "resume", "tests", "small"),)
 """Cases that run at the same time, because none of their times count."""

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu.case import FailedError, Situation
+from benchmarks.gpu.case import FailedError, NotHereError, Situation
 from benchmarks.gpu.cases import CASES
 from benchmarks.gpu.steps import told
 from llmtrain.errors import RecipeError
@@ -30,6 +30,8 @@ def answer(name: str, given: Situation) -> dict[str, Any]:
         return {"status": "done", "found": CASES[name].measure(given)}
     except FailedError as error:
         return {"status": "failed", "reason": str(error), "found": error.found}
+    except NotHereError as error:
+        return {"status": "skipped", "reason": str(error)}
     except RecipeError as error:
         return {"status": "refused", "reason": told(error)}
     except Exception as error:  # of any library

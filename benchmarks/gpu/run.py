@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu.case import Case
-from benchmarks.gpu.cases import CASES, TOGETHER
+from benchmarks.gpu.cases import CASES, SECOND_TURN, TOGETHER
 from benchmarks.gpu.page import in_short, table
 from benchmarks.machine import facts
 from benchmarks.pairs import ROOT, python_path
@@ -254,9 +254,9 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if found.f_bavail * found.f_frsize >= ROOM else None
 
 
-def _chosen(only: str | None, parser: argparse.ArgumentParser) -> list[str]:
+def _chosen(only: str | None, small: bool, parser: argparse.ArgumentParser) -> list[str]:
     if only is None:
-        return list(CASES)
+        return [name for name in CASES if not (small and name in SECOND_TURN)]
     names = [name.strip() for name in only.split(",")]
     for name in names:
         if name not in CASES:
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="the commit, where the sources are no git repository")
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     options = parser.parse_args(arguments)
-    names = _chosen(options.only, parser)
+    names = _chosen(options.only, options.small, parser)
     if options.list:
         for name in names:
             print(f"{name:17} about {CASES[name].seconds:3} s  {CASES[name].question}")

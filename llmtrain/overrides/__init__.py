@@ -22,6 +22,8 @@ from llmtrain.system.host import installed_version
 
 TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "peft": "0.21.2", "torch": "2.13.0"}
 """The versions with which the tests were run."""
+OLDEST = {"transformers": "5.21.0", "accelerate": "1.11.0", "peft": "0.19.0", "torch": "2.11.0"}
+"""The oldest versions (`constraints-oldest.txt`), with which a part of the tests was run."""
 
 
 @dataclass(frozen=True)
@@ -496,14 +498,15 @@ def check_overrides() -> None:
 
 
 def untried_versions() -> Iterator[str]:
-    """Yields a line for each installed library of another version than the one that the tests were run with.
+    """Yields a line for each installed library of another version than those that tests were run with.
 
     Of DeepSpeed, every release counts, since its patch releases change the engines. Of the others, only minor ones do.
     """
     for package, tried in TRIED.items():
         installed = installed_version(package)
         parts = 3 if package == "deepspeed" else 2
-        if installed and re.findall(r"\d+", installed)[:parts] != re.findall(r"\d+", tried)[:parts]:
+        known = [re.findall(r"\d+", version)[:parts] for version in (tried, OLDEST.get(package, tried))]
+        if installed and re.findall(r"\d+", installed)[:parts] not in known:
             places = [
                 name.partition(":")[2].removeprefix(".")
                 for one in OVERRIDES

@@ -46,9 +46,17 @@ def measure(out: Path, only: str, *options: str) -> tuple[int, dict[str, dict]]:
 
 
 def test_each_outcome_is_kept_with_its_reason(made_up_cases):
-    code, rows = measure(made_up_cases, "fine,raises,faulty,refused,dies,later")
+    code, rows = measure(made_up_cases, "fine,raises,faulty,refused,not here,dies,later")
     assert code == 1
-    assert [row["status"] for row in rows.values()] == ["done", "failed", "failed", "refused", "failed", "done"]
+    assert [row["status"] for row in rows.values()] == [
+        "done",
+        "failed",
+        "failed",
+        "refused",
+        "skipped",
+        "failed",
+        "done",
+    ]
     assert rows["fine"]["found"]["number"] == 1.5
     assert rows["raises"]["reason"] == "ValueError: no such kernel"
     assert any("gpu_cases.py" in line for line in rows["raises"]["log"])

@@ -18,7 +18,7 @@ from llmtrain import overrides
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.errors import RecipeError
-from llmtrain.overrides import OVERRIDES, TRIED, _difference, check_overrides, untried_versions
+from llmtrain.overrides import OLDEST, OVERRIDES, TRIED, _difference, check_overrides, untried_versions
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import plan_of
@@ -166,6 +166,8 @@ def test_an_untested_version_is_named_with_the_possible_differences(monkeypatch)
     installed = dict(TRIED)
     monkeypatch.setattr(metadata, "version", installed.__getitem__)
     assert list(untried_versions()) == []
+    installed |= OLDEST
+    assert list(untried_versions()) == []
     installed |= {"deepspeed": "0.19.9+cpu", "torch": "2.13.1+cu130"}
     (line,) = untried_versions()
     assert line.startswith("deepspeed 0.19.9+cpu is untested")
@@ -175,6 +177,8 @@ def test_an_untested_version_is_named_with_the_possible_differences(monkeypatch)
 def test_the_versions_of_the_constraints_are_those_that_were_tested():
     pinned = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert {package: pinned[package] for package in TRIED} == TRIED
+    oldest = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))
+    assert {package: oldest[package] for package in OLDEST} == OLDEST
 
 
 def _compiled_collective(rank: int) -> bool:

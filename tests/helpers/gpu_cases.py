@@ -8,7 +8,7 @@ import sys
 import time
 
 from benchmarks.gpu import cases, process
-from benchmarks.gpu.case import Case, FailedError, Numbers, Situation
+from benchmarks.gpu.case import Case, FailedError, NotHereError, Numbers, Situation
 from llmtrain.errors import Problem, RecipeError
 
 
@@ -34,6 +34,10 @@ def is_refused(given: Situation) -> Numbers:
     raise RecipeError([Problem("kernels.fp8", "kernels.fp8", "needs a newer GPU", "leave it out")])
 
 
+def is_not_here(given: Situation) -> Numbers:
+    raise NotHereError("all tests were skipped")
+
+
 def dies(given: Situation) -> Numbers:
     print("Segmentation fault", file=sys.stderr, flush=True)
     os._exit(11)
@@ -53,6 +57,7 @@ CASES = {
     "raises": Case("raises", 1, raises),
     "faulty": Case("finds a fault", 1, finds_a_fault),
     "refused": Case("is refused", 1, is_refused),
+    "not here": Case("has nothing to do", 1, is_not_here),
     "dies": Case("dies", 1, dies),
     "hangs": Case("hangs", 1, hangs),
     "later": Case("works, too", 1, fine),
