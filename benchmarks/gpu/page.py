@@ -76,14 +76,17 @@ def memory_error(found: Mapping[str, Any]) -> float | None:
 
 
 def in_short(found: Mapping[str, Any]) -> str:
-    """Returns the numbers of a case in a line."""
-    shown = []
-    for name, value in found_of({"found": found}).items():
-        if name in PLAN_COLUMNS:
-            shown.append(f"{PLAN_COLUMNS[name][0]} {_number(name, value)}")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            shown.append(f"{name} {value:.5g}")
-    return ", ".join(shown)
+    """Returns the numbers of a case in a line; of one that takes steps, those of its table."""
+    numbers = found_of({"found": found})
+    if "step_ms" in found:
+        return ", ".join(
+            f"{PLAN_COLUMNS[name][0]} {_number(name, numbers[name])}" for name in PLAN_COLUMNS if name in numbers
+        )
+    return ", ".join(
+        f"{name} {value:.5g}"
+        for name, value in numbers.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
 
 
 def _number(name: str, value: Any) -> str:
