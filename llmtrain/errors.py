@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
 MOST_SHOWN = 200
 """Number of characters of a value that a message shows."""
+USER_OF_URL = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
+"""What stands before the host of a URL: a user, often with a password, or a token. It may be in logs and reports."""
 
 
 class Exit(IntEnum):
@@ -48,6 +51,11 @@ class Problem:
         fix = f"\n    {self.fix}" if self.fix else ""
         return f"{self.field}: {self.message} [{self.rule}]{fix}"
 
+    def without_secrets(self) -> Problem:
+        """Returns the problem with `…` for the user and password, or the token, of each URL."""
+        texts = {name: USER_OF_URL.sub("…", getattr(self, name)) for name in ("field", "message", "fix")}
+        return replace(self, **texts)
+
     def as_dict(self) -> dict[str, str]:
         """Returns the problem as JSON data."""
         return asdict(self)
@@ -66,7 +74,8 @@ class UserError(Exception):
     def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
         if isinstance(problems, str):
             problems = Problem(rule="", field="", message=problems)
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        found = (problems,) if isinstance(problems, Problem) else problems
+        self.problems = tuple(one.without_secrets() for one in found)
         super().__init__(str(self))
 
     def __str__(self) -> str:

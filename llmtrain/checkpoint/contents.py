@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
+from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
 from llmtrain.run_dir import MAY_CHANGE
 
@@ -107,3 +108,16 @@ def read_state(folder: Path) -> TrainerState:
 def read_plan(folder: Path) -> Plan:
     """Reads the plan that a checkpoint was written under. Raises CheckpointError if it cannot be read."""
     return read_checkpoint_json(folder / PLAN_FILE, Plan, "checkpoint.plan")
+
+
+def check_trusted(folder: Path, plan: Plan, trust_remote_code: bool) -> None:
+    """Raises CheckpointError if building the model of a checkpoint runs code that only the checkpoint trusts.
+
+    Whoever wrote the checkpoint may also have written that code. trust_remote_code: whether the user permits running
+    it, on the command line or in the recipe.
+    """
+    if plan.recipe.model.trust_remote_code and not trust_remote_code:
+        field = f"{folder / PLAN_FILE}: model.trust_remote_code"
+        message = f"is true, which would run the code that comes with '{plan.recipe.model.pretrained}'; a checkpoint "
+        fix = "inspect the code, and permit it with --trust-remote-code"
+        raise CheckpointError(Problem("checkpoint.remote_code", field, f"{message}cannot permit this itself", fix))

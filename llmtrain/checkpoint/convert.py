@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.checkpoint.check import verify_checkpoint
-from llmtrain.checkpoint.contents import read_plan
+from llmtrain.checkpoint.contents import check_trusted, read_plan
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, check_new, new_folder
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of
@@ -42,12 +42,19 @@ from llmtrain.runtime.distributed import pretend
 from llmtrain.system.durable import fingerprint
 
 
-def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[Cluster], Cluster]) -> Plan:
+def target_plan(
+    checkpoint: Path,
+    fields: dict[str, object],
+    resized: Callable[[Cluster], Cluster],
+    trust_remote_code: bool = False,
+) -> Plan:
     """Returns the plan to convert to: that of the checkpoint with other fields, on another cluster.
 
-    Raises RecipeError with all faults: fields that a run may not change, and illegal combinations.
+    trust_remote_code: whether a model's own code may be run. Raises RecipeError with all faults: fields that a run may
+    not change, and illegal combinations; and CheckpointError for code that may not be run.
     """
     source = read_plan(checkpoint)
+    check_trusted(checkpoint, source, trust_remote_code or "model.trust_remote_code" in fields)
     recipe = source.recipe.with_(**fields)
     check_unchanged(source.recipe, recipe, str(checkpoint))
     return resolve(recipe, resized(source.cluster))

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
 from llmtrain.checkpoint.check import verify_checkpoint
-from llmtrain.checkpoint.contents import read_plan, read_state
+from llmtrain.checkpoint.contents import check_trusted, read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
@@ -52,6 +52,7 @@ def export(
     most_bytes: int = SHARD_BYTES,
     replace: bool = False,
     base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
@@ -61,14 +62,16 @@ def export(
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
     fp32 and as it is written, never the model. replace: whether `out` may have content. base: folder or hub name of the
-    frozen weights, if they are not where the run found them. The folder is written under a temporary name and renamed,
-    so `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if `out` has content that must
-    not be replaced, or cannot be written.
+    frozen weights, if they are not where the run found them. trust_remote_code: whether a model's own code may be run.
+    The folder is written under a temporary name and renamed, so `out` is complete or absent. Raises CheckpointError for
+    a damaged checkpoint, for code that may not be run, or if `out` has content that must not be replaced, or cannot be
+    written.
     """
     if not replace:
         check_new(out)
     manifests = verify_checkpoint(checkpoint)
     plan = moved(read_plan(checkpoint), base)
+    check_trusted(checkpoint, plan, trust_remote_code)
     if base is not None:
         check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
     source, recipe = state_source(checkpoint, plan), plan.recipe
@@ -181,7 +184,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         message = "does not exist, but an exported model needs it"
         raise CheckpointError(Problem("export.tokenizer", str(folder), message, "name it with --tokenizer FOLDER"))
     with utf8_name(folder) as named:
-        read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(named)
+        read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
     return read
 
 

@@ -7,6 +7,7 @@ damaged it. Folders for people, such as an export, are created complete or not a
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -235,6 +236,8 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
     out = out.absolute()
     temporary, replaced = (out.with_name(f".{out.name}.{what}") for what in ("partial", "replaced"))
     try:
+        if out.is_symlink() or (out.exists() and not out.is_dir()):
+            raise OSError(errno.ENOTDIR, "is not a folder", str(out))
         remove_tree(temporary)
         remove_tree(replaced)
         temporary.mkdir(parents=True)

@@ -52,6 +52,7 @@ def merge_checkpoint(
     most_bytes: int = SHARD_BYTES,
     base: str | None = None,
     into: Into = "trained",
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Other arguments: as for `merge`.
 
@@ -65,8 +66,10 @@ def merge_checkpoint(
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
         adapter = Path(folder) / "adapter"
-        export(checkpoint, tokenizer, adapter, dtype="float32", base=base)  # rounded only once, after it was added
-        merge(adapter, out, tokenizer, dtype=dtype, most_bytes=most_bytes, into=into)
+        # Rounded only once, after it was added.
+        export(checkpoint, tokenizer, adapter, dtype="float32", base=base, trust_remote_code=trust_remote_code)
+        trusts = trust_remote_code and model.trust_remote_code
+        merge(adapter, out, tokenizer, dtype=dtype, most_bytes=most_bytes, into=into, trust_remote_code=trusts)
 
 
 def merge(
@@ -78,31 +81,40 @@ def merge(
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
     into: Into = "trained",
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes base + adapter to `out`, for `from_pretrained`, with configuration and tokenizer.
 
     adapter: a folder of PEFT. tokenizer: default: that of the adapter's folder, else the base's. base: folder or hub
     name; default: the one that the adapter names. dtype: of the weights; default: the base's. into: the weights to add
     an adapter of 4-bit weights to: `trained`, the values of the 4-bit weights, which gives the model that was trained;
-    or `full`, the original weights of the base, as other tools do. Each weight is added in fp32 and rounded once.
-    Memory holds the largest weight three times in fp32, never the model. Raises RecipeError for an adapter or a base
-    that cannot be read, and CheckpointError for weights that do not belong together, or if `out` has content or cannot
-    be written.
+    or `full`, the original weights of the base, as other tools do. trust_remote_code: whether the base's own code may
+    be run. Each weight is added in fp32 and rounded once. Memory holds the largest weight three times in fp32, never
+    the model. Raises RecipeError for an adapter or a base that cannot be read, or whose code may not be run, and
+    CheckpointError for weights that do not belong together, or if `out` has content or cannot be written.
     """
     check_new(out)
     lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
-    model = ModelConfig(pretrained=base or lora.base_model_name_or_path, revision=None if base else lora.revision)
+    model = ModelConfig(
+        pretrained=base or lora.base_model_name_or_path,
+        revision=None if base else lora.revision,
+        trust_remote_code=trust_remote_code,
+    )
     pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
-    empty = empty_model(config, weights)
+    empty = empty_model(config, weights, trust_remote_code)
     packed = read_quantized(adapter) if into == "trained" else frozenset()
     merged = Merged(adapter, lora, empty, read_pretrained(model, config), packed)
     own = aliases(empty)
     ignored = unsaved_names(empty)
     names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
     own_tokenizer = tokenizer or (adapter if (adapter / "tokenizer_config.json").is_file() else None)
-    text = read_tokenizer(own_tokenizer) if own_tokenizer else AutoTokenizer.from_pretrained(model.pretrained)
+    text = (
+        read_tokenizer(own_tokenizer)
+        if own_tokenizer
+        else AutoTokenizer.from_pretrained(model.pretrained, trust_remote_code=False)
+    )
     empty.generation_config = _generation(model, empty.config)
     with new_folder(out) as folder:
         write_configuration(empty, folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption
+from llmtrain.commands.plan import JsonOption, TrustOption
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, why
@@ -91,6 +91,7 @@ def convert_checkpoint(
         int | None, typer.Option(help="Number of machines of the new plan; default: as in the checkpoint.", min=1)
     ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)] = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Rewrite a checkpoint for another plan. This needs no GPU.
 
@@ -111,7 +112,8 @@ def convert_checkpoint(
     with quiet_libraries():
         from llmtrain.checkpoint.convert import convert, target_plan
 
-        convert(checkpoint, out, target_plan(checkpoint, parse_assignments(assignments), resized))
+        plan = target_plan(checkpoint, parse_assignments(assignments), resized, trust_remote_code)
+        convert(checkpoint, out, plan)
     print(f"converted {checkpoint} to {out}; continue with --resume {out}")
 
 

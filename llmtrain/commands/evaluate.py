@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmtrain.commands.plan import JsonOption
-from llmtrain.errors import CheckpointError, Problem, RecipeError
+from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 if TYPE_CHECKING:
+    from llmtrain.recipe import TasksConfig
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import Results, Scored
 
@@ -32,8 +34,20 @@ class EvalRequest:
     )
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0)] = None
     include_path: Annotated[
-        Path | None, typer.Option(help="Folder with your own tasks as YAML files; default: the recipe's.")
+        Path | None,
+        typer.Option(
+            help="Folder with your own tasks as YAML files, whose code is run; default: the recipe's, with "
+            "--trust-remote-code."
+        ),
     ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run the Python code that comes with the model, and that of the recipe's tasks.include_path. Inspect "
+            "it first.",
+        ),
+    ] = False
     limit: Annotated[
         int | None, typer.Option(help="Largest number of documents per task; default: the recipe's.", min=1)
     ] = None
@@ -52,22 +66,24 @@ def evaluate_tasks(request: EvalRequest) -> None:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, the temporary export is removed
     run = RunDir(request.run)
-    declared = run.read_recipe().tasks
+    recipe = run.read_recipe()
+    declared = recipe.tasks
     names = tuple(filter(None, request.tasks.split(","))) if request.tasks else declared.names
     if not names:
         raise RecipeError(
             Problem("tasks.none", "--tasks", "is required: the recipe names no tasks", "--tasks hellaswag")
         )
+    include = request.include_path or _own_tasks(run, declared, request.trust_remote_code)
     check_harness()
     checkpoint = _checkpoint(run, request.step)
     with quiet_libraries():
         from llmtrain.train.harness import results_of, tasks_of
 
-        include = request.include_path or (Path(declared.include_path) if declared.include_path else None)
         manager = tasks_of(names, include)
         with tempfile.TemporaryDirectory(prefix=".eval-", dir=run.path) as scratch:
-            model = _exported(run, checkpoint, Path(scratch) / "model")
-            results = results_of(model, names, manager, request.limit or declared.limit, request.batch_size)
+            model = _exported(run, checkpoint, Path(scratch) / "model", request.trust_remote_code)
+            trusts = request.trust_remote_code and recipe.model.trust_remote_code
+            results = results_of(model, names, manager, request.limit or declared.limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)
     found = _write(run.eval_file(step), results, request.limit or declared.limit)
     if request.as_json:
@@ -90,7 +106,17 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
     return folder
 
 
-def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
+def _own_tasks(run: RunDir, declared: TasksConfig, trust_remote_code: bool) -> Path | None:
+    """Returns the run's own folder of tasks, if any. Raises RecipeError if its code may not be run."""
+    if declared.include_path is None or trust_remote_code:
+        return Path(declared.include_path) if declared.include_path else None
+    field, value = f"{run.recipe_file}: tasks.include_path", shown(declared.include_path)
+    message = f"is {value}, and tasks may contain code (!function), which a run directory cannot permit to run"
+    fix = f"inspect the tasks, and name them with --include-path {quote(declared.include_path)}, or permit the run's "
+    raise RecipeError(Problem("tasks.remote_code", field, message, f"{fix}with --trust-remote-code"))
+
+
+def _exported(run: RunDir, checkpoint: Path, scratch: Path, trust_remote_code: bool) -> Path:
     """Returns a Hugging Face folder of a checkpoint: the run's export if it is of this checkpoint, else a new one."""
     from llmtrain.checkpoint.export import export
     from llmtrain.checkpoint.folder import is_exported
@@ -98,7 +124,7 @@ def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
 
     if is_exported(run.export, read_manifests(checkpoint)[0]):
         return run.export
-    export(checkpoint, run.tokenizer, scratch)
+    export(checkpoint, run.tokenizer, scratch, trust_remote_code=trust_remote_code)
     return scratch
 
 

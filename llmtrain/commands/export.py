@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from llmtrain.commands.checkpoint import one_checkpoint
+from llmtrain.commands.plan import TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries
 
@@ -47,6 +48,7 @@ class ExportRequest:
             "original ones."
         ),
     ] = "trained"
+    trust_remote_code: TrustOption = False
     push: Annotated[
         str | None,
         typer.Option(
@@ -97,6 +99,7 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
             "--tokenizer": request.tokenizer,
             "--merge": request.merge,
             "--base": request.base,
+            "--trust-remote-code": request.trust_remote_code,
         }
         for option, value in written.items():
             if value:
@@ -109,15 +112,20 @@ def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> No
         from llmtrain.checkpoint.export import export, size_in_bytes
         from llmtrain.checkpoint.merge import merge, merge_checkpoint
 
-        most, dtype, base = size_in_bytes(request.max_shard_size), request.dtype, request.base
+        how: dict[str, Any] = {
+            "dtype": request.dtype,
+            "most_bytes": size_in_bytes(request.max_shard_size),
+            "base": request.base,
+            "trust_remote_code": request.trust_remote_code,
+        }
         if is_peft:
-            merge(source, out, request.tokenizer, base=base, dtype=dtype, most_bytes=most, into=request.into)
+            merge(source, out, request.tokenizer, into=request.into, **how)
             return
         tokenizer = request.tokenizer or source.parent.parent / "tokenizer"
         if request.merge:
-            merge_checkpoint(source, tokenizer, out, dtype=dtype, most_bytes=most, base=base, into=request.into)
+            merge_checkpoint(source, tokenizer, out, into=request.into, **how)
         else:
-            export(source, tokenizer, out, dtype=dtype, most_bytes=most, base=base)
+            export(source, tokenizer, out, **how)
 
 
 def _push(folder: Path, request: ExportRequest) -> None:

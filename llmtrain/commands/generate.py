@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from llmtrain.commands.plan import TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries, visible
 
@@ -37,6 +38,7 @@ class GenerateRequest:
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
     ] = 0.8
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1
+    trust_remote_code: TrustOption = False
 
 
 def generate_text(request: GenerateRequest) -> None:
@@ -55,7 +57,9 @@ def generate_text(request: GenerateRequest) -> None:
         from llmtrain.models.generate import generate as continue_text
 
         tokens = request.tokens or TOKENS
-        continuation = continue_text(request.model, request.prompt, tokens, request.temperature, request.seed)
+        continuation = continue_text(
+            request.model, request.prompt, tokens, request.temperature, request.seed, request.trust_remote_code
+        )
     print(request.prompt + continuation)
 
 
@@ -63,7 +67,11 @@ def _chat(request: GenerateRequest) -> None:
     with quiet_libraries():
         from llmtrain.models.generate import Chat
 
-        chat = Chat(request.model, request.tokens, request.temperature, request.seed, system=request.system)
+        chat = Chat(
+            *(request.model, request.tokens, request.temperature, request.seed),
+            system=request.system,
+            trust_remote_code=request.trust_remote_code,
+        )
     for question in [request.prompt] if request.prompt is not None else _questions():
         if not question.strip():
             continue

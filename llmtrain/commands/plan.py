@@ -41,6 +41,9 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(help="Type of device: a100, h100, h200, b200, mi300x, cpu, or one that the recipe defines."),
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Inspect it first.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 

@@ -19,11 +19,13 @@ from threading import Lock, Thread
 from typing import Any, NoReturn, TextIO
 
 from llmtrain.doctor.finding import Scene
+from llmtrain.errors import RecipeError
 from llmtrain.launch import on_host
 from llmtrain.launch.disks import has_disk_operator
 from llmtrain.launch.local import dying_with_us
 from llmtrain.launch.place import interfaces
 from llmtrain.system.host import cache_root
+from llmtrain.system.kernel_caches import use_kernel_caches
 
 
 class Agent:
@@ -79,8 +81,14 @@ class Agent:
             if lacks:
                 self._reply(operator=name, seconds=0.0, file="", error="libaio was not found")
                 continue
+            env = dict(os.environ)
+            try:
+                use_kernel_caches(env)
+            except RecipeError as refusal:
+                self._reply(operator=name, seconds=0.0, file="", error=str(refusal))
+                continue
             command = [sys.executable, "-m", "llmtrain.engines.deepspeed.ops", name, accelerator]
-            child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            child = self._start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             out, error = child.communicate()
             try:
                 self._reply(**json.loads(out.splitlines()[-1]))

@@ -20,7 +20,7 @@ from llmtrain.doctor.finding import CheckResult, Scene, ask, caution, fault, ok
 from llmtrain.launch.disks import compiler_of, has_libaio
 from llmtrain.overrides import TRIED, untried_versions
 from llmtrain.system.host import installed_version
-from llmtrain.system.untrusted import expanded
+from llmtrain.system.kernel_caches import kernel_caches
 
 LEADING = ("torch", "deepspeed", "transformers", "accelerate", "datasets")
 """The packages that are always listed; the others only if something is wrong."""
@@ -216,7 +216,5 @@ def launchers(scene: Scene) -> Iterator[CheckResult]:
 
 
 def extensions_root(scene: Scene) -> Path:
-    """Returns the folder in which torch stores what it has compiled (`torch.utils.cpp_extension`)."""
-    named = scene.env.get("TORCH_EXTENSIONS_DIR")
-    caches = expanded(scene.env.get("XDG_CACHE_HOME") or "~/.cache")
-    return Path(named) if named else caches / "torch_extensions"
+    """Returns the folder in which DeepSpeed's compiled operators are stored."""
+    return kernel_caches(scene.env)["TORCH_EXTENSIONS_DIR"]

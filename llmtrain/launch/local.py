@@ -30,6 +30,7 @@ from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.host import limit_spinning, own_cores
+from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
 from llmtrain.system.streams import plain_console
 
@@ -121,11 +122,15 @@ def reserved_port() -> Iterator[int]:
 
 
 def common_environment(world_size: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment that all workers of a machine share. env: variables that override this process's own."""
+    """Returns the environment that all workers of a machine share. env: variables that override this process's own.
+
+    Raises RecipeError if others could store compiled code for the workers.
+    """
     # By default every worker would start as many threads as there are cores.
     threads = max(1, own_cores() // world_size)
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
     limit_spinning(common)  # a program that imports llmtrain has not done so
+    use_kernel_caches(common)
     return common
 
 

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
+from llmtrain.models.hub_names import naming_own_code
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
@@ -44,14 +45,15 @@ def model_configuration(recipe: Recipe) -> PreTrainedConfig:
 def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedConfig:
     """Returns the `transformers` configuration of a model, with `values` for some fields.
 
-    Raises RecipeError if the architecture does not exist, the pretrained model cannot be found, or its class refuses a
-    value.
+    Raises RecipeError if the architecture does not exist, the pretrained model cannot be found or comes with code that
+    may not be run, or its class refuses a value.
     """
     try:
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
         pretrained_folder(model)
-        return pretrained_configuration(model, values)
+        with naming_own_code(str(model.pretrained)):
+            return pretrained_configuration(model, values)
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
         raise RecipeError(

@@ -13,6 +13,7 @@ from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.hub_names import naming_own_code
 from llmtrain.run_dir import RunDir
 from llmtrain.system.untrusted import utf8_name
 
@@ -38,15 +39,30 @@ def sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
 
 
-def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
+def load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Returns the tokenizer and the model of a folder.
+
+    trust_remote_code: whether the model's own code may be run; a tokenizer's own code never is. Raises RecipeError if
+    there is such code and it may not be run.
+    """
+    with utf8_name(folder) as named, naming_own_code(str(folder)):
+        tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
+        return tokenizer, AutoModelForCausalLM.from_pretrained(named, trust_remote_code=trust_remote_code)
+
+
+def generate(
+    folder: Path,
+    prompt: str,
+    max_new_tokens: int = 48,
+    temperature: float = 0.8,
+    seed: int = 1,
+    trust_remote_code: bool = False,
+) -> str:
     """Returns a continuation of `prompt`, sampled from the 50 most likely tokens; temperature 0 takes the most likely.
 
-    folder: of a model, or a run directory. Raises RecipeError if it contains no model.
+    folder: of a model, or a run directory. Raises RecipeError if it contains no model, and as `load_model` does.
     """
-    folder = model_folder(folder)
-    with utf8_name(folder) as named:
-        tokenizer = AutoTokenizer.from_pretrained(named)
-        model = AutoModelForCausalLM.from_pretrained(named)
+    tokenizer, model = load_model(model_folder(folder), trust_remote_code)
     device = device_for(model)
     model = model.to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
@@ -69,18 +85,23 @@ class Chat:
     """The model, and what has been said."""
 
     def __init__(
-        self, path: Path, tokens: int | None, temperature: float, seed: int, system: str | None = None
+        self,
+        path: Path,
+        tokens: int | None,
+        temperature: float,
+        seed: int,
+        system: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """path: folder of a model, or a run directory. tokens: largest number of tokens of an answer;
         by default 256, or a quarter of the positions.
 
-        Raises RecipeError if it contains no model, and DataError if its tokenizer has no chat template.
+        Raises RecipeError if it contains no model, DataError if its tokenizer has no chat template, and as `load_model`
+        does.
         """
         folder = model_folder(path)
         self._encoder = ChatEncoder(folder, load_template(None, folder))
-        with utf8_name(folder) as named:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(named)
-            model: Any = AutoModelForCausalLM.from_pretrained(named)
+        self._tokenizer, model = load_model(folder, trust_remote_code)
         self._model = model.to(device_for(model)).eval()
         self._temperature = temperature
         self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63

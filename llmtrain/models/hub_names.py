@@ -8,6 +8,7 @@ or the few that belong together, and only these are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -22,12 +23,29 @@ from transformers import (
     core_model_loading,
 )
 
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.overrides.torch import persistent_buffers
 
 Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
 MOST = 5
 """Largest number of names that an error message lists."""
+
+
+@contextmanager
+def naming_own_code(model: str) -> Iterator[None]:
+    """Raises RecipeError, with the option that permits it, if `transformers` refuses to run the code of a model.
+
+    model: its folder or hub name.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "`trust_remote_code=True`" not in str(error):
+            raise
+        message = "comes with its own code, which is not run unless you permit it"
+        fix = "inspect the code, and permit it with --trust-remote-code"
+        raise RecipeError(Problem("model.remote_code", model, message, fix)) from None
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -66,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        if _hostname(self.headers.get("Host", "")) not in HOSTS:
+        if not _is_own(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"this page is for 127.0.0.1 and localhost only\n")
         elif urlsplit(self.path).path != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page, /\n")
@@ -87,8 +88,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Logs nothing, because a live page sends a request every two seconds."""
 
 
-def _hostname(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+def _is_own(host: str) -> bool:
+    """Whether a request's host is this machine: a name with a port or without, and nothing else."""
+    return re.fullmatch(rf"({'|'.join(map(re.escape, HOSTS))})(:[0-9]{{1,5}})?", host.lower()) is not None

@@ -48,7 +48,12 @@ class FileHash:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file such that a reader, or a crash at any instant, sees the old text or the new one."""
+    """Replaces a file such that a reader, or a crash at any instant, sees the old text or the new one.
+
+    Raises OSError for anything that is not a regular file: a link, a device or a FIFO would itself be replaced.
+    """
+    with suppress(FileNotFoundError):
+        require_regular(path.lstat(), path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:

@@ -15,6 +15,7 @@ from llmtrain.data import Prepared
 from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.generate import generate
 from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
 from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, score_table
 
@@ -49,18 +50,21 @@ def finish(
         console.print(f"not exported: {lack}", soft_wrap=True)
         return
     with console.status("exporting"):
-        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # replaces an export of fewer steps
+        # Replaces an export of fewer steps. The plan is that of the user's recipe.
+        trusts = recipe.model.trust_remote_code
+        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True, trust_remote_code=trusts)
     console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
     if recipe.export.sample_prompt is not None:
-        _sample(run_dir, recipe.export.sample_prompt, recipe.export.sample_tokens, console)
+        _sample(run_dir, recipe, recipe.export.sample_prompt, console)
     if recipe.tasks.names:
         with console.status("scoring downstream tasks"), _printing_scoring_errors(console):
             console.print(score_table(score_last(run_dir, state.step), state.step))
 
 
-def _sample(run_dir: RunDir, prompt: str, tokens: int, console: Console) -> None:
+def _sample(run_dir: RunDir, recipe: Recipe, prompt: str, console: Console) -> None:
     try:
-        continuation = generate(run_dir.export, prompt, tokens)
+        trusts = recipe.model.trust_remote_code
+        continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens, trust_remote_code=trusts)
     except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
         console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         return

@@ -10,11 +10,9 @@ from typing import Any
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import DataError, Problem, RecipeError, nearest
-from llmtrain.models.generate import device_for
-from llmtrain.system.untrusted import utf8_name
+from llmtrain.models.generate import device_for, load_model
 from llmtrain.train.tasks import Results
 
 
@@ -41,14 +39,20 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
     return manager
 
 
-def results_of(model: Path, names: Sequence[str], manager: TaskManager, limit: int | None, batch_size: int) -> Results:
+def results_of(
+    model: Path,
+    names: Sequence[str],
+    manager: TaskManager,
+    limit: int | None,
+    batch_size: int,
+    trust_remote_code: bool = False,
+) -> Results:
     """Returns the results of a model in a Hugging Face folder; on the GPU if it has room there.
 
-    limit: largest number of documents of a task. Raises DataError if the documents of a task cannot be loaded.
+    limit: largest number of documents of a task. trust_remote_code: whether the model's own code may be run. Raises
+    DataError if the documents of a task cannot be loaded, and as `load_model` does.
     """
-    with utf8_name(model) as named:
-        tokenizer = AutoTokenizer.from_pretrained(named)
-        loaded = AutoModelForCausalLM.from_pretrained(named)
+    tokenizer, loaded = load_model(model, trust_remote_code)
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
     try:
         found = lm_eval.simple_evaluate(

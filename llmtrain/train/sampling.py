@@ -43,7 +43,7 @@ class Sampler:
         self._has_one_shape = plan.has_one_shape
         self._vocab_size, self._stops = prepared.vocab_size, set(prepared.stop_ids)
         with utf8_name(prepared.tokenizer_dir) as named:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(named)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
         self._prompts = [self._encoded(prompt, prepared) for prompt in self._config.prompts]
         problems = [
             Problem(

@@ -129,9 +129,11 @@ def score_last(run: RunDir, step: int) -> Results:
 def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
     """Starts to score a checkpoint, with low priority; what is printed goes to a log."""
     log = open_log(run.eval_log)
+    # The user's recipe, with which this run was started, permits the code that it names.
+    command = ["llmtrain", "eval", str(run.path), "--step", str(step), "--trust-remote-code"]
     try:
         return subprocess.Popen(
-            ["nice", sys.executable, "-m", "llmtrain", "eval", str(run.path), "--step", str(step)],
+            ["nice", sys.executable, "-m", *command],
             env={name: value for name, value in os.environ.items() if name not in OF_A_RANK},
             stdin=subprocess.DEVNULL,
             stdout=log,

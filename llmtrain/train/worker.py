@@ -28,6 +28,7 @@ from llmtrain.run_dir import RunDir, identity_of, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
+from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.stops import after_step, hear_no_more, leave
 from llmtrain.train.console import WorkerOutput, take_over_output
 from llmtrain.train.signals import StopSignals
@@ -84,6 +85,7 @@ def train_rank(
     secret = Secret.of_worker()
     watch = watchdog.start(rank, run_dir, plan, heartbeat, secret.seal, output.stderr)
     try:
+        use_kernel_caches(os.environ)
         code = _Worker(rank, run_dir, plan, signals, output, heartbeat, watch, secret).train(
             ds_config, resume, max_steps
         )

@@ -20,6 +20,7 @@ from typing import IO, TextIO
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import OF_A_RANK, dying_with_us
 from llmtrain.plan import KernelChoice, Plan
+from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.tune.choice import write_cached
 
 
@@ -36,6 +37,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
     """
     request = {"plan": plan.model_dump_json(), "device": device, "threads": threads, "always": always}
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    use_kernel_caches(environment)
     environment["DS_ACCELERATOR"] = device.partition(":")[0]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
         file = Path(name) / "request.json"

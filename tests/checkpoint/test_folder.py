@@ -131,3 +131,13 @@ def test_a_failed_deletion_loses_nothing(tmp_path, capsys, monkeypatch):
     assert [path.name for path in folder.whole(tmp_path)] == ["step_00000001", "step_00000002"]
     save(saver, 3)
     assert [path.name for path in folder.whole(tmp_path)] == ["step_00000003"]
+
+
+def test_only_a_folder_is_replaced_by_a_new_one(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("file", "link"):
+        with pytest.raises(CheckpointError, match="is not a folder"), folder.new_folder(tmp_path / name, replace=True):
+            raise AssertionError
+    assert (tmp_path / "file").read_text() == "kept"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "link"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from llmtrain.doctor import limits, network, versions
 from llmtrain.doctor.checks import CHECKS, look
 from llmtrain.doctor.finding import ask
+from llmtrain.launch.local import common_environment
 from llmtrain.launch.place.interfaces import GLOO, NCCL, Interface, Network
 
 LO = Interface("lo", ("127.0.0.1",), is_loopback=True)
@@ -164,10 +163,9 @@ def test_a_lock_of_a_killed_build_is_reported(scene, tmp_path):
     assert (finding.level, finding.fix) == ("warning", f"rm {lock}")
 
 
-def test_the_folder_of_operators_is_that_of_torch(scene, monkeypatch, tmp_path):
-    program = "from torch.utils.cpp_extension import get_default_build_root as root; print(root())"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+def test_the_folder_of_operators_is_that_of_workers(scene, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    told = common_environment(1)["TORCH_EXTENSIONS_DIR"]
     assert str(versions.extensions_root(replace(scene, env=dict(os.environ)))) == told
 
 

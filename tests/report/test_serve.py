@@ -45,12 +45,22 @@ def test_the_page_is_served_once_per_change(server, run):
     assert reader.bytes_read - before == len(line)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "10.0.0.1:80"])
+DISGUISED = (
+    "evil.example@127.0.0.1",
+    "127.0.0.1#evil.example",
+    "127.0.0.1/x",
+    "localhost:1@x",
+    "localhost:",
+)
+"""URLs that have the host of this machine; a host is not a URL."""
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "10.0.0.1:80", *DISGUISED])
 def test_other_names_of_this_machine_are_refused(server, host):
     assert _get(server, Host=host)[0] == 403
 
 
-@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1:99"])
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "127.0.0.1:99"])
 def test_a_tunnel_may_have_another_port(server, host):
     assert _get(server, Host=host)[0] == 200
 

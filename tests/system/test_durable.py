@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import stat
 from contextlib import contextmanager
 
 import pytest
@@ -28,6 +30,32 @@ def test_an_error_names_the_replaced_file(tmp_path):
         write_atomically(tmp_path / "file", "x" * 1000)
     assert error.value.filename == str(tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
+
+
+def _device(path):
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+
+
+NODES = {
+    "a link": lambda path: path.symlink_to(path.with_name("target")),
+    "a FIFO": os.mkfifo,
+    "a device": _device,
+}
+
+
+@pytest.mark.parametrize("kind", NODES)
+def test_only_regular_files_are_replaced(kind, tmp_path):
+    node = tmp_path / "node"
+    (tmp_path / "target").write_text("kept")
+    try:
+        NODES[kind](node)
+    except PermissionError:
+        pytest.skip("only root can create devices")
+    before = node.lstat()
+    with pytest.raises(OSError, match=f"is {kind}, not a file"):
+        write_atomically(node, "text")
+    assert (node.lstat().st_ino, node.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["node", "target"]
 
 
 def test_an_error_names_the_new_file(tmp_path):
