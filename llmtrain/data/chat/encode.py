@@ -255,9 +255,10 @@ class ChatEncoder:
                 (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
             ]
             size, last = len(ids), turns[-1]
-            if not last.ended and last.message + 1 == len(chat.conversation.messages) and self._eos is not None:
+            closing = self._aliases[last.closing][1] if last.closing else self._eos
+            if not last.ended and last.message + 1 == len(chat.conversation.messages) and closing is not None:
                 # Without an end token, the model would not learn to stop.
-                ids = np.append(ids, self._eos)
+                ids = np.append(ids, closing)
                 spans[-1] = (spans[-1][0], len(ids))
             trained = self._trained(chat, whole, spans, places, len(ids))
         except RowError as fault:

@@ -9,7 +9,7 @@ conversation for which this fails is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
@@ -41,6 +41,8 @@ class Turn:
     end: tuple[int, int]
     ended: bool
     """Whether it ends with an end token."""
+    closing: str = ""
+    """The character for the token that the template writes before the result of a call, if only this ends the turn."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,16 @@ class Renderer:
             if written != last:
                 raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
-            return self._said_turns(conversation, whole)
-        return [
-            self._turn(conversation, whole, number)
-            for number, message in enumerate(conversation.messages)
-            if message["role"] == "assistant"
-        ]
+            turns = self._said_turns(conversation, whole)
+        else:
+            turns = [
+                self._turn(conversation, whole, number)
+                for number, message in enumerate(conversation.messages)
+                if message["role"] == "assistant"
+            ]
+        if turns and not turns[-1].ended and "tool_calls" in conversation.messages[-1]:
+            turns[-1] = replace(turns[-1], closing=self._before_result(conversation))
+        return turns
 
     def _require_parts(self, conversation: Conversation, whole: Rendered) -> None:
         """Raises RowError if the template ignores the tools or a part of a message: it renders the same without it.
@@ -122,13 +128,15 @@ class Renderer:
         """Returns the prompt for the next turn, with characters for control tokens. Raises RowError."""
         return self._render(tuple(messages), (), prompt=True).text
 
-    def _tail(self, conversation: Conversation, count: int, prompt: bool = False) -> tuple[int, str] | None:
+    def _tail(
+        self, conversation: Conversation, count: int, prompt: bool = False, before: bool = False
+    ) -> tuple[int, str] | None:
         """Renders the first `count` messages; returns the number of the last message with text, and what follows it.
 
-        Returns None if the template cannot render them.
+        Returns None if the template cannot render them. before: return the same for the message before the last text.
         """
         try:
-            return self._render(conversation.messages[:count], conversation.tools, prompt).gaps[-1]
+            return self._render(conversation.messages[:count], conversation.tools, prompt).gaps[-2 if before else -1]
         except RowError:
             return None
 
@@ -162,6 +170,19 @@ class Renderer:
         bare, prompted = (self._tail(conversation, count, prompt) for prompt in (False, True))
         return prompted[1].removeprefix(bare[1]) if bare and prompted and bare[0] == prompted[0] else ""
 
+    def _before_result(self, conversation: Conversation) -> str:
+        """Returns the character for the special token that precedes the result of the last call; empty if none does."""
+        messages = conversation.messages
+        call = messages[-1]["tool_calls"][0]
+        known = {"tool_call_id": call["id"]} if "id" in call else {}
+        result = {"role": "tool", "name": call["function"]["name"], "content": "result", **known}
+        bare = self._tail(conversation, len(messages))
+        answered = self._tail(replace(conversation, messages=(*messages, result)), len(messages) + 1, before=True)
+        if not bare or not answered or answered[0] != bare[0] or not answered[1].startswith(bare[1]):
+            return ""
+        found = SPECIAL.match(answered[1], len(bare[1]))
+        return found[0] if found and found[0] != self.bos else ""
+
     def _head_of_text(self, conversation: Conversation, number: int, head: str) -> str:
         """Returns the text before a plain-text turn, for a template without a generation prompt."""
         answer = ({"role": "assistant", "content": "answer"},)
@@ -183,7 +204,9 @@ class Renderer:
             # This one takes precedence: some templates end the last turn differently, or write more after it.
             ends.insert(0, prompted[1].removesuffix(opening))
         shared = [_common(end, after) for end in ends]
-        for pattern in (SPECIAL, CONTROL):
+        # An added token that is not special may end a turn, but one at the end of a call, `</tool_call>`, does not.
+        patterns = (SPECIAL,) if "tool_calls" in conversation.messages[number] else (SPECIAL, CONTROL)
+        for pattern in patterns:
             for text in shared:
                 if found := [match.end() for match in pattern.finditer(text)]:
                     return found[-1], True
@@ -206,8 +229,7 @@ class Renderer:
         turns = []
         for first, end in spans:
             position = len(Rendered.partial(text[:first], self.controls))
-            if opening and whole.text.startswith(opening, position):
-                position += len(opening)  # this belongs to the prompt, which the model does not write
+            position += _overlap(whole.text, position, opening)  # the model does not write the prompt
             start = _place(whole, position)
             stop = _place(whole, len(Rendered.partial(text[:end], self.controls)))
             owners = {one.message for one in whole.stretches[start[0] : stop[0]]}
@@ -251,12 +273,22 @@ def _place(whole: Rendered, position: int) -> tuple[int, int]:
     return len(whole.stretches), position - start
 
 
+def _overlap(text: str, position: int, opening: str) -> int:
+    """Returns how many characters after a position belong to a generation prompt that begins at or before it."""
+    sizes = range(len(opening) + 1)
+    return next((size for size in sizes if text.endswith(opening, 0, position + size)), 0)
+
+
 def _to_end_token(turn: Turn, whole: Rendered, bos: str | None) -> Turn:
-    """Returns a turn extended to the end token that follows it, if there is one."""
+    """Returns a turn that ends with the end token in its last gap, or else with the one that follows, if there is one.
+
+    Blocks of many templates also contain the line end after the end token, which the model never writes.
+    """
     number, place = turn.end
     after = whole.gaps[number][1]
-    if found := [match.end() for match in SPECIAL.finditer(after, 0, place)]:
-        return Turn(turn.message, turn.start, (number, max(place, found[-1])), ended=True)
+    found = [match.end() for match in SPECIAL.finditer(after, 0, place)]
+    if found and not after[found[-1] : place].strip():
+        return Turn(turn.message, turn.start, (number, found[-1]), ended=True)
     following = after[place:]
     skipped = len(following) - len(following.lstrip())
     if SPECIAL.match(following, skipped) and following[skipped] != bos:
