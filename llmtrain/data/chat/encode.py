@@ -158,8 +158,11 @@ class ChatEncoder:
         return ChatText(conversation, whole.text, turns, whole)
 
     def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
-        parts = tuple([(message["role"], *filter(message.get, PARTS)) for message in conversation.messages])
-        key = (parts, bool(conversation.tools), whole.gaps)
+        parts = tuple(
+            (message["role"], *filter(message.get, PARTS), len(message.get("tool_calls", ())))
+            for message in conversation.messages
+        )
+        key = (parts, bool(conversation.tools), whole.gaps, whole.repeated)
         if key not in self._proven:
             turns = self._renderer.turns(conversation, whole)
             self._check_tokens(whole)

@@ -112,6 +112,11 @@ class Renderer:
                     rest = {"content": "", **{name: value for name, value in message.items() if name != part}}
                     some = (*messages[:number], rest, *messages[number + 1 :])
                     without[f"{part} of message {number + 1}"] = (some, tools)
+            calls = message.get("tool_calls", ())
+            for place in range(len(calls) if len(calls) > 1 else 0):
+                fewer = {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
+                some = (*messages[:number], fewer, *messages[number + 1 :])
+                without[f"call {place + 1} of message {number + 1}"] = (some, tools)
         for what, (some, known) in without.items():
             try:
                 same = self._render(some, known) == whole
@@ -141,7 +146,7 @@ class Renderer:
             return None
 
     def _turn(self, conversation: Conversation, whole: Rendered, number: int) -> Turn:
-        first, last = _stretches_of(whole, number)
+        first = next(place for place, one in enumerate(whole.stretches) if one.message == number)
         owner, before = whole.gaps[first]
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
@@ -161,7 +166,9 @@ class Renderer:
                 f"{what} does not begin with the template's generation prompt {self.controls.plain(head)!r}, "
                 f"but with {self.controls.plain(before)!r}"
             )
-        end, ended = self._end(conversation, number, whole.gaps[last + 1][1], opening)
+        ends = self._ends(conversation, number, opening)
+        last = _last_stretch(whole, number, ends)
+        end, ended = self._end(conversation, number, whole.gaps[last + 1][1], ends)
         return Turn(number, (first, start), (last + 1, end), ended)
 
     def _opening(self, conversation: Conversation) -> str:
@@ -194,15 +201,19 @@ class Renderer:
         # The prompt ends before the white space that precedes an answer, so the model writes it.
         return found if found.startswith(head) and found[len(head) :].strip() else head
 
-    def _end(self, conversation: Conversation, number: int, after: str, opening: str) -> tuple[int, bool]:
-        """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
-        is_last = number + 1 == len(conversation.messages)
+    def _ends(self, conversation: Conversation, number: int, opening: str) -> list[str]:
+        """Returns what the template writes after a turn if the conversation ends with it."""
         alone = self._tail(conversation, number + 1)
         ends = [alone[1]] if alone and alone[0] == number else []
         prompted = self._tail(conversation, number + 1, prompt=True)
         if opening and prompted and prompted[0] == number and prompted[1].endswith(opening):
             # This one takes precedence: some templates end the last turn differently, or write more after it.
             ends.insert(0, prompted[1].removesuffix(opening))
+        return ends
+
+    def _end(self, conversation: Conversation, number: int, after: str, ends: list[str]) -> tuple[int, bool]:
+        """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
+        is_last = number + 1 == len(conversation.messages)
         shared = [_common(end, after) for end in ends]
         # An added token that is not special may end a turn, but one at the end of a call, `</tool_call>`, does not.
         patterns = (SPECIAL,) if "tool_calls" in conversation.messages[number] else (SPECIAL, CONTROL)
@@ -243,7 +254,7 @@ class Renderer:
             turns[place] = _to_end_token(turns[place], whole, self.bos)
         inside = {number for turn in turns for number in range(turn.start[0], turn.end[0])}
         for number, one in enumerate(whole.stretches):
-            if messages[one.message]["role"] == "assistant" and number not in inside:
+            if messages[one.message]["role"] == "assistant" and number not in inside and number not in whole.repeated:
                 raise RowError(f"the template's generation blocks leave out the assistant's message {one.message + 1}")
         return turns
 
@@ -253,12 +264,27 @@ def _common(one: str, other: str) -> str:
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
-def _stretches_of(whole: Rendered, message: int) -> tuple[int, int]:
-    """Returns the indices of a message's first and last stretch. Raises RowError if other stretches lie between."""
+def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
+    """Returns the index of the last stretch of a turn. Raises RowError if stretches of other messages lie within it.
+
+    A template may write a text of the turn again in a later message, as gpt-oss does with the name of a call in the
+    header of its result. ends: what follows the turn if the conversation ends with it; this tells the two apart.
+    """
     mine = [number for number, one in enumerate(whole.stretches) if one.message == message]
-    if mine != list(range(mine[0], mine[-1] + 1)):
+    later = sum(1 for _ in takewhile(lambda number: number in whole.repeated, reversed(mine)))
+    size = len(mine)
+    if later:
+
+        def shared(count: int) -> int:
+            """Returns how much of an end follows the first `count` stretches."""
+            after = whole.gaps[mine[count - 1] + 1][1]
+            found = [(text, _common(text, after)) for text in ends]
+            return max((len(it) for text, it in found if SPECIAL.search(it) or (it.strip() and it == text)), default=0)
+
+        size = max(range(size - later, size + 1), key=lambda count: (shared(count), count))
+    if mine[:size] != list(range(mine[0], mine[0] + size)):
         raise RowError(f"the template writes another message into message {message + 1}")
-    return mine[0], mine[-1]
+    return mine[size - 1]
 
 
 def _place(whole: Rendered, position: int) -> tuple[int, int]:

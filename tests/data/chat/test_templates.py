@@ -17,6 +17,18 @@ from tests.helpers.chat_tokenizers import NAMES, Case, about_template, case, wri
 from tests.helpers.small_chats import CALL, CHAT, THINKING, TOOL
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+CALL_WITHOUT_TEXT = [
+    CALL[0],
+    {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"days": 2}}}]},
+    *CALL[2:],
+]
+PARALLEL = [
+    CALL[0],
+    {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {"x": "1"}}} for name in "fg"]},
+    {"role": "tool", "content": "one"},
+    {"role": "tool", "content": "two"},
+    {"role": "assistant", "content": "Both."},
+]
 
 
 def those_with(part: str) -> list[str]:
@@ -32,6 +44,20 @@ def encoded(one: Case, chat: Conversation, **options: Any) -> Encoded:
     (found,) = one.encoder(**options).encode([chat])
     assert isinstance(found, Encoded), str(found)
     return found
+
+
+def case_of_trl(name: str, folder: Path) -> Case:
+    """Reads a template of TRL's, and writes a tokenizer for it."""
+    source = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+    special = sorted({*re.findall(r"<\|\w+\|>|<\w+_of_turn>", source), "<bos>", "<eos>"})
+    about = {"special": special, "bos": "<bos>", "eos": "<eos>"}
+    template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    return Case(source, about, write_chat_tokenizer(folder, about, source), template)
+
+
+def stops(one: Case, found: Encoded) -> list[str]:
+    texts = AutoTokenizer.from_pretrained(one.folder).convert_ids_to_tokens(sorted(found.ends))
+    return sorted(texts)
 
 
 def wrapped(one: Case, text: str) -> str:
@@ -98,17 +124,13 @@ def test_a_call_at_the_end_ends_with_the_token_before_its_result(one: Case) -> N
 )
 def test_a_line_end_in_a_generation_block_does_not_end_the_turn(name: str, end: str, tmp_path: Path) -> None:
     """Blocks of TRL's templates, and of LFM2.5's own, contain it. As a stop token, it would end texts at a line."""
-    source = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
-    special = sorted({*re.findall(r"<\|\w+\|>|<\w+_of_turn>", source), "<bos>", "<eos>"})
-    about = {"special": special, "bos": "<bos>", "eos": "<eos>"}
-    folder = write_chat_tokenizer(tmp_path, about, source)
-    one = Case(source, about, folder, ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"}))
+    one = case_of_trl(name, tmp_path)
     found = encoded(one, conversation(CHAT))
     assert [text.removeprefix("<think></think>").split("</think>\n\n")[-1] for text in one.trained(found)] == [
         f"It is 4.{end}",
         f"Bye.{end}",
     ]
-    assert AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(sorted(found.ends)) == [end]
+    assert stops(one, found) == [end]
 
 
 @pytest.mark.parametrize("name", ["chatml"])
@@ -121,3 +143,37 @@ def test_a_generation_prompt_is_not_trained_on_if_a_block_contains_a_part_of_it(
     )
     one = one._replace(source=source, template=ChatTemplate(source, one.template.special))
     assert one.trained(encoded(one, conversation(CHAT))) == ["It is 4.<|im_end|>", "Bye.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_the_name_of_a_call_in_the_header_of_its_result_is_not_trained_on(name: str, tmp_path: Path) -> None:
+    one = case_of_trl(name, tmp_path)
+    for call in (CALL, CALL_WITHOUT_TEXT):
+        found = encoded(one, conversation(call, [TOOL]))
+        trained = one.trained(found)
+        assert [text.count("get_weather") for text in trained] == [1, 0]
+        assert trained[0].endswith("}<|call|>")
+        assert trained[1] == "<|channel|>final<|message|>Sunny.<|return|>"
+        assert stops(one, found) == ["<|call|>", "<|return|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml"])
+def test_the_names_of_parallel_calls_may_be_written_again_with_their_results(one: Case) -> None:
+    source = (
+        "{% set ns = namespace(calls=[]) %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.tool_calls %}{% set ns.calls = m.tool_calls %}"
+        "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}"
+        "{% elif m.role == 'tool' %}{{ ns.calls[0].function.name + ':' + m.content }}{% set ns.calls = ns.calls[1:] %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    one = one._replace(source=source, template=ChatTemplate(source, one.template.special))
+    found = encoded(one, conversation(PARALLEL))
+    assert one.trained(found) == ['f{"x": "1"}g{"x": "1"}<|im_end|>', "Both.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss"])
+def test_a_template_that_writes_only_one_of_several_calls_is_refused(one: Case) -> None:
+    (found,) = one.encoder().encode([conversation(PARALLEL)])
+    assert isinstance(found, RowError)
+    assert "leaves out the call 2 of message 2" in str(found)
