@@ -8,6 +8,7 @@ conversation for which this fails is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -24,6 +25,7 @@ from llmtrain.data.chat.marks import (
     reject_reserved,
 )
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.errors import shown
 
 MOST_SKELETONS = 10_000
 """Number of checked skeletons that are kept."""
@@ -75,7 +77,17 @@ class Renderer:
         for number, message in enumerate(conversation.messages):
             if number not in written and (message["content"].strip() or "tool_calls" in message):
                 raise RowError(f"the template leaves out message {number + 1} ({message['role']})")
+        self._require_text(conversation.messages, with_marks)
         return with_marks
+
+    def _require_text(self, messages: tuple[Message, ...], whole: Rendered) -> None:
+        """Raises RowError if the template cuts the text of the last turn: reasoning between tags, as DeepSeek's do."""
+        if messages[-1]["role"] != "assistant":
+            return
+        given = Rendered.of(marked(messages[-1:], self.breaks)[0]["content"], self.controls).texts(0)
+        if missing := Counter(given) - Counter(whole.texts(len(messages) - 1)):
+            text = shown(self.controls.plain(next(iter(missing))))
+            raise RowError(f"the template leaves out a part of message {len(messages)}: {text}")
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         """Returns the assistant's turns. Raises RowError if they cannot be determined."""
