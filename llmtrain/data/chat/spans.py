@@ -32,6 +32,9 @@ MOST_SKELETONS = 10_000
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
 
+FIRST = "; it begins the conversation: give a system text (field `system` of the source), or leave it out"
+"""Added to faults of a turn before which there is no message. Many templates have no prompt for such a turn."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -163,7 +166,7 @@ class Renderer:
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
         if prompted is None or prompted[0] != owner:
-            raise RowError(f"the template cannot render the messages before {what} alone")
+            raise RowError(f"the template cannot render the messages before {what} alone{'' if number else FIRST}")
         bare = self._tail(conversation, number)
         head = prompted[1]
         opening = head[len(_common(bare[1], head)) :] if bare and bare[0] == owner else ""
@@ -176,7 +179,7 @@ class Renderer:
         if start < len(head) and before[start:].strip():
             raise RowError(
                 f"{what} does not begin with the template's generation prompt {self.controls.plain(head)!r}, "
-                f"but with {self.controls.plain(before)!r}"
+                f"but with {self.controls.plain(before)!r}{'' if number else FIRST}"
             )
         ends = self._ends(conversation, number, opening)
         last = _last_stretch(whole, number, ends)

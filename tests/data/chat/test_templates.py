@@ -177,3 +177,20 @@ def test_a_template_that_writes_only_one_of_several_calls_is_refused(one: Case) 
     (found,) = one.encoder().encode([conversation(PARALLEL)])
     assert isinstance(found, RowError)
     assert "leaves out the call 2 of message 2" in str(found)
+
+
+@pytest.mark.parametrize(("name", "is_accepted"), [("chatml", True), ("qwen2_5", False), ("llama3", False)])
+def test_a_turn_of_the_assistant_at_the_beginning_needs_a_prompt(one: Case, is_accepted: bool) -> None:
+    """Many templates read the first message, or write a token before it, so there is no prompt without messages."""
+    (found,) = one.encoder().encode([conversation([CHAT[3], *CHAT[:2]])])
+    assert isinstance(found, Encoded) == is_accepted
+    assert is_accepted or "it begins the conversation: give a system text" in str(found)
+    prompted = encoded(one, conversation([SYSTEM, CHAT[3], *CHAT[:2]]))
+    assert one.trained(prompted) == [wrapped(one, "Bye."), wrapped(one, "It is 4.")]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_5"])
+def test_a_developer_writes_the_system_text(one: Case) -> None:
+    developer = {**SYSTEM, "role": "developer"}
+    found, expected = (encoded(one, conversation([first, *CHAT])) for first in (developer, SYSTEM))
+    assert found.ids.tolist() == expected.ids.tolist()
