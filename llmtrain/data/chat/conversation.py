@@ -16,7 +16,7 @@ Message = dict[str, Any]
 `tool_calls`, `tool_call_id` and `name`. The arguments of a tool call are an object."""
 
 ROLES = {
-    "system": ("system",),
+    "system": ("system", "developer"),
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "model", "chatgpt", "bot"),
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),

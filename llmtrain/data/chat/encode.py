@@ -158,8 +158,11 @@ class ChatEncoder:
         return ChatText(conversation, whole.text, turns, whole)
 
     def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
-        parts = tuple([(message["role"], *filter(message.get, PARTS)) for message in conversation.messages])
-        key = (parts, bool(conversation.tools), whole.gaps)
+        parts = tuple(
+            (message["role"], *filter(message.get, PARTS), len(message.get("tool_calls", ())))
+            for message in conversation.messages
+        )
+        key = (parts, bool(conversation.tools), whole.gaps, whole.repeated)
         if key not in self._proven:
             turns = self._renderer.turns(conversation, whole)
             self._check_tokens(whole)
@@ -255,9 +258,10 @@ class ChatEncoder:
                 (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
             ]
             size, last = len(ids), turns[-1]
-            if not last.ended and last.message + 1 == len(chat.conversation.messages) and self._eos is not None:
+            closing = self._aliases[last.closing][1] if last.closing else self._eos
+            if not last.ended and last.message + 1 == len(chat.conversation.messages) and closing is not None:
                 # Without an end token, the model would not learn to stop.
-                ids = np.append(ids, self._eos)
+                ids = np.append(ids, closing)
                 spans[-1] = (spans[-1][0], len(ids))
             trained = self._trained(chat, whole, spans, places, len(ids))
         except RowError as fault:

@@ -140,6 +140,22 @@ class Rendered:
         ends = [*(one.start for one in self.stretches), len(self.text)]
         return tuple((owner, self.text[start:end]) for owner, start, end in zip(owners, starts, ends, strict=True))
 
+    def texts(self, message: int) -> list[str]:
+        """Returns the text of each stretch of a message."""
+        return [self.text[one.start : one.end] for one in self.stretches if one.message == message]
+
+    @cached_property
+    def repeated(self) -> frozenset[int]:
+        """The indices of the stretches whose text is that of an earlier stretch of the same message."""
+        known: set[tuple[int, str]] = set()
+        found = []
+        for number, one in enumerate(self.stretches):
+            text = one.message, self.text[one.start : one.end]
+            if text in known:
+                found.append(number)
+            known.add(text)
+        return frozenset(found)
+
 
 def reject_reserved(values: Any) -> None:
     """Raises RowError for a text with a reserved character."""

@@ -8,8 +8,9 @@ conversation for which this fails is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
@@ -24,11 +25,15 @@ from llmtrain.data.chat.marks import (
     reject_reserved,
 )
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.errors import shown
 
 MOST_SKELETONS = 10_000
 """Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
+
+FIRST = "; it begins the conversation: give a system text (field `system` of the source), or leave it out"
+"""Added to faults of a turn before which there is no message. Many templates have no prompt for such a turn."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Turn:
     end: tuple[int, int]
     ended: bool
     """Whether it ends with an end token."""
+    closing: str = ""
+    """The character for the token that the template writes before the result of a call, if only this ends the turn."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,17 @@ class Renderer:
         for number, message in enumerate(conversation.messages):
             if number not in written and (message["content"].strip() or "tool_calls" in message):
                 raise RowError(f"the template leaves out message {number + 1} ({message['role']})")
+        self._require_text(conversation.messages, with_marks)
         return with_marks
+
+    def _require_text(self, messages: tuple[Message, ...], whole: Rendered) -> None:
+        """Raises RowError if the template cuts the text of the last turn: reasoning between tags, as DeepSeek's do."""
+        if messages[-1]["role"] != "assistant":
+            return
+        given = Rendered.of(marked(messages[-1:], self.breaks)[0]["content"], self.controls).texts(0)
+        if missing := Counter(given) - Counter(whole.texts(len(messages) - 1)):
+            text = shown(self.controls.plain(next(iter(missing))))
+            raise RowError(f"the template leaves out a part of message {len(messages)}: {text}")
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         """Returns the assistant's turns. Raises RowError if they cannot be determined."""
@@ -83,12 +100,16 @@ class Renderer:
             if written != last:
                 raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
-            return self._said_turns(conversation, whole)
-        return [
-            self._turn(conversation, whole, number)
-            for number, message in enumerate(conversation.messages)
-            if message["role"] == "assistant"
-        ]
+            turns = self._said_turns(conversation, whole)
+        else:
+            turns = [
+                self._turn(conversation, whole, number)
+                for number, message in enumerate(conversation.messages)
+                if message["role"] == "assistant"
+            ]
+        if turns and not turns[-1].ended and "tool_calls" in conversation.messages[-1]:
+            turns[-1] = replace(turns[-1], closing=self._before_result(conversation))
+        return turns
 
     def _require_parts(self, conversation: Conversation, whole: Rendered) -> None:
         """Raises RowError if the template ignores the tools or a part of a message: it renders the same without it.
@@ -106,6 +127,11 @@ class Renderer:
                     rest = {"content": "", **{name: value for name, value in message.items() if name != part}}
                     some = (*messages[:number], rest, *messages[number + 1 :])
                     without[f"{part} of message {number + 1}"] = (some, tools)
+            calls = message.get("tool_calls", ())
+            for place in range(len(calls) if len(calls) > 1 else 0):
+                fewer = {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
+                some = (*messages[:number], fewer, *messages[number + 1 :])
+                without[f"call {place + 1} of message {number + 1}"] = (some, tools)
         for what, (some, known) in without.items():
             try:
                 same = self._render(some, known) == whole
@@ -122,23 +148,25 @@ class Renderer:
         """Returns the prompt for the next turn, with characters for control tokens. Raises RowError."""
         return self._render(tuple(messages), (), prompt=True).text
 
-    def _tail(self, conversation: Conversation, count: int, prompt: bool = False) -> tuple[int, str] | None:
+    def _tail(
+        self, conversation: Conversation, count: int, prompt: bool = False, before: bool = False
+    ) -> tuple[int, str] | None:
         """Renders the first `count` messages; returns the number of the last message with text, and what follows it.
 
-        Returns None if the template cannot render them.
+        Returns None if the template cannot render them. before: return the same for the message before the last text.
         """
         try:
-            return self._render(conversation.messages[:count], conversation.tools, prompt).gaps[-1]
+            return self._render(conversation.messages[:count], conversation.tools, prompt).gaps[-2 if before else -1]
         except RowError:
             return None
 
     def _turn(self, conversation: Conversation, whole: Rendered, number: int) -> Turn:
-        first, last = _stretches_of(whole, number)
+        first = next(place for place, one in enumerate(whole.stretches) if one.message == number)
         owner, before = whole.gaps[first]
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
         if prompted is None or prompted[0] != owner:
-            raise RowError(f"the template cannot render the messages before {what} alone")
+            raise RowError(f"the template cannot render the messages before {what} alone{'' if number else FIRST}")
         bare = self._tail(conversation, number)
         head = prompted[1]
         opening = head[len(_common(bare[1], head)) :] if bare and bare[0] == owner else ""
@@ -151,9 +179,11 @@ class Renderer:
         if start < len(head) and before[start:].strip():
             raise RowError(
                 f"{what} does not begin with the template's generation prompt {self.controls.plain(head)!r}, "
-                f"but with {self.controls.plain(before)!r}"
+                f"but with {self.controls.plain(before)!r}{'' if number else FIRST}"
             )
-        end, ended = self._end(conversation, number, whole.gaps[last + 1][1], opening)
+        ends = self._ends(conversation, number, opening)
+        last = _last_stretch(whole, number, ends)
+        end, ended = self._end(conversation, number, whole.gaps[last + 1][1], ends)
         return Turn(number, (first, start), (last + 1, end), ended)
 
     def _opening(self, conversation: Conversation) -> str:
@@ -161,6 +191,19 @@ class Renderer:
         count = len(conversation.messages)
         bare, prompted = (self._tail(conversation, count, prompt) for prompt in (False, True))
         return prompted[1].removeprefix(bare[1]) if bare and prompted and bare[0] == prompted[0] else ""
+
+    def _before_result(self, conversation: Conversation) -> str:
+        """Returns the character for the special token that precedes the result of the last call; empty if none does."""
+        messages = conversation.messages
+        call = messages[-1]["tool_calls"][0]
+        known = {"tool_call_id": call["id"]} if "id" in call else {}
+        result = {"role": "tool", "name": call["function"]["name"], "content": "result", **known}
+        bare = self._tail(conversation, len(messages))
+        answered = self._tail(replace(conversation, messages=(*messages, result)), len(messages) + 1, before=True)
+        if not bare or not answered or answered[0] != bare[0] or not answered[1].startswith(bare[1]):
+            return ""
+        found = SPECIAL.match(answered[1], len(bare[1]))
+        return found[0] if found and found[0] != self.bos else ""
 
     def _head_of_text(self, conversation: Conversation, number: int, head: str) -> str:
         """Returns the text before a plain-text turn, for a template without a generation prompt."""
@@ -173,17 +216,23 @@ class Renderer:
         # The prompt ends before the white space that precedes an answer, so the model writes it.
         return found if found.startswith(head) and found[len(head) :].strip() else head
 
-    def _end(self, conversation: Conversation, number: int, after: str, opening: str) -> tuple[int, bool]:
-        """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
-        is_last = number + 1 == len(conversation.messages)
+    def _ends(self, conversation: Conversation, number: int, opening: str) -> list[str]:
+        """Returns what the template writes after a turn if the conversation ends with it."""
         alone = self._tail(conversation, number + 1)
         ends = [alone[1]] if alone and alone[0] == number else []
         prompted = self._tail(conversation, number + 1, prompt=True)
         if opening and prompted and prompted[0] == number and prompted[1].endswith(opening):
             # This one takes precedence: some templates end the last turn differently, or write more after it.
             ends.insert(0, prompted[1].removesuffix(opening))
+        return ends
+
+    def _end(self, conversation: Conversation, number: int, after: str, ends: list[str]) -> tuple[int, bool]:
+        """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
+        is_last = number + 1 == len(conversation.messages)
         shared = [_common(end, after) for end in ends]
-        for pattern in (SPECIAL, CONTROL):
+        # An added token that is not special may end a turn, but one at the end of a call, `</tool_call>`, does not.
+        patterns = (SPECIAL,) if "tool_calls" in conversation.messages[number] else (SPECIAL, CONTROL)
+        for pattern in patterns:
             for text in shared:
                 if found := [match.end() for match in pattern.finditer(text)]:
                     return found[-1], True
@@ -206,8 +255,7 @@ class Renderer:
         turns = []
         for first, end in spans:
             position = len(Rendered.partial(text[:first], self.controls))
-            if opening and whole.text.startswith(opening, position):
-                position += len(opening)  # this belongs to the prompt, which the model does not write
+            position += _overlap(whole.text, position, opening)  # the model does not write the prompt
             start = _place(whole, position)
             stop = _place(whole, len(Rendered.partial(text[:end], self.controls)))
             owners = {one.message for one in whole.stretches[start[0] : stop[0]]}
@@ -221,7 +269,7 @@ class Renderer:
             turns[place] = _to_end_token(turns[place], whole, self.bos)
         inside = {number for turn in turns for number in range(turn.start[0], turn.end[0])}
         for number, one in enumerate(whole.stretches):
-            if messages[one.message]["role"] == "assistant" and number not in inside:
+            if messages[one.message]["role"] == "assistant" and number not in inside and number not in whole.repeated:
                 raise RowError(f"the template's generation blocks leave out the assistant's message {one.message + 1}")
         return turns
 
@@ -231,12 +279,27 @@ def _common(one: str, other: str) -> str:
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
-def _stretches_of(whole: Rendered, message: int) -> tuple[int, int]:
-    """Returns the indices of a message's first and last stretch. Raises RowError if other stretches lie between."""
+def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
+    """Returns the index of the last stretch of a turn. Raises RowError if stretches of other messages lie within it.
+
+    A template may write a text of the turn again in a later message, as gpt-oss does with the name of a call in the
+    header of its result. ends: what follows the turn if the conversation ends with it; this tells the two apart.
+    """
     mine = [number for number, one in enumerate(whole.stretches) if one.message == message]
-    if mine != list(range(mine[0], mine[-1] + 1)):
+    later = sum(1 for _ in takewhile(lambda number: number in whole.repeated, reversed(mine)))
+    size = len(mine)
+    if later:
+
+        def shared(count: int) -> int:
+            """Returns how much of an end follows the first `count` stretches."""
+            after = whole.gaps[mine[count - 1] + 1][1]
+            found = [(text, _common(text, after)) for text in ends]
+            return max((len(it) for text, it in found if SPECIAL.search(it) or (it.strip() and it == text)), default=0)
+
+        size = max(range(size - later, size + 1), key=lambda count: (shared(count), count))
+    if mine[:size] != list(range(mine[0], mine[0] + size)):
         raise RowError(f"the template writes another message into message {message + 1}")
-    return mine[0], mine[-1]
+    return mine[size - 1]
 
 
 def _place(whole: Rendered, position: int) -> tuple[int, int]:
@@ -251,12 +314,22 @@ def _place(whole: Rendered, position: int) -> tuple[int, int]:
     return len(whole.stretches), position - start
 
 
+def _overlap(text: str, position: int, opening: str) -> int:
+    """Returns how many characters after a position belong to a generation prompt that begins at or before it."""
+    sizes = range(len(opening) + 1)
+    return next((size for size in sizes if text.endswith(opening, 0, position + size)), 0)
+
+
 def _to_end_token(turn: Turn, whole: Rendered, bos: str | None) -> Turn:
-    """Returns a turn extended to the end token that follows it, if there is one."""
+    """Returns a turn that ends with the end token in its last gap, or else with the one that follows, if there is one.
+
+    Blocks of many templates also contain the line end after the end token, which the model never writes.
+    """
     number, place = turn.end
     after = whole.gaps[number][1]
-    if found := [match.end() for match in SPECIAL.finditer(after, 0, place)]:
-        return Turn(turn.message, turn.start, (number, max(place, found[-1])), ended=True)
+    found = [match.end() for match in SPECIAL.finditer(after, 0, place)]
+    if found and not after[found[-1] : place].strip():
+        return Turn(turn.message, turn.start, (number, found[-1]), ended=True)
     following = after[place:]
     skipped = len(following) - len(following.lstrip())
     if SPECIAL.match(following, skipped) and following[skipped] != bos:

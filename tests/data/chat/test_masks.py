@@ -149,6 +149,18 @@ def test_reasoning_of_earlier_turns_may_be_left_out(tmp_path: Path) -> None:
     assert isinstance(qwen.encoder().encode([conversation(CALLED, [{"name": "f"}])])[0], Encoded)
 
 
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwq_prompted_to_think"])
+def test_a_template_that_cuts_the_reasoning_out_of_the_last_text_is_refused(name: str, tmp_path: Path) -> None:
+    one = case(name, tmp_path)
+    thought = "<think>\nb\n</think>\n\nc"
+    earlier = encoded(one, turns("a", thought, "d", "e"))  # the same text around the messages is proven for a later row
+    assert len(one.trained(earlier)) == 2
+    assert "b" not in one.trained(earlier)[0]
+    (found,) = one.encoder().encode([conversation(turns("a", "c", "d", thought))])
+    assert isinstance(found, RowError)
+    assert str(found) == "the template leaves out a part of message 4: 'b'"
+
+
 def test_a_turn_that_begins_at_token_0_is_trained_on_entirely(chatml: Case) -> None:
     """transformers#47325: `return_assistant_tokens_mask` masks a span that begins at token 0."""
     source = (

@@ -107,4 +107,4 @@ def test_no_text_of_another_role_is_trained_on(name: str, tmp_path: Path) -> Non
         if "turns" not in one.about:
             theirs = [turn["content"].split("</think>")[-1] for turn in chat if turn["role"] == "assistant"]
             assert set(WORD.findall(" ".join(theirs))) <= set(words)
-    assert accepted > 6
+    assert accepted > 4
