@@ -112,7 +112,7 @@ class Measurement:
         self._until = self._started + 60 * minutes - RESERVE_S
         self._out, self._small, self._work = out, small, work
         self._facts = given
-        self._earlier = [row for row in done.get("rows", []) if row["status"] == "done"]
+        self._earlier: list[Row] = done.get("rows", [])
         self._earlier_facts = [*done.get("earlier", []), *([{name: done[name] for name in given}] if done else [])]
         self._rows: list[Row] = []
         self._waiting: dict[str, _Running] = {}
@@ -125,7 +125,8 @@ class Measurement:
 
     def run(self, names: Sequence[str]) -> None:
         """Runs cases, in this order."""
-        groups = list(_grouped([name for name in names if name not in {row["case"] for row in self._earlier}]))
+        done = {row["case"] for row in self._earlier if row["status"] == "done"}
+        groups = list(_grouped([name for name in names if name not in done]))
         self._write()
         try:
             for group, following in zip(groups, [*groups[1:], []], strict=True):
@@ -207,7 +208,8 @@ class Measurement:
             print(f"[{spent:4.0f} s] {row['case']:17} {row['status']:7} {told}"[:WIDTH], flush=True)
 
     def _write(self) -> None:
-        rows = [*self._earlier, *self._rows]
+        repeated = {row["case"] for row in self._rows}
+        rows = [*(row for row in self._earlier if row["case"] not in repeated), *self._rows]
         document = {
             "benchmark": "gpu",
             "small": self._small,

@@ -118,6 +118,13 @@ def test_rates_of_the_self_test_reach_later_cases_and_later_calls(made_up_cases,
     assert len(json.loads((again / "gpu.json").read_text())["earlier"]) == 1
 
 
+def test_a_failure_stays_until_its_case_has_been_repeated(made_up_cases, tmp_path):
+    _, first = measure(made_up_cases, "raises,refused,fine")
+    _, second = measure(tmp_path / "second", "later,refused", "--done", str(made_up_cases / "gpu.json"))
+    assert list(second) == ["fine", "raises", "refused", "later"]
+    assert second["raises"] == first["raises"]
+
+
 def test_what_was_found_survives_a_kill_and_is_not_repeated(tmp_path):
     """The command is killed while a case hangs; the processes of the case end with it."""
     code = (
