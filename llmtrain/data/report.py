@@ -89,6 +89,8 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
     """Describes how many rows of a source of conversations are used, and why others are not."""
     cut = f"{chats['cut']:,} cut at a turn, {chats['dropped']:,} dropped, since longer than a sequence"
     faulty = f"; {chats['faulty']:,} faulty rows left out, such as {chats['faults'][0]}" if chats["faulty"] else ""
+    rows = ", ".join(f"{name} in {count:,} rows" for name, count in sorted(chats.get("unread", {}).items()))
+    unread = f"; not read: {rows}" if rows else ""
     streams = source.store.streams
     where, stream = " or ".join(chats["columns"]), streams["train"]
     what, sizes = "pairs" if stream.holds_pairs else "conversations", np.diff(stream.documents.astype(np.int64))
@@ -100,7 +102,7 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
         f"{source.name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
         f"(data.train_on={recipe.data.train_on}); lengths: median {middle:,}, "
         f"90 % up to {most:,}, longest {longest:,} tokens; "
-        f"{cut}{faulty}"
+        f"{cut}{faulty}{unread}"
     )
 
 

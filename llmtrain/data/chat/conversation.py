@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
@@ -25,7 +26,16 @@ _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant turn that is a tool call."""
 _PLAIN = ("user", "assistant", "system")
+_EXCHANGE = ("user", "assistant")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+TRAINED = ("train", "weight", "loss", "trainable", "loss_mask", "loss_weight")
+"""Keys of a message whose value says whether it is trained on: 0 or 1, false or true."""
+KEYS = frozenset(
+    ("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING, *TRAINED)
+)
+"""The keys of a message that are read."""
+_MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
+"""Names of keys and columns that may say what is trained on."""
 
 MOST_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
@@ -46,8 +56,8 @@ NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
 """The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {**_ASIDE, "tools": ("tools", "functions")},
-    "prompt_completion": _ASIDE,
-    "instruction": {"input": ("input", "context"), "system": _ASIDE["system"]},
+    "prompt_completion": {"history": ("history",), **_ASIDE},
+    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _ASIDE["system"]},
     "preference": {"prompt": _ANSWERED["prompt"], **_ASIDE},
     "unpaired_preference": _ASIDE,
 }
@@ -69,7 +79,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
-    """For each message, False if it is marked as not to be trained on (`train: false`, or `weight: 0`)."""
+    """For each message, False if it is marked as not to be trained on (`TRAINED`)."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that may be called."""
 
@@ -114,7 +124,21 @@ class Layout:
         turns, labels = zip(*completions, strict=True)
         return Answered(prompt, turns, labels, tuple(map(conversation, turns)), conversation)
 
+    def unread(self, row: Mapping[str, Any]) -> set[str]:
+        """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
+        read = set(self.columns.values())
+        found = {f"column '{name}'" for name, value in row.items() if name not in read and value is not None}
+        lists = [row[name] for name in read if isinstance(row.get(name), (list, tuple))]
+        turns = [turn for turn in chain.from_iterable(lists) if isinstance(turn, Mapping) and _role(turn)]
+        return found | {f"key '{key}'" for turn in turns for key in turn.keys() - KEYS if turn[key] is not None}
+
     def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        for name, value in row.items():
+            if name not in self.columns.values() and _may_mask(name, value):
+                raise RowError(
+                    f"nothing reads the column '{name}', which may say what is trained on; "
+                    "a message is left out of training by its key `train: false`"
+                )
         return {part: row.get(column) for part, column in self.columns.items()}
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
@@ -213,7 +237,7 @@ def _message(number: int, turn: Any) -> Message:
         message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
     elif role is None:
         raise RowError(f"message {number} has the unknown role {shown(turn.get('role', turn.get('from')))}")
-    elif calls := turn.get("tool_calls"):
+    elif calls := turn.get("tool_calls") or [turn[name] for name in ("function_call",) if turn.get(name)]:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             raise RowError(f"message {number} has tool_calls that are not a list of the assistant's calls")
         message["tool_calls"] = [_call(number, call) for call in calls]
@@ -276,13 +300,19 @@ def _call(number: int, call: Any) -> dict[str, Any]:
 
 
 def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
-    for name in ("train", "weight"):
-        value = turn.get(name)
-        if value is not None:
-            if value not in (0, 1):
-                raise RowError(f"message {number} has {name} {shown(value)}; only 0 and 1 (false, true) are known")
-            return bool(value)
-    return True
+    given = {name: turn[name] for name in turn if turn[name] is not None}
+    for name, value in given.items():
+        if name in TRAINED and value not in (0, 1):
+            raise RowError(f"message {number} has {name} {shown(value)}; only 0 and 1 (false, true) are known")
+        if name not in KEYS and _may_mask(name, value):
+            known = ", ".join(TRAINED)
+            raise RowError(f"message {number} has the unknown key '{name}', which may be a mask (known: {known})")
+    return all(given.get(name, True) for name in TRAINED)
+
+
+def _may_mask(name: str, value: Any) -> bool:
+    """Whether a column or a key that nothing reads may say what is trained on."""
+    return _MASK.search(name) is not None and (isinstance(value, (list, tuple)) or value in (0, 1))
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -324,7 +354,17 @@ def _from_messages(parts: dict[str, Any]) -> list[Any]:
 
 
 def _from_prompt(parts: dict[str, Any]) -> list[Any]:
-    return [*_turns(parts["prompt"], "user"), *_turns(parts["completion"], "assistant")]
+    return [*_history(parts), *_turns(parts["prompt"], "user"), *_turns(parts["completion"], "assistant")]
+
+
+def _history(parts: Mapping[str, Any]) -> list[Any]:
+    """Returns the earlier turns of a row, which are pairs of a question and its answer. Raises RowError."""
+    pairs = parts.get("history") or []
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
+    ):
+        raise RowError(f"the history is {shown(pairs)}, not a list of pairs of a question and its answer")
+    return [{"role": role, "content": text} for one in pairs for role, text in zip(_EXCHANGE, one, strict=True)]
 
 
 def _turns(value: Any, role: str) -> list[Any]:
@@ -375,7 +415,7 @@ def _from_instruction(parts: dict[str, Any]) -> list[Any]:
         if text is not None and not isinstance(text, str):
             raise RowError(f"the instruction is {shown(text)}, not text")
     question = "\n\n".join(text for text in texts if text)
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
+    return [*_history(parts), {"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
 
 
 _TURNS: dict[Format, Callable[[dict[str, Any]], list[Any]]] = {

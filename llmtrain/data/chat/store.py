@@ -24,7 +24,7 @@ from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
 
-FORMAT = 7
+FORMAT = 8
 """Version of the conversion of conversations to tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
 SHOWN = 5
@@ -60,6 +60,8 @@ class _Counts:
     trained_tokens: int = 0
     faults: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
+    """Column, or key of a message, that nothing reads → number of rows that have it."""
     ends: dict[int, int] = field(default_factory=dict)
     """Token that ends turns of the assistant → number of conversations in which it does."""
 
@@ -234,6 +236,8 @@ def _batches(
             return RowError(str(error))
         where = names[columns]
         counts.columns[where] = counts.columns.get(where, 0) + 1
+        for name in layout.unread(row):
+            counts.unread[name] = counts.unread.get(name, 0) + 1
         return found
 
     documents = corpus.documents()

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from llmtrain.data.chat.conversation import Conversation, Format, RowError, conversation, find_layout
+from llmtrain.data.chat.conversation import (
+    TRAINED,
+    Conversation,
+    Format,
+    RowError,
+    conversation,
+    find_layout,
+)
 from llmtrain.errors import DataError
 
 ASKED = {"role": "user", "content": "a"}
@@ -64,6 +71,40 @@ def test_a_message_can_be_excluded_from_training() -> None:
     assert chat.trained == (True, False, True, True, True, False)
 
 
+@pytest.mark.parametrize("key", TRAINED)
+def test_each_known_key_excludes_a_message(key: str) -> None:
+    chat = conversation([ASKED, {**SAID, key: 0}, ASKED, {**SAID, key: True}])
+    assert chat.trained == (True, False, True, True)
+
+
+def test_a_function_call_is_a_tool_call() -> None:
+    """OpenAI's older form, whose results have the role `function`."""
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    result = {"role": "function", "content": "1"}
+    older = [ASKED, {"role": "assistant", "content": None, "function_call": call}, result]
+    assert conversation(older) == conversation([ASKED, {"role": "assistant", "tool_calls": [call]}, result])
+
+
+@pytest.mark.parametrize(("question", "answer"), [("instruction", "output"), ("prompt", "response")])
+def test_a_history_comes_before_the_question(question: str, answer: str) -> None:
+    row = {question: "c", answer: "d", "history": [["a", "b"]]}
+    (found,) = find_layout(row, "data", format=None, named={}).read(row)
+    assert [message["content"] for message in found.messages] == ["a", "b", "c", "d"]
+    assert all(found.trained)
+    with pytest.raises(RowError, match="not a list of pairs of a question and its answer"):
+        find_layout(row, "data", format=None, named={}).read({**row, "history": ["a"]})
+
+
+def test_columns_that_nothing_reads_are_listed_or_refused() -> None:
+    row = {"messages": [ASKED, {**SAID, "id": 5, "name": None}], "constraints": 1, "loss": 0.3, "split": None}
+    layout = find_layout(row, "data", format=None, named={})
+    assert layout.read(row)
+    assert layout.unread(row) == {"column 'constraints'", "column 'loss'", "key 'id'"}
+    for masking in ({"loss_mask": [0, 1]}, {"train": False}):
+        with pytest.raises(RowError, match="which may say what is trained on"):
+            layout.read({**row, **masking})
+
+
 @pytest.mark.parametrize(
     ("turns", "fault"),
     [
@@ -95,6 +136,7 @@ def test_a_message_can_be_excluded_from_training() -> None:
         ),
         ([ASKED, {"from": "function_call", "value": "{x"}], "the call of message 2 are not JSON"),
         ([ASKED, {**SAID, "weight": 0.5}], "message 2 has weight 0.5"),
+        ([ASKED, {**SAID, "masked": True}], "message 2 has the unknown key 'masked', which may be a mask"),
     ],
 )
 def test_faults_of_rows_are_described(turns: Any, fault: str) -> None:

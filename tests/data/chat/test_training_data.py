@@ -195,6 +195,11 @@ def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chat
     assert (stream.tokens == end).sum() == 2 * (stream.trained & (stream.tokens == end)).sum() == 120
 
 
+def test_what_nothing_reads_is_counted(chatml: Case) -> None:
+    made = recipe(chatml, [*({**row, "id": 5} for row in ROWS[:3]), *ROWS[3:]])
+    assert "; not read: column 'id' in 3 rows" in "".join(notes(prepare(made), made))
+
+
 def test_the_word_none_is_not_a_template(chatml: Case) -> None:
     with pytest.raises(DataError, match="chat_template=null takes that of the tokenizer"):
         prepare(recipe(chatml, ROWS, chat_template="None"))
