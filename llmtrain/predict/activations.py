@@ -2,8 +2,9 @@
 
 The method is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves for each operation; its figure of
 34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of `transformers`: norms in fp32,
-gated feed-forward, keys and values repeated for grouped queries. A test compares the estimate with the tensors that
-autograd really saves.
+gated feed-forward, keys and values repeated for grouped queries. Fused layers (compiled, or Liger's) save the inputs of
+norms and activations, and compute in the backward pass what is between them and the products. A test compares the
+estimate with the tensors that autograd really saves.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
         scores = facts.heads // slices * plan.recipe.data.sequence_length
         attention = widths.computed * (queries + scores)
     size = stream + widths.computed * (sum(results) + experts) + attention
-    used = stream * (widths.stream == 4) + widths.computed * queries + 4 * facts.heads // slices
+    used = stream * (widths.stream == 4 or is_fused(plan)) + widths.computed * queries + 4 * facts.heads // slices
     is_gpt2 = any("c_fc" in one.name for one in layer)
     projected = 3 * queries if is_gpt2 else 0 if _repeats(plan) else keys
     if plan.parts("tokens") > 1:
@@ -323,9 +324,22 @@ def _readers(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
     return len({one.module for one in kept} & set(modules))
 
 
+def is_fused(plan: Plan) -> bool:
+    """Whether the norms and activations of layers are parts of larger kernels."""
+    return plan.recipe.kernels.blocks in ("compiled", "liger")
+
+
 def _of_norm(plan: Plan, widths: Widths, is_trained: bool) -> int:
     """Returns the bytes per element an RMSNorm keeps: its fp32 input; for a trained weight, the normalised one too."""
     return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
+
+
+def _of_fused_norms(widths: Widths) -> int:
+    """Returns the bytes per element that both norms of a fused layer keep: the layer's input, and what is added to it.
+
+    Under autocast, the second norm's input is computed again from the first one's, and from the product in between.
+    """
+    return widths.stream + widths.computed
 
 
 def _input(widths: Widths) -> int:
@@ -339,20 +353,24 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToke
     A LayerNorm always saves its input only.
     """
     width = plan.model.hidden_size
+    fused = _of_fused_norms(widths) * width if is_fused(plan) else None
     if any(one.name.startswith("ln_1") for one in layer):
         inputs = _readers(plan, layer, "c_attn", "c_fc")
-        return BytesOfToken(inputs * widths.computed * width, 2 * (widths.stream * width + STATISTICS))
+        own = fused or 2 * widths.stream * width
+        return BytesOfToken(inputs * widths.computed * width, own + 2 * STATISTICS)
     norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
     readers = [_readers(plan, layer, "q_proj", "k_proj", "v_proj"), _readers(plan, layer, "gate_proj", "up_proj")]
     if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
         readers[1] = 2
-    if plan.recipe.parallel.precision.startswith("autocast"):
+    if plan.recipe.kernels.blocks == "compiled":
+        inputs = widths.computed * sum(map(bool, readers))
+    elif plan.recipe.parallel.precision.startswith("autocast"):
         inputs = widths.computed * sum(readers)
     else:
         inputs = _input(widths) * sum(map(bool, readers))
     scaled = inputs * len(norms) // 2 * width
-    own = sum(_of_norm(plan, widths, one.trained) * width + STATISTICS for one in norms)
-    return BytesOfToken(scaled, own)
+    own = fused * len(norms) // 2 if fused else sum(_of_norm(plan, widths, one.trained) * width for one in norms)
+    return BytesOfToken(scaled, own + len(norms) * STATISTICS)
 
 
 def _unrounded(plan: Plan, widths: Widths) -> int:
@@ -372,6 +390,8 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     if any("q_norm" in one.name for one in layer):
         is_trained = any("q_norm" in one.name and one.trained for one in layer)
         normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
+        if is_fused(plan):
+            normalised = widths.computed
         saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
     if recipe.parallel.precision.startswith("autocast") and any("o_proj.lora_A" in one.name for one in layer):
         saved += widths.computed * queries  # PEFT casts the input of A to fp32, and autocast back
@@ -417,9 +437,9 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         inputs = met * width + inner if any(one.trained for one in experts) else 0
         return (met * width + 3 * inner + inputs) * widths.computed + met * INDICES + router
     if any("c_fc" in one.name for one in layer):  # gelu_new: its input, half of it, tanh, one more; the product
-        kept = 4 + any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
-        return kept * widths.computed * inner
-    return (3 + _readers(plan, layer, "down_proj")) * widths.computed * inner
+        kept = any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
+        return ((1 if is_fused(plan) else 4) + kept) * widths.computed * inner
+    return ((2 if is_fused(plan) else 3) + _readers(plan, layer, "down_proj")) * widths.computed * inner
 
 
 def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
@@ -474,9 +494,12 @@ def _reached_in_stages(plan: Plan, rank: int) -> list[range]:
 
 
 def _whole(plan: Plan, weights: Weights, index: int) -> int:
-    """Returns the estimate of a layer without tensor or sequence parallelism, which a trace corrects."""
+    """Returns the estimate of an eager layer without tensor or sequence parallelism, which a trace corrects."""
     whole = {axis.name: 1 for axis in CHOSEN if axis.divides & {"matrices", "tokens"}}
-    parallel = plan.parallel.model_copy(update=whole)
-    alone = plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"parallel": parallel})})
+    changed = {
+        "parallel": plan.parallel.model_copy(update=whole),
+        "kernels": plan.recipe.kernels.model_copy(update={"blocks": "eager"}),
+    }
+    alone = plan.model_copy(update={"recipe": plan.recipe.model_copy(update=changed)})
     tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
     return layer_bytes(alone, weights, index, tokens)

@@ -214,15 +214,17 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
     is_pipeline = bool(plan.stages)
     is_kept = stage == 1 and _accumulates(plan)
-    # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`).
-    starts_early = not compact and (reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements))
+    # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`). Compact ones
+    # are those of earlier micro-batches (`_get_compact_grad_partition_buffer`).
+    starts_early = reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements)
+    starts_early &= not (compact and _accumulates(plan))
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
         late=Parts(buckets=0 if is_kept else bucket, gradients=reduced if starts_early else 0),
         backward=kept.plus(
             gradients=whole if is_pipeline else reduced,
             buckets=bucket * (2 if is_pipeline else 1),
-            communication=joined if plan.holders > 1 else 0,
+            communication=joined if plan.holders > 1 or stage == 2 else 0,  # stage 2 also joins them for one rank
         ),
         # The sums of one group at a time as a flat fp32 tensor. A bucket in which sums were staged stays.
         update=kept.plus(
@@ -247,6 +249,8 @@ def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
     )
     own = 2 * elements
     joined = 4 * min(elements, STAGE0_BUCKET) if plan.holders > 1 else 0
+    # Each gradient is converted before it is added (`_update_hp_grad`).
+    converted = 4 * max(size for group in groups for size in group.sizes)
     workspace = _workspace(plan, groups, lambda group: group.partition)
     if plan.stages:  # gradients of a pass are added to the sums at its end, and freed
         return State(
@@ -258,7 +262,7 @@ def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
     # Gradients of one micro-batch are zeroed, not freed, while others follow.
     return State(
         forward=kept.plus(gradients=own if _accumulates(plan) else 0),
-        backward=kept.plus(gradients=own, communication=joined),
+        backward=kept.plus(gradients=own, communication=max(joined, converted)),
         update=kept.plus(gradients=own, communication=workspace),
     )
 
