@@ -214,8 +214,8 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
     is_pipeline = bool(plan.stages)
     is_kept = stage == 1 and _accumulates(plan)
-    # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`). Compact ones
-    # are those of earlier micro-batches (`_get_compact_grad_partition_buffer`).
+    # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`). Compact
+    # sums are those of earlier micro-batches, too (`_get_compact_grad_partition_buffer`).
     starts_early = reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements)
     starts_early &= not (compact and _accumulates(plan))
     return State(

@@ -139,6 +139,13 @@ FOUR = {
     "tensor and ZeRO-3": zero(3, "bf16", **over(tensor=2)),
     "experts and tensor": zero(1, **EXPERTS, **over(tensor=2)),
 }
+ONE = {
+    "one rank, ZeRO-1, bf16": zero(1, "bf16"),
+    "one rank, ZeRO-2, bf16": zero(2, "bf16", **{"batch.micro_batch_size": 4, "batch.global_batch_size": 4}),
+    "one rank, ZeRO-2, bf16, offload": zero(2, "bf16", **{"parallel.offload_optimizer": "cpu"}),
+    "one rank, ZeRO-3, bf16": zero(3, "bf16"),
+}
+RANKS = {1: ONE, 2: TWO, 4: FOUR}
 FEW = ("ZeRO-2, bf16", "pipeline")
 """Those that are always tested."""
 TOO_LARGE = {
@@ -148,11 +155,12 @@ TOO_LARGE = {
 
 
 def plan_of(name: str, folder: str) -> Plan:
-    fields = MODEL | (TWO | FOUR)[name]
+    fields = MODEL | (ONE | TWO | FOUR)[name]
     if "model.quantize" in fields:  # the weights of a stored model
         fields = {key: value for key, value in fields.items() if not key.startswith("model.config")}
         fields |= {"model.architecture": None, "model.config": {}, "model.pretrained": folder}
-    return resolve(tiny_recipe(**fields), Cluster(devices_per_node=2 if name in TWO else 4, device="gpu"))
+    ranks = next(ranks for ranks, plans in RANKS.items() if name in plans)
+    return resolve(tiny_recipe(**fields), Cluster(devices_per_node=ranks, device="gpu"))
 
 
 def batch_of(plan: Plan, step: int, replica: int) -> Any:
@@ -216,7 +224,7 @@ def test_some_peaks_are_predicted(gpus, base, name):
     "name",
     [
         pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=TOO_LARGE[name])) if name in TOO_LARGE else name
-        for name in (*TWO, *FOUR)
+        for name in (*ONE, *TWO, *FOUR)
         if name not in FEW
     ],
 )

@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from llmtrain.data import prepare
+from llmtrain.models import build_model
+from llmtrain.plan.load import load_recipe
 from tests.helpers.commands import losses, metrics
 
 SETTINGS = {
@@ -28,8 +32,12 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_a_run_equals_that_of_a_cpu_and_doctor_finds_the_gpu(gpu_environment, small_recipe, tmp_path):
-    """All at once, to save time."""
-    settings = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    """All at once, to save time. Both runs start from stored weights, because each device draws others."""
+    recipe, _ = load_recipe(str(small_recipe), [f"{name}={value}" for name, value in SETTINGS.items()])
+    build_model(recipe, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "weights")
+    model = json.dumps({"pretrained": str(tmp_path / "weights"), "attention": "sdpa"})
+    settings = ["--set", f"model={model}", "--set", f"data.tokenizer={prepare(recipe).tokenizer_dir}"]
+    settings += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
     command = ("train", small_recipe, "--nproc", 1, *settings, "--run-dir")
     on_gpu, on_cpu = tmp_path / "gpu", tmp_path / "cpu"
     running = {

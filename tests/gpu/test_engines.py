@@ -19,10 +19,11 @@ from llmtrain.models import build_model
 from llmtrain.recipe import Recipe
 from llmtrain.verify import compare
 from tests.engines.test_nf4 import recipe_on
-from tests.gpu.worker import GPU, engine_of, plan_of, train, waits_forbidden
-from tests.helpers.batches import step_batch, tiny_recipe
+from tests.gpu.conftest import Run
+from tests.gpu.worker import GPU, engine_of, initial_weights, plan_of, train, waits_forbidden
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.reference_run import ReferenceRun
-from tests.helpers.traces import Trace, assert_same_bits, plain_run, trace
+from tests.helpers.traces import Trace, assert_same_bits, trace
 
 STEPS = 4
 CPU = torch.device("cpu")
@@ -40,12 +41,24 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 OPTIMIZERS = ("adam", "lion", "muon", "adafactor", "adamw_8bit", "schedule_free_adamw")
 
 
-def assert_near(run: Trace, recipe: Recipe, name: str) -> None:
+_references: dict[str, tuple[Trace, compare.Weights]] = {}
+
+
+def reference_of(gpu: Run, recipe: Recipe) -> tuple[Trace, compare.Weights]:
+    """The reference's run on the CPU from the GPU's initial weights, and these; computed once."""
+    if repr(recipe) not in _references:
+        drawn = {name: torch.from_numpy(value) for name, value in gpu(initial_weights, recipe).items()}
+        run = ReferenceRun(recipe, weights=drawn)
+        initial = {name: value.clone() for name, value in run.named_weights()}
+        _references[repr(recipe)] = trace(run, range(STEPS), 1, GLOBAL_BATCH), initial
+    return _references[repr(recipe)]
+
+
+def assert_near(gpu: Run, run: Trace, recipe: Recipe, name: str) -> None:
     """Within what two fp32 runs differ by that only add in another order, as `verify.compare` derives."""
-    initial = {weight: value.clone() for weight, value in ReferenceRun(recipe).named_weights()}
+    reference, initial = reference_of(gpu, recipe)
     ours, theirs = (
-        compare.Trace(one.losses, one.grad_norms, one.rates, one.evaluation, _tensors(one))
-        for one in (run, plain_run(recipe, STEPS))
+        compare.Trace(one.losses, one.grad_norms, one.rates, one.evaluation, _tensors(one)) for one in (run, reference)
     )
     found = compare.deviation(ours, theirs, initial)
     assert found.within(compare.tolerance([], initial, recipe.optim.name, "fp32")), (name, found)
@@ -59,21 +72,21 @@ def _tensors(run: Trace) -> compare.Weights:
 def test_strategies_equal_the_reference_on_the_cpu(gpu, optimizer):
     for name, fields in STRATEGIES.items():
         run = gpu(train, tiny_recipe(**fields, **optimizer, **{"batch.micro_batch_size": 4}), STEPS)
-        assert_near(run, tiny_recipe(**optimizer), name)
+        assert_near(gpu, run, tiny_recipe(**optimizer), name)
 
 
 def test_optimizers_equal_those_of_the_reference(gpu):
     for name in OPTIMIZERS:
         fields = {"optim.name": name}
         run = gpu(train, tiny_recipe(**fields, **{"parallel.zero_stage": 1}), STEPS)
-        assert_near(run, tiny_recipe(**fields), name)
+        assert_near(gpu, run, tiny_recipe(**fields), name)
 
 
 def test_frozen_weights_in_4_bit_are_those_of_the_reference(gpu, tmp_path):
     untied = tiny_recipe(**{"model.config.tie_word_embeddings": False, "train.seed": 3})
     build_model(untied, torch.float32, CPU).save_pretrained(tmp_path)
     recipe = recipe_on(tmp_path)
-    assert_near(gpu(train, recipe.with_(**{"parallel.zero_stage": 1}), STEPS), recipe, "nf4")
+    assert_near(gpu, gpu(train, recipe.with_(**{"parallel.zero_stage": 1}), STEPS), recipe, "nf4")
 
 
 def _again(recipe: Recipe, folder: Path) -> tuple[Trace, Trace, Trace]:

@@ -15,10 +15,10 @@ from llmtrain.engines.optim import torch_optimizer
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.recipe import OptimConfig
 from tests.gpu.conftest import needs_kernels
-from tests.gpu.test_engines import STEPS, assert_near
+from tests.gpu.test_engines import STEPS, assert_near, reference_of
 from tests.gpu.worker import GPU, train
 from tests.helpers.batches import tiny_recipe
-from tests.helpers.traces import plain_run, worst
+from tests.helpers.traces import worst
 
 BF16 = {"parallel.zero_stage": 1, "parallel.precision": "bf16", "batch.micro_batch_size": 4}
 COMPILED = {"kernels.blocks": "compiled", "kernels.loss": "compiled"}
@@ -125,7 +125,8 @@ def test_attention_in_bf16_stays_near_the_reference(gpu, attention):
 def assert_near_in_bf16(gpu, fields: dict[str, Any], **model: Any) -> None:
     """The bounds are those of `test_parity`: a loss by one unit in its last place, a norm of rounded gradients by
     four."""
-    run, expected = gpu(train, tiny_recipe(**BF16 | fields | model), STEPS), plain_run(tiny_recipe(**model), STEPS)
+    run = gpu(train, tiny_recipe(**BF16 | fields | model), STEPS)
+    expected, _ = reference_of(gpu, tiny_recipe(**model))
     assert worst(run.losses, expected.losses) < 2**-8
     assert worst(run.grad_norms, expected.grad_norms) < 2**-6
     assert run.losses != expected.losses
@@ -133,7 +134,7 @@ def assert_near_in_bf16(gpu, fields: dict[str, Any], **model: Any) -> None:
 
 def test_compiled_layers_and_loss_in_fp32_equal_the_reference(gpu):
     fields = {"parallel.zero_stage": 2, "batch.micro_batch_size": 4, **COMPILED}
-    assert_near(gpu(train, tiny_recipe(**fields), STEPS), tiny_recipe(), "compiled")
+    assert_near(gpu, gpu(train, tiny_recipe(**fields), STEPS), tiny_recipe(), "compiled")
 
 
 def test_compiled_layers_and_loss_in_bf16_stay_near_the_reference(gpu):
@@ -146,7 +147,7 @@ def test_compiled_layers_and_loss_in_bf16_stay_near_the_reference(gpu):
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="needs CUDA and Liger: pip install -e '.[liger]'")
 def test_ligers_kernels_equal_the_reference(gpu):
     fields = {"kernels.blocks": "liger", "kernels.loss": "liger", "parallel.zero_stage": 1}
-    assert_near(gpu(train, tiny_recipe(**fields), STEPS), tiny_recipe(), "Liger")
+    assert_near(gpu, gpu(train, tiny_recipe(**fields), STEPS), tiny_recipe(), "Liger")
     assert_near_in_bf16(gpu, fields)
 
 
@@ -161,7 +162,8 @@ def test_layers_in_fp8_stay_near_the_reference(gpu, kind):
     """Operands have three bits behind the first: a factor of 1 ± 2⁻⁴. The bound is that of `test_fp8`."""
     if gpu(_capability) < (8, 9):
         pytest.skip("needs a CUDA GPU of compute capability 8.9")
-    run, expected = gpu(train, tiny_recipe(**BF16, **{"kernels.fp8": kind}), STEPS), plain_run(tiny_recipe(), STEPS)
+    run = gpu(train, tiny_recipe(**BF16, **{"kernels.fp8": kind}), STEPS)
+    expected, _ = reference_of(gpu, tiny_recipe())
     assert worst(run.losses, expected.losses) < 0.05
     in_bf16 = gpu(train, tiny_recipe(**BF16), STEPS)
     assert run.losses != in_bf16.losses

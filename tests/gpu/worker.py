@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
@@ -28,6 +29,7 @@ from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from llmtrain.runtime.distributed import init_process_group
+from llmtrain.verify.train import drawn_weights
 from tests.gpu.conftest import EMULATED
 from tests.helpers.traces import Trace, trace
 
@@ -50,6 +52,11 @@ def train(recipe: Recipe, steps: int) -> Trace:
     return trace(engine, range(steps), *shape)
 
 
+def initial_weights(recipe: Recipe) -> dict[str, NDArray]:
+    """The weights from which the GPU starts. Its generator draws others than a CPU's from the same seed."""
+    return {name: weight.float().cpu().numpy() for name, weight in drawn_weights(recipe, GPU).items()}
+
+
 def waits_forbidden() -> AbstractContextManager[None]:
     """Makes it an error if the host waits for the device."""
     if EMULATED:
@@ -69,7 +76,12 @@ def _set(change: Callable[[Any], object], during: object, after: object) -> Any:
 
 
 def _stand_in() -> object:
-    """For what only a GPU runs: the kernel of attention by boundaries, and compiled graphs. Returns what must live."""
+    """For what only a GPU has: the kernel of attention by boundaries, compiled graphs, and a generator of its own.
+
+    Returns what must live.
+    """
+    seed = torch.cuda.manual_seed
+    torch.cuda.manual_seed = lambda number: seed(number + 1)
     from llmtrain.engines import forward
     from llmtrain.models import compiled
     from tests.cuda_on_host.test_varlen import _install

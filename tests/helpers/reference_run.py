@@ -9,6 +9,7 @@ import torch
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.engine import StepResult
 from llmtrain.recipe import Recipe
+from llmtrain.verify.compare import Weights
 from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, Sequences
 from llmtrain.verify.train import drawn_weights
 
@@ -18,8 +19,12 @@ CPU = torch.device("cpu")
 class ReferenceRun:
     """Takes whole global batches. A router's loss is a mean within the given micro-batches."""
 
-    def __init__(self, recipe: Recipe, device: torch.device = CPU, together: bool = False) -> None:
-        self.loop = ReferenceLoop(recipe, drawn_weights(recipe, device), device, together=together)
+    def __init__(
+        self, recipe: Recipe, device: torch.device = CPU, together: bool = False, weights: Weights | None = None
+    ) -> None:
+        """weights: the initial ones; by default those that the device draws."""
+        drawn = drawn_weights(recipe, device) if weights is None else weights
+        self.loop = ReferenceLoop(recipe, drawn, device, together=together)
         self.named_weights = self.loop.named_weights
 
     def train_step(self, batch: StepBatch) -> StepResult:

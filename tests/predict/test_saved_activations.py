@@ -19,6 +19,7 @@ from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.build import build_sliced
+from llmtrain.models.compiled import compile_layers
 from llmtrain.models.proof import trace
 from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.proof.trace import traced_layers
@@ -220,6 +221,33 @@ def test_a_layer_saves_the_estimated_bytes(family, attention, precision, mask):
     estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T)
     saved = saved_bytes(plan)
     assert (1 - UNDER) * saved <= estimate <= (1 + OVER) * saved, f"estimate / saved = {estimate / saved:.4f}"
+
+
+COMPILED = {"kernels.blocks": "compiled"}
+FUSED = [
+    pytest.param(family, precision, {}, marks=pytest.mark.slow if family == "llama" else pytest.mark.breadth)
+    for family in ("llama", "llama_3", "qwen3", "gemma", "gpt2")
+    for precision in ("fp32", "bf16", "autocast_bf16")
+]
+FUSED += [pytest.param("llama", precision, SELECTIVE, marks=pytest.mark.breadth) for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("family", "precision", "fields"), FUSED)
+def test_a_compiled_layer_saves_the_estimated_bytes(family, precision, fields, monkeypatch):
+    """The compiler decides what is computed again. On an H100, it and Liger save the same."""
+    plan = plan_for(family, "sdpa", precision, False, **COMPILED, **fields)
+    estimate, tokens = (kept_bytes if fields else layer_bytes), SEQUENCES * T
+    counted = estimate(plan, plan.model.weights, 0, tokens)
+    own = model_of
+
+    def compiled(plan: Plan) -> PreTrainedModel:
+        model = own(plan)
+        compile_layers(model, "sdpa")
+        return model
+
+    monkeypatch.setitem(globals(), "model_of", compiled)
+    saved, counted = saved_bytes(plan), counted.size if fields else counted
+    assert (1 - UNDER) * saved <= counted <= (1 + OVER) * saved, f"estimate / saved = {counted / saved:.4f}"
 
 
 @pytest.mark.parametrize(("family", "attention", "precision", "mask"), list(cases()))
