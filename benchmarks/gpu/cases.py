@@ -23,16 +23,16 @@ def _peer(question: str, seconds: int, measure: Callable[[Situation], Numbers], 
 
 
 PLANS: Mapping[str, tuple[str, int, TimedPlan]] = {
-    "1b compiled": ("MFU of 1B with compiled layers and loss", 40, TimedPlan(accumulation=4)),
+    "1b compiled": ("MFU of 1B with compiled layers and loss", 26, TimedPlan(accumulation=4)),
     "1b plain": ("1B as transformers has it", 15, TimedPlan(kernels=PLAIN)),
     "1b liger": ("1B with Liger's layers and loss", 20, TimedPlan(kernels=LIGER)),
     "3b compiled": (
         "MFU of 3B on one device",
-        40,
+        30,
         TimedPlan("3b", micro=2, accumulation=8, fields={"parallel.activation_checkpointing": "selective"}),
     ),
-    "1b zero2": ("ZeRO-2", 12, TimedPlan(fields={"parallel.zero_stage": 2})),
-    "1b zero3": ("ZeRO-3", 15, TimedPlan(fields={"parallel.zero_stage": 3})),
+    "1b zero2": ("ZeRO-2", 16, TimedPlan(fields={"parallel.zero_stage": 2})),
+    "1b zero3": ("ZeRO-3", 22, TimedPlan(fields={"parallel.zero_stage": 3})),
     "1b zero3 offload": (
         "ZeRO-3, optimizer states and parameters in host memory",
         30,
@@ -89,27 +89,27 @@ PLANS: Mapping[str, tuple[str, int, TimedPlan]] = {
 FIRST = ("1b compiled", "1b plain", "1b liger")
 """Plans that are timed before the comparisons with other libraries."""
 
-_BESIDE_TRAINER = _timed("the model and the batch of the Trainer", 15, TimedPlan())
-_TRAINER = _peer("Hugging Face's Trainer: bf16, otherwise its defaults", 15, peers.trainer, "transformers.trainer")
-_BESIDE_TRL = _timed("packed conversations, kept apart", 20, TimedPlan(source=CHATS))
-_TRL = _peer("TRL's SFTTrainer: packed, bf16, otherwise its defaults", 25, peers.trl, "trl.trainer.sft_trainer")
+_BESIDE_TRAINER = _timed("the model and the batch of the Trainer", 16, TimedPlan())
+_TRAINER = _peer("Hugging Face's Trainer: bf16, otherwise its defaults", 25, peers.trainer, "transformers.trainer")
+_BESIDE_TRL = _timed("packed conversations, kept apart", 30, TimedPlan(source=CHATS))
+_TRL = _peer("TRL's SFTTrainer: packed, bf16, otherwise its defaults", 58, peers.trl, "trl.trainer.sft_trainer")
 
 CASES: Mapping[str, Case] = {
-    "machine": Case("what this machine is", 25, checks.machine),
-    "self-test": Case("every strategy of one GPU equals plain PyTorch in fp32; rates", 100, checks.self_test),
-    "verify bf16": Case("ZeRO 1 to 3 equal plain PyTorch in bf16 with varlen and compiled kernels", 80, checks.verify),
+    "machine": Case("what this machine is", 8, checks.machine),
+    "self-test": Case("every strategy of one GPU equals plain PyTorch in fp32; rates", 55, checks.self_test),
+    "verify bf16": Case("ZeRO 1 to 3 equal plain PyTorch in bf16 with varlen and compiled kernels", 75, checks.verify),
     "resume": Case(
         "a run that is stopped and resumed equals an uninterrupted one; export and sample", 80, checks.resume
     ),
-    "tests": Case("what only a GPU can show: tests/gpu", 90, checks.tests),
+    "tests": Case("what only a GPU can show: tests/gpu", 190, checks.tests),
     "small": Case(
         "every plan below takes steps with a small model",
-        90,
+        150,
         partial(steps.try_all, {name: plan for name, (_, _, plan) in PLANS.items()}),
         ENGINE,
     ),
     **{name: _timed(*PLANS[name]) for name in FIRST},
-    "wrapper": Case("what the worker costs beside a bare DeepSpeed loop", 45, checks.wrapper),
+    "wrapper": Case("what the worker costs beside a bare DeepSpeed loop", 80, checks.wrapper),
     **{
         f"{name} {turn}": case
         for turn in (1, 2)
@@ -118,6 +118,12 @@ CASES: Mapping[str, Case] = {
     **{f"{name} {turn}": case for turn in (1, 2) for name, case in {"beside TRL": _BESIDE_TRL, "TRL": _TRL}.items()},
     **{name: _timed(*declared) for name, declared in PLANS.items() if name not in FIRST},
 }
+TIMED: Mapping[str, TimedPlan] = {
+    **{name: plan for name, (_, _, plan) in PLANS.items()},
+    **{f"beside Trainer {turn}": TimedPlan() for turn in (1, 2)},
+    **{f"beside TRL {turn}": TimedPlan(source=CHATS) for turn in (1, 2)},
+}
+"""Name of a case → the plan whose steps it times."""
 SECOND_TURN = frozenset(name for name in CASES if name.endswith(" 2"))
 """Repetitions, which show nothing with small models."""
 TOGETHER: Sequence[Sequence[str]] = (("verify bf16", "resume", "tests", "small"),)

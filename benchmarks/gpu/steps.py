@@ -275,6 +275,18 @@ def _batches(timed: TimedPlan, plan: Plan) -> list[StepBatch]:
     return [schedule.train_batch(number * size) for number in range(WARM_UP + MOST_STEPS)]
 
 
+def predicted_bytes(timed: TimedPlan) -> int | None:
+    """Returns the bytes that torch allocates in steps of a plan, by prediction. No weights are read."""
+    from llmtrain.cluster import Cluster
+    from llmtrain.predict import memory_of
+    from llmtrain.rules import resolve
+
+    if timed.source == PRETRAINED:
+        return None
+    memory = memory_of(resolve(timed.recipe(), Cluster(device="gpu")))
+    return memory.allocated if memory else None
+
+
 def random_batch(plan: Plan, documents: int) -> StepBatch:
     """Returns a batch of random tokens, with as many equally long documents in each sequence."""
     import torch

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks.gpu import page, run
 from benchmarks.gpu.cases import CASES, PLANS, TOGETHER
-from benchmarks.gpu.steps import PRETRAINED, RANDOM
+from benchmarks.gpu.steps import PRETRAINED, RANDOM, predicted_bytes
 from llmtrain.cluster import Cluster
 from llmtrain.predict import memory_of
 from llmtrain.rules import resolve
@@ -205,17 +205,18 @@ def test_plans_differ_and_are_many():
         assert all(importlib.util.find_spec(module) or module.startswith("trl.") for module in case.imports)
 
 
+PEAK = predicted_bytes(PLANS["1b compiled"][2])
 FOUND = {
     "self-test": {"plans": 8, "certified": 8},
     "verify bf16": {"plans": 5, "certified": 5},
     "resume": {"steps": 300, "same_bits": 300},
     "tests": {"passed": 20, "skipped": []},
-    "1b compiled": {"mfu": 0.52, "step_ms": 900.0, "measured_bytes": 50 << 30, "predicted_bytes": 51 << 30},
+    "1b compiled": {"mfu": 0.52, "step_ms": 900.0, "measured_bytes": PEAK, "predicted_bytes": PEAK},
     "beside Trainer 1": {"step_ms": 1.0, "tokens_per_second": 140.0},
     "Trainer 1": {"step_ms": 1.0, "tokens_per_second": 100.0},
     "beside TRL 1": {"step_ms": 1.0, "trained_per_second": 160.0},
     "TRL 1": {"step_ms": 1.0, "trained_per_second": 100.0},
-    "wrapper": {"more_share": 0.004},
+    "wrapper": {"more_ms": 0.3, "error_ms": 0.1, "peer_ms": 100.0},
 }
 
 
@@ -244,10 +245,10 @@ def test_aims_are_met_or_missed():
     for case, numbers, told in (
         ("1b_compiled", {"mfu": 0.49, "step_ms": 1.0}, "49.0%"),
         ("1b_compiled", None, "failed: killed after 100 s"),
-        ("1b_plain", {"step_ms": 1.0, "measured_bytes": 100, "predicted_bytes": 96}, "1 of 2 plans; errors from -4.0%"),
+        ("1b_compiled", {"mfu": 0.52, "step_ms": 1.0, "measured_bytes": 2 * PEAK}, "0 of 1 plans; errors from -50.0%"),
         ("Trainer_1", {"step_ms": 1.0, "tokens_per_second": 120.0}, "1.17× (1.17)"),
         ("TRL_1", None, "failed: killed after 100 s"),
-        ("wrapper", {"more_share": 0.006}, "+0.60%"),
+        ("wrapper", {"more_ms": 0.3, "error_ms": 0.3, "peer_ms": 100.0}, "+0.30% ± 0.30%"),
         ("self-test", {"plans": 8, "certified": 7}, "7 of 8 plans"),
         ("tests", None, "failed: killed after 100 s"),
     ):
@@ -259,7 +260,8 @@ def test_a_result_replaces_what_pages_say(monkeypatch):
     result = made_up()
     shown = page.render(result, [])
     assert "Measured on NVIDIA H100, Python 3.12.3, torch 2.11.0" in shown
-    assert "| 1b compiled | 900.0 | 52.0% |  | 50.00 | 51.00 | +2.0% |" in shown
+    peak = f"{PEAK / 2**30:.2f}"
+    assert f"| 1b compiled | 900.0 | 52.0% |  | {peak} | {peak} | +0.0% | {peak} | +0.0% |" in shown
     assert "Not measured" not in shown
     monkeypatch.setattr(page, "stored", lambda: (result, []))
     files = page.files()
