@@ -124,8 +124,8 @@ def tests(given: Situation) -> Numbers:
     found: Numbers = {"passed": len(cases) - sum(map(len, outcomes.values())), "failed": wrong}
     found["skipped"] = outcomes["skipped"]
     if wrong:
-        names = ", ".join(dict.fromkeys(one.partition(": ")[0].partition("[")[0] for one in wrong))
-        raise FailedError(f"{len(wrong)} of {len(cases)} tests failed: {names}", found)
+        named = ", ".join(dict.fromkeys(one.partition(": ")[0].partition("[")[0] for one in wrong))
+        raise FailedError(f"{len(wrong)} of {len(cases)} tests failed: {named}", found)
     if not found["passed"]:
         raise NotHereError(f"all {len(cases)} tests were skipped: {outcomes['skipped'][0].partition(': ')[2]}")
     return found

@@ -47,7 +47,7 @@ SMALL_S, SMALL_LIMIT_S = 20, 400.0
 """With small models: with how many seconds left a case is begun, and how many it may take, whatever the machine."""
 LOG_LINES = 12
 """Number of lines of its output that the result of a failed case has."""
-TAIL_BYTES = 20_000
+TAIL_BYTES = 200_000
 WIDTH = 160
 """Longest line on the screen, in characters."""
 RESULT, TABLE, LOGS = "gpu.json", "table.md", "logs.txt"

@@ -1,6 +1,7 @@
 """The assumptions of a predicted step time beyond the datasheets: one table, every figure with its reason.
 
-None of these was measured here. `docs/guides/time.md` says how far the predictions are from published runs.
+They are from publications. `docs/guides/time.md` says how far the predictions are from published runs, and from the
+steps of one GPU.
 """
 
 from __future__ import annotations

@@ -86,5 +86,19 @@ def gpu(gpu_environment: Callable[..., dict[str, str]]) -> Iterator[Run]:
     worker.end()
 
 
+@pytest.fixture
+def fresh_gpu(gpu_environment: Callable[..., dict[str, str]], gpu: Run) -> Iterator[Run]:
+    """As `gpu`, in a process of its own. The other one has ended: its groups' communicators take memory."""
+    gpu_worker_of(gpu).end()
+    worker = _Worker(gpu_environment())
+    yield worker.run
+    worker.end()
+
+
+def gpu_worker_of(run: Run) -> _Worker:
+    worker: _Worker = run.__self__  # type: ignore[attr-defined]
+    return worker
+
+
 def faults_of(bytes_of_device: int) -> Sequence[Mapping[str, int]]:
     return [{"device": 0, "bytes": bytes_of_device}]

@@ -73,9 +73,9 @@ def _whole() -> tuple[str, int, int]:
     return properties.name, total, total - free - torch.cuda.memory_reserved()
 
 
-def test_the_catalogue_has_what_torch_can_use(gpu):
+def test_the_catalogue_has_what_torch_can_use(fresh_gpu):
     """No other process may use the GPU."""
-    name, total, others = gpu(_whole)
+    name, total, others = fresh_gpu(_whole)
     assert others <= CONTEXT
     known = DEVICES[device_of(name)].memory_bytes
     if known is None or (device_of(name) == "a100" and total < 60 * GIB):
