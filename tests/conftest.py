@@ -17,6 +17,7 @@ from llmtrain.recipe import (
     TrainConfig,
     TrainedTokenizer,
 )
+from llmtrain.system.kernel_caches import use_kernel_caches
 from tests.helpers.small_runs import write_small_recipe
 
 pytest_plugins = ["tests.helpers.budget"]
@@ -28,6 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["COLUMNS"] = "200"
 os.environ["TRITON_INTERPRET"] = "1"
+use_kernel_caches(os.environ)  # one for all tests, also for those with a cache of their own
 
 # A shell that starts the tests in the background, or nohup, ignores these, and children inherit that:
 # a test that sends them to a child would wait for nothing.
