@@ -116,6 +116,7 @@ class Measurement:
         self._earlier_facts = [*done.get("earlier", []), *([{name: done[name] for name in given}] if done else [])]
         self._rows: list[Row] = []
         self._waiting: dict[str, _Running] = {}
+        self._running: list[_Running] = []
         self._lock = threading.Lock()
 
     @property
@@ -132,21 +133,21 @@ class Measurement:
             for group, following in zip(groups, [*groups[1:], []], strict=True):
                 self._run_group(group, following)
         finally:
-            for one in self._waiting.values():
+            for one in (*self._waiting.values(), *self._running):
                 one.kill()
 
     def _run_group(self, group: Sequence[str], following: Sequence[str]) -> None:
-        running = []
+        self._running = []
         for name in group:
             if self._left() < self._seconds(CASES[name]):
                 reason = f"{max(self._left(), 0):.0f} s were left, and it takes about {self._seconds(CASES[name])}"
                 self._keep({"case": name, "status": "skipped", "reason": reason}, "")
             else:
-                running.append(self._waiting.pop(name) if name in self._waiting else self._start(name))
+                self._running.append(self._waiting.pop(name) if name in self._waiting else self._start(name))
         for name in following:
             if CASES[name].imports and self._left() > self._seconds(CASES[name]):
                 self._waiting[name] = self._start(name)
-        threads = [threading.Thread(target=self._follow, args=(one,)) for one in running]
+        threads = [threading.Thread(target=self._follow, args=(one,)) for one in self._running]
         for thread in threads:
             thread.start()
         for thread in threads:

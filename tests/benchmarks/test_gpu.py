@@ -125,24 +125,33 @@ def test_a_failure_stays_until_its_case_has_been_repeated(made_up_cases, tmp_pat
     assert second["raises"] == first["raises"]
 
 
-def test_what_was_found_survives_a_kill_and_is_not_repeated(tmp_path):
-    """The command is killed while a case hangs; the processes of the case end with it."""
+def command_of(folder: Path) -> list[str]:
+    """The command with made-up cases, up to their names."""
     code = (
-        "import sys; from pathlib import Path; from benchmarks.gpu import run; from tests.helpers import gpu_cases\n"
+        "import sys; from benchmarks.gpu import run; from tests.helpers import gpu_cases\n"
         "run.CASES, run.PROCESS, run.SMALL_S = gpu_cases.CASES, 'tests.helpers.gpu_cases', 1\n"
-        f"run._fast_folder = lambda: {str(tmp_path)!r}\n"
+        f"run._fast_folder = lambda: {str(folder)!r}\n"
         "run.main(sys.argv[1:])\n"
     )
-    out = tmp_path / "out"
-    words = [sys.executable, "-c", code, "--small", "--out", str(out), "--only"]
-    killed = subprocess.Popen([*words, "fine,hangs,later"], cwd=ROOT)
+    return [sys.executable, "-c", code, "--small", "--out", str(folder / "out"), "--only"]
+
+
+def hanging(folder: Path) -> int:
+    """The process of the case that hangs, once it does."""
     until = time.monotonic() + 60
-    while not (tmp_path / "hanging").exists():
+    while not (folder / "hanging").exists() or not (folder / "hanging").read_text():
         assert time.monotonic() < until
         time.sleep(0.02)
+    return int((folder / "hanging").read_text().split()[0])
+
+
+def test_what_was_found_survives_a_kill_and_is_not_repeated(tmp_path):
+    """The command is killed while a case hangs; the processes of the case end with it."""
+    words, out = command_of(tmp_path), tmp_path / "out"
+    killed = subprocess.Popen([*words, "fine,hangs,later"], cwd=ROOT)
+    case_process = hanging(tmp_path)
     killed.kill()
     killed.wait()
-    case_process, _ = map(int, (tmp_path / "hanging").read_text().split())
     assert gone(case_process)
     rows = json.loads((out / "gpu.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["fine"]
@@ -154,15 +163,15 @@ def test_what_was_found_survives_a_kill_and_is_not_repeated(tmp_path):
     assert [(row["case"], row["status"]) for row in rows] == [("fine", "done"), ("later", "done")]
 
 
-def test_an_interrupt_keeps_what_was_found(tmp_path):
-    words = [sys.executable, "-m", "benchmarks", "gpu", "--small", "--out", str(tmp_path), "--only", "1b plain"]
-    interrupted = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
-    until = time.monotonic() + 60
-    while not (tmp_path / "gpu.json").exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def test_an_interrupt_ends_at_once_and_keeps_what_was_found(tmp_path):
+    interrupted = subprocess.Popen([*command_of(tmp_path), "fine,hangs,later"], cwd=ROOT)
+    case_process = hanging(tmp_path)
     interrupted.send_signal(signal.SIGTERM)
-    assert interrupted.wait(timeout=60) == 130
+    assert interrupted.wait(timeout=10) == 130
+    assert gone(case_process)
+    rows = json.loads((tmp_path / "out" / "gpu.json").read_text())["rows"]
+    assert (rows[0]["case"], rows[0]["status"]) == ("fine", "done")
+    assert "later" not in [row["case"] for row in rows]
 
 
 def test_faults_of_the_command_line_are_named(made_up_cases, capsys, tmp_path):
