@@ -97,7 +97,8 @@ def stop_at_once() -> dict[signal.Signals, Any]:
 def stop_by_exception() -> None:
     """Makes the first signal raise `Stopped` in the main thread.
 
-    Signals during the interpreter's shutdown are ignored.
+    Code that cannot pass an exception on (a finalizer, a callback from C or Rust) makes the interpreter print it and go
+    on: then the signal is sent again. Signals during the interpreter's shutdown are ignored.
     """
     global _events
     received = _events = SimpleQueue()
@@ -110,6 +111,16 @@ def stop_by_exception() -> None:
         if is_first:
             raise Stopped(number)
 
+    def send_again(lost: sys.UnraisableHookArgs) -> None:
+        if isinstance(lost.exc_value, Stopped):
+            number = lost.exc_value.number
+            received.get_nowait()  # it is the first signal again
+            _heard.discard(number)
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # not now: this hook could not pass it on
+        else:
+            sys.__unraisablehook__(lost)
+
+    sys.unraisablehook = send_again
     _handle(note)
     atexit.register(hear_no_more)
 

@@ -156,6 +156,31 @@ def test_a_second_interrupt_is_handled_as_a_quit():
         assert [events.get_nowait() for _ in range(3)] == [signal.SIGINT, signal.SIGTERM, QUIT]
 
 
+LOST = """
+import os, signal, sys, time, weakref
+from llmtrain.system.stops import Stopped, stop_by_exception
+class Object:
+    pass
+def ended(_):
+    signal.raise_signal(int(sys.argv[1]))
+stop_by_exception()
+thing = Object()
+watched = weakref.ref(thing, ended)
+del thing
+try:
+    time.sleep(60)
+except Stopped as stop:
+    print(stop.number)
+"""
+"""A signal arrives in a callback of the interpreter, which ignores exceptions."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_the_interpreter_ignores_is_raised_again(number):
+    done = subprocess.run([sys.executable, "-c", LOST, str(int(number))], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{int(number)}\n", "", 0)
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.breadth)]
 )
