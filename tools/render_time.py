@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster, Device
+from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Plan
@@ -345,6 +345,14 @@ A prediction uses the kernels that the recipe selects. Layers or the loss count 
 |---|---|---|---|
 """
 
+RATES = """
+
+The rates that the self-test measured on that GPU are those of single kernels. They are higher than the assumed ones,
+which stand for whole steps:
+
+| | Datasheet | Assumed | Measured |
+|---|---|---|---|"""
+
 PUBLISHED = """
 ## Published runs
 
@@ -451,7 +459,24 @@ def _measured() -> str:
         f"long {page}, with a median of {statistics.median(errors):+.0%}. The shares were not changed for this, "
         "because most published runs on several devices are predicted as too fast."
     )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    rates = next((row["found"]["measured"] for row in result["rows"] if "measured" in (row.get("found") or {})), None)
+    rows = RATES + "".join(_rates(rates)) if rates and rates["device"] in REACHED else ""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + rows
+
+
+def _rates(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a row for each rate of a self-test: measured, assumed, and the datasheet's."""
+    device, reached = DEVICES[measured["device"]], REACHED[measured["device"]]
+    for name, rate, peak, share in (
+        ("Matrix products in bf16, TFLOP/s", measured["matmul"]["bf16"], device.peak_flops["bf16"], reached.matmul),
+        ("Attention in bf16, TFLOP/s", measured["attention"]["bf16"], device.peak_flops["bf16"], reached.attention),
+        ("Memory, GB/s", measured["memory_bandwidth"], device.memory_bandwidth, FUSED.memory),
+        ("Link to the host, GB/s", measured["host_bandwidth"], device.host_bandwidth, FUSED.link),
+    ):
+        assert peak, f"{device.name} has no rate for: {name}"
+        unit = 1e12 if "TFLOP" in name else 1e9
+        cells = f"{peak / unit:,.0f} | {share:.0%}: {share * peak / unit:,.0f} | {rate / peak:.0%}: {rate / unit:,.0f}"
+        yield f"\n| {name} | {cells} |"
 
 
 def _bubble() -> str:
