@@ -29,7 +29,13 @@ from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.exchanges import Ranks
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
-from llmtrain.plan.model_facts import decoder_lists, model_facts, pretrained_configuration, pretrained_folder
+from llmtrain.plan.model_facts import (
+    decoder_lists,
+    dropout_of,
+    model_facts,
+    pretrained_configuration,
+    pretrained_folder,
+)
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -61,6 +67,21 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
         ) from error
 
 
+def training_configuration(recipe: Recipe) -> PreTrainedConfig:
+    """Returns the configuration with which a recipe's model trains. Raises RecipeError like `configuration_of`.
+
+    With an objective of completions, dropout is off unless `model.config` asks for it: the log-probabilities of the
+    reference have none, so that even the first loss of DPO would not be ln 2. TRL turns it off, too
+    (`disable_dropout`).
+    """
+    config = model_configuration(recipe)
+    if recipe.objective.of_completions:
+        for part in (config, config.get_text_config()):
+            for name in dropout_of(part.to_dict()).keys() - recipe.model.config.keys():
+                setattr(part, name, 0.0)
+    return config
+
+
 def build_model(
     recipe: Recipe,
     dtype: torch.dtype,
@@ -74,7 +95,7 @@ def build_model(
     partitioned, gather: ZeRO-3's context managers for building partitioned parameters and for gathering them. With
     them, no rank ever holds the whole model, and ranks with `is_reader` read pretrained weights one tensor at a time.
     """
-    config = model_configuration(recipe)
+    config = training_configuration(recipe)
     trained = adapter.trained_part(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
     if recipe.model.pretrained is not None and partitioned is None and not (recipe.model.kept_rows or packed):
@@ -126,7 +147,7 @@ def build_sliced(
     A parameter is whole only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds
     more than the slices of a layer; ranks with `is_reader` read pretrained weights.
     """
-    config = model_configuration(recipe)
+    config = training_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = causal_lm(config, recipe.model, dtype)
     freeze_choosers(model).tie_weights()
@@ -195,7 +216,7 @@ def find_stages(
     ranks that share each stage; regions: whether they hold slices of the residual stream, if the family can. Raises
     RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
     """
-    config = model_configuration(recipe)
+    config = training_configuration(recipe)
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)

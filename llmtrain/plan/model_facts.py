@@ -167,10 +167,17 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         rotary_follows=following_rotary(config, shape.positions),
         experts=experts.number if any(in_experts) else 0,
         experts_per_token=experts.per_token if any(in_experts) else 0,
+        dropout=tuple(dropout_of(config).items()),
         tied_embeddings=shape.tied,
         weights=weights,
         source="arithmetic",
     )
+
+
+def dropout_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the rates of dropout in a model's configuration, and of the noise of its routers, if they are not 0."""
+    noise = {key: value for key, value in config.items() if "drop" in key or "jitter" in key}
+    return {key: value for key, value in noise.items() if isinstance(value, float) and value}
 
 
 def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[str, int] | None:
@@ -457,6 +464,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         experts=experts,
         experts_per_token=met if experts else 0,
         expert_modules=_has_expert_modules(built),
+        dropout=tuple(dropout_of(config.to_dict()).items()),
         tied_embeddings=head is not None and head.weight is embedding,
         weights=_weights_of(built, layers) if layers else None,
         source="meta device",

@@ -86,6 +86,8 @@ class ModelFacts(Part):
     """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
     without_gradient: tuple[str, ...] = ()
     """Trained parameters that the loss does not depend on, as far as the model's own code shows it."""
+    dropout: tuple[tuple[str, float], ...] = ()
+    """Names and rates of the configuration's dropout, without those of 0."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

@@ -55,4 +55,17 @@ def documents(draft: Draft) -> Iterator[Fault]:
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
 
 
-RULES = (whole_pairs, completions, documents)
+@rule("objective.dropout", "The reference's log-probabilities are computed without dropout.", "read", refuses=False)
+def dropout(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`)."""
+    objective, facts = draft.recipe.objective, draft.facts
+    if facts is None or not objective.of_completions:
+        return
+    off = {name: rate for name, rate in facts.dropout if name not in draft.recipe.model.config}
+    if off:
+        message = f"the dropout of the model's configuration is off with '{objective.name}': {', '.join(off)}"
+        fix = "to keep it: " + assignment(**{f"model__config__{name}": rate for name, rate in off.items()})
+        yield Fault("model.config", message, fix)
+
+
+RULES = (whole_pairs, completions, documents, dropout)

@@ -14,6 +14,7 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan import Plan
 from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.model_facts import dropout_of
 from llmtrain.recipe import Part, Recipe
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.system.untrusted import read_json
@@ -201,9 +202,7 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
         "guard.spike_sigma": 0.0,
     }
-    for key, value in _model_values(recipe).items():
-        if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
-            fields[f"model.config.{key}"] = 0.0
+    fields |= {f"model.config.{key}": 0.0 for key in dropout_of(_model_values(recipe))}
     if recipe.model.adapter is not None:
         fields["model.adapter.dropout"] = 0.0
     return recipe.with_(**fields)

@@ -18,7 +18,7 @@ from llmtrain.engines.reference_model import with_references
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
 from tests.helpers.harness import run_ranks
-from tests.helpers.small_pairs import small_pairs, write_pairs
+from tests.helpers.small_pairs import LENGTH, VOCAB, small_pairs, write_pairs
 from tests.helpers.small_verify import CPU, job_of
 
 EXACT = 1e-6
@@ -64,10 +64,18 @@ def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list
     return _references(known), _alone(plan, prepared), trained.tolist(), evaluated.tolist()
 
 
+GPT2 = {
+    "model.architecture": "gpt2",
+    "model.config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCAB},
+}
+"""With dropout, as it is by default; `small_pairs` turns it off."""
+
+
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         ("dp1-zero2-acc1", 1),
+        ("gpt2 dp1-zero2-acc1", 1),
         pytest.param("dp2-zero3-acc2", 2, marks=pytest.mark.breadth),
         pytest.param("dp1-pp2-zero1-acc4", 2, marks=pytest.mark.slow),
         pytest.param("dp1-sp2-zero1-acc4", 2, marks=pytest.mark.breadth),
@@ -77,7 +85,9 @@ def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list
 )
 def test_reference_log_probabilities_are_those_of_the_initial_weights(name: str, world: int, tmp_path: Any) -> None:
     recipe = small_pairs(write_pairs(tmp_path, 40))
-    plan = job_of(recipe, [name]).plans[name]
+    if name.startswith("gpt2"):
+        recipe = recipe.with_(**GPT2)
+    plan = job_of(recipe, [name.split()[-1]]).plans[name.split()[-1]]
     for found, expected, *rewards in run_ranks(world, _work, plan):
         for split, values in expected.items():
             assert found[split] == pytest.approx(values, rel=EXACT)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
+from llmtrain.models import build_model, model_configuration
 from llmtrain.rules import resolve
 from tests.helpers.batches import tiny_recipe
 
 DPO = {"objective.name": "dpo", "data.sources": [{"name": "pairs.jsonl"}]}
+GPT2 = {"model.architecture": "gpt2", "model.config": {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}}
 MAMBA = {
     "model.architecture": "mamba",
     "model.config": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2},
@@ -41,6 +44,23 @@ def test_single_completions_may_be_unpacked():
     resolve(tiny_recipe(**kto, **MAMBA, **{"data.packing": "none"}), Cluster())
     with pytest.raises(RecipeError, match="carries state from each packed document"):
         resolve(tiny_recipe(**kto, **MAMBA), Cluster())
+
+
+def test_dropout_of_the_configuration_is_off_unless_the_recipe_asks_for_it():
+    def noted(**fields):
+        notes = resolve(tiny_recipe(**GPT2, **fields), Cluster()).notes
+        return [note["message"] for note in notes if note["rule"] == "objective.dropout"]
+
+    assert noted() == []
+    assert noted(**DPO) == [
+        "the dropout of the model's configuration is off with 'dpo': resid_pdrop, embd_pdrop, attn_pdrop"
+    ]
+    model = build_model(tiny_recipe(**GPT2, **DPO), torch.float32, torch.device("cpu"))
+    rates = {name: one.p for name, one in model.named_modules() if isinstance(one, torch.nn.Dropout)}
+    assert set(rates.values()) == {0.0}
+    kept = tiny_recipe(**GPT2, **DPO, **{"model.config.embd_pdrop": 0.1})
+    assert build_model(kept, torch.float32, torch.device("cpu")).transformer.drop.p == 0.1
+    assert model_configuration(tiny_recipe(**GPT2, **DPO)).resid_pdrop == 0.1  # an export's
 
 
 def test_liger_loss_is_refused_for_preferences():

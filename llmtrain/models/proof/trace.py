@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.errors import Problem, RecipeError, UserError
-from llmtrain.models.build import causal_lm, model_configuration
+from llmtrain.models.build import causal_lm, training_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.torch import fake_tensors, storage_of
@@ -51,7 +51,7 @@ def _key(plan: Plan) -> str:
     """
     recipe = plan.recipe
     return key_of(
-        model_configuration(recipe).to_json_string(),
+        training_configuration(recipe).to_json_string(),
         recipe.model.attention_kernel,
         recipe.model.revision,
         recipe.data.sequence_length,
@@ -72,7 +72,7 @@ def _trace(plan: Plan) -> tuple[int, ...]:
     try:
         with fake_tensors():
             weights = weight_dtype(recipe.parallel.precision)
-            model = causal_lm(model_configuration(recipe), recipe.model, weights).train()
+            model = causal_lm(training_configuration(recipe), recipe.model, weights).train()
             seen = _Seen(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
             # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
