@@ -31,6 +31,9 @@ class StepResult:
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
     """Learning rate of the step."""
+    router_loss: Tensor | None = None
+    """[2]: the sum of the router's losses of this rank's micro-batches, times their coefficient, and the number of
+    micro-batches; None for a model without. `loss` does not contain it."""
 
 
 class Engine(HasState, Protocol):
@@ -99,6 +102,9 @@ class Passes(Protocol):
     def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
 
+    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
+        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
+
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
 
@@ -114,14 +120,22 @@ def take_step(engine: Passes, batch: StepBatch) -> StepResult:
     lr = engine.learning_rate
     engine.start()
     total = torch.zeros((), device=engine.device)
+    router_loss = None
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with engine.passing(is_last):
             loss_sum, auxiliary = engine.forward(micro_batch)
             loss = engine.weigh(loss_sum, batch.terms)
             if auxiliary is not None:
-                loss = loss + auxiliary / len(batch.micro_batches)
+                loss = loss + engine.weigh_auxiliary(auxiliary) / len(batch.micro_batches)
+                router_loss = with_router_loss(router_loss, auxiliary)
             engine.backward(loss, is_last)
         total += loss_sum.detach()
     measured = engine.finish(total / batch.terms)
-    return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+    return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, router_loss=router_loss)
+
+
+def with_router_loss(total: Tensor | None, auxiliary: Tensor) -> Tensor:
+    """Returns `StepResult.router_loss` with that of one more micro-batch."""
+    own = torch.stack([auxiliary.detach().float().reshape(()), torch.ones((), device=auxiliary.device)])
+    return own if total is None else total + own

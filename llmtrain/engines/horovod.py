@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from llmtrain.data import MicroBatch
 from llmtrain.engines.guard import Measured
 from llmtrain.engines.plain import Distribution
 from llmtrain.errors import Problem, RecipeError
@@ -55,10 +54,10 @@ class Horovod(Distribution):
         wrapped: Optimizer = self._optimizer
         return wrapped
 
-    def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Averages the auxiliary loss over the ranks' micro-batches as well."""
-        loss_sum, auxiliary = super().forward(micro_batch, device)
-        return loss_sum, None if auxiliary is None else auxiliary / hvd.size()
+    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
+        """Returns this rank's share of the mean: Horovod sums gradients."""
+        share: Tensor = auxiliary / hvd.size()
+        return share
 
     def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
         """Waits for the sums before it clips the gradients."""

@@ -82,6 +82,10 @@ class Distribution:
         """
         return loss_sum / terms
 
+    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
+        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
+        return auxiliary
+
     def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
         """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
         grad_norm = squared_norm(gradients_of(trained), device).sqrt().float()
@@ -178,6 +182,10 @@ class PlainLoop(HasState):
     def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
         return self.distribution.weigh(loss_sum, terms)
+
+    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
+        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
+        return self.distribution.weigh_auxiliary(auxiliary)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch; those of master weights in fp32."""

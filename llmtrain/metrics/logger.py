@@ -60,6 +60,8 @@ class StepMetrics:
     """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
     rewards: Mapping[str, float] | None = None
     """The result of `llmtrain.models.reward_metrics`; None if the loss is a mean over tokens."""
+    router_loss: float | None = None
+    """Mean of the router's loss over the micro-batches, times its coefficient; None without one."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class MetricsLogger:
         }
         if metrics.slowest is not None:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
+        if metrics.router_loss is not None:
+            fields["router_loss"] = metrics.router_loss
         fields |= metrics.rewards or {}
         return self._write(fields, "train")
 

@@ -167,11 +167,19 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         rotary_follows=following_rotary(config, shape.positions),
         experts=experts.number if any(in_experts) else 0,
         experts_per_token=experts.per_token if any(in_experts) else 0,
+        router_loss_off=_router_loss_off(config) if any(in_experts) else 0.0,
         dropout=tuple(dropout_of(config).items()),
         tied_embeddings=shape.tied,
         weights=weights,
         source="arithmetic",
     )
+
+
+def _router_loss_off(config: Mapping[str, Any]) -> float:
+    """Returns the coefficient of the router's loss if `transformers` would leave it out, or 0."""
+    coefficient = config.get("router_aux_loss_coef", config.get("aux_loss_coef"))
+    is_off = config.get("output_router_logits") is False
+    return float(coefficient) if is_off and isinstance(coefficient, int | float) else 0.0
 
 
 def dropout_of(config: Mapping[str, Any]) -> dict[str, float]:
@@ -463,6 +471,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
         experts=experts,
         experts_per_token=met if experts else 0,
+        router_loss_off=_router_loss_off(config.to_dict()) if experts else 0.0,
         expert_modules=_has_expert_modules(built),
         dropout=tuple(dropout_of(config.to_dict()).items()),
         tied_embeddings=head is not None and head.weight is embedding,

@@ -82,6 +82,8 @@ class ModelFacts(Part):
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
+    router_loss_off: float = 0.0
+    """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
     expert_modules: bool = False
     """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
     without_gradient: tuple[str, ...] = ()

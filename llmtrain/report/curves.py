@@ -42,6 +42,7 @@ CHARTS = (
     Chart("Loss", "number", ("loss",), ("eval_loss",)),
     Chart("Perplexity", "number", (), ("perplexity",)),
     Chart("Bits per byte", "number", (), ("bits_per_byte",)),
+    Chart("Router loss", "number", ("router_loss",)),
     Chart("Gradient norm", "number", ("grad_norm",)),
     Chart("Learning rate", "number", ("lr",)),
     Chart("Tokens per second", "rate", ("tokens_per_second",)),

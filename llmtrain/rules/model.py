@@ -162,6 +162,24 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "model.router_loss",
+    "`transformers` computes the load balance loss only if the configuration asks for router logits.",
+    "read",
+    refuses=False,
+)
+def router_loss(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for a mixture of experts whose router's loss is not trained, unless the recipe says so itself."""
+    facts, key = draft.facts, "output_router_logits"
+    if facts is not None and facts.router_loss_off and key not in draft.recipe.model.config:
+        message = (
+            f"the load balance loss of '{facts.model_type}' (coefficient {facts.router_loss_off:g}) is not trained, "
+            "because its configuration does not ask for router logits"
+        )
+        fix = f"{assignment(model__config__output_router_logits='true')} trains it, false silences this note"
+        yield Fault(f"model.config.{key}", message, fix)
+
+
+@rule(
     "data.documents_mixed",
     "A recurrence or a convolution carries state from one packed document to the next, whatever the attention mask.",
     "run",
@@ -279,6 +297,7 @@ RULES = (
     rotary_length,
     rotary_follows,
     without_gradient,
+    router_loss,
     documents_mixed,
     conversations_mixed,
     attention_device,

@@ -55,6 +55,14 @@ def highest(values: Tensor, device: torch.device) -> Tensor:
     return shared.cpu()
 
 
+def total(values: Tensor) -> Tensor:
+    """Returns the sums of the values of all ranks, on every rank."""
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
 def world_size() -> int:
     """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1

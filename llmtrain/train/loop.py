@@ -19,6 +19,7 @@ from llmtrain.engines.guard import Skipped
 from llmtrain.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
+from llmtrain.runtime.agree import total
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
@@ -195,6 +196,7 @@ def _check_skipped(run: Run) -> None:
 def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
     rewards = run.engine.rewards()
+    router_loss = None if result.router_loss is None else total(result.router_loss)
     if run.metrics is None:
         return
     with run.heartbeat.waiting():
@@ -208,6 +210,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     with run.heartbeat.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         means = _reward_metrics(run, rewards.tolist()) if rewards is not None else None
+        of_router = None if router_loss is None else (router_loss[0] / router_loss[1]).item()
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,
@@ -222,6 +225,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
             rollbacks=run.state.rollbacks,
             slowest=run.heartbeat.slowest(),
             rewards=means,
+            router_loss=of_router,
         )
     )
     run.progress.show(record)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.engines import StepResult
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.metrics import Evaluation, TrainingProgress
 from llmtrain.train.loop import Run, TooManySkippedError, fit
@@ -37,7 +38,7 @@ class Engine:
 
     def train_step(self, batch):
         self.step += 1
-        return SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
+        return StepResult(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
 
     def _skipped(self) -> Skipped:
         steps = [step for step in SPOILT if self.step - WINDOW < step <= self.step]
@@ -98,7 +99,7 @@ class Evaluated:
 
     def train_step(self, batch):
         self.steps += 1
-        return SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
+        return StepResult(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
 
     def eval_step(self, batch):
         return torch.tensor(batch.loss - self.steps)

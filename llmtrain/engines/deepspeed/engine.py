@@ -224,6 +224,10 @@ class DeepSpeedEngine(HasState):
         """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
         return loss_sum * (self.plan.holders / terms)
 
+    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
+        """Returns it as it is: DeepSpeed averages gradients over ranks."""
+        return auxiliary
+
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
         for axis in self.axes:

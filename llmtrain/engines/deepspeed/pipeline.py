@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
-from llmtrain.engines.engine import StepResult
+from llmtrain.engines.engine import StepResult, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
@@ -120,7 +120,7 @@ class PipelineAxis(SlicedAxis):
         """Runs one schedule over this replica's micro-batches, with one update."""
         lr = self._engine.learning_rate
         measured = self._engine.judged(lambda: self._total / batch.terms, lambda: self._train(batch))
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, router_loss=self._router_loss)
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
@@ -196,6 +196,8 @@ class PipelineAxis(SlicedAxis):
         """Prepares a pass over a batch; returns this rank's slices of its micro-batches."""
         self._terms, self._micro_batches = batch.terms, len(batch.micro_batches)
         self._total = torch.zeros((), device=self.device)
+        stage: Any = self.model[0]
+        self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
         if self._engine.objective:
             self._engine.objective.begin()
         return [self._engine.slice(one) for one in batch.micro_batches]
@@ -220,7 +222,9 @@ class PipelineAxis(SlicedAxis):
         self._total += loss_sum.detach()
         loss = self._engine.weigh(loss_sum, self._terms)
         if auxiliary is not None:
-            loss = loss + router_loss_weight(stage.model.config) * auxiliary / self._micro_batches
+            auxiliary = router_loss_weight(stage.model.config) * auxiliary
+            loss = loss + auxiliary / self._micro_batches
+            self._router_loss = with_router_loss(self._router_loss, auxiliary)
         return (self._engine.engine.scale(loss) if torch.is_grad_enabled() else loss,)
 
 

@@ -1,0 +1,59 @@
+"""The router's loss of a mixture of experts is logged apart from the loss, and is the same under every strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.cluster import Cluster
+from llmtrain.engines.forward import documents_known
+from llmtrain.models import build_model
+from llmtrain.rules import resolve
+from llmtrain.runtime.agree import total
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
+
+FP32 = 1e-5  # as in test_parity.py
+RANKS = 2
+CASES = (
+    {"parallel.zero_stage": 2},
+    {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+    {"parallel.sequence": 2, "parallel.zero_stage": 1},
+    {"parallel.backend": "accelerate"},
+)
+
+
+def _logged(rank: int) -> list[list[float]]:
+    found = []
+    for fields in CASES:
+        plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 2, **MIXTRAL, **fields}), RANKS)
+        engine = engine_of(plan)
+        shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+        result = engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.data_parallel_size))
+        found.append(total(result.router_loss).tolist())
+    return found
+
+
+def test_the_router_loss_is_the_same_under_every_strategy():
+    recipe = tiny_recipe(**MIXTRAL)
+    model = build_model(recipe, torch.float32, torch.device("cpu"))
+    expected = []
+    for batch in step_batch(0, 2, GLOBAL_BATCH // 2).micro_batches:
+        with torch.no_grad(), documents_known(batch):
+            output = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+            expected.append(output.aux_loss.item())
+    mean = recipe.model.config["router_aux_loss_coef"] * sum(expected) / len(expected)
+    for found in run_ranks(RANKS, _logged):
+        assert [part / number for part, number in found] == [pytest.approx(mean, rel=FP32)] * len(CASES)
+
+
+def test_a_router_loss_that_the_configuration_leaves_off_is_noted():
+    silent = {name: value for name, value in MIXTRAL.items() if name != "model.config.output_router_logits"}
+    for fields, noted in (
+        (silent, True),
+        (MIXTRAL, False),
+        (MIXTRAL | {"model.config.output_router_logits": False}, False),
+    ):
+        notes = resolve(tiny_recipe(**fields), Cluster()).notes
+        assert any(note["rule"] == "model.router_loss" for note in notes) == noted
