@@ -6,6 +6,7 @@ It has a hash of their files instead, and a run continues only with the same wei
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from llmtrain.models import model_configuration
 from llmtrain.models.adapter import trained_part
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.nf4 import round_trip
-from llmtrain.models.pretrained import hash_of_weights, read_pretrained
+from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
 from llmtrain.plan.model_facts import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
@@ -91,9 +92,13 @@ class WithBase(Exported):
         groups = aliases(empty_model(config, torch.float32, model.trust_remote_code))
         stored = {name for one in super().all for name in groups.get(one, (one,))}
         self._base: dict[str, list[Stored]] = {name: [] for name in groups if name not in stored}
-        self._pretrained = read_pretrained(model, config)
+        self._model, self._config = model, config
         trained = trained_part(plan.recipe, config)
         self._packed = trained.packed if trained else frozenset()
+
+    @cached_property
+    def _pretrained(self) -> Pretrained:
+        return read_pretrained(self._model, self._config)
 
     @property
     def all(self) -> dict[str, list[Stored]]:

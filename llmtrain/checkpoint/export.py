@@ -27,8 +27,9 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.pretrained import INDEX
+from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
+from llmtrain.plan.hub import INDEX
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 from llmtrain.system.untrusted import read_json, utf8_name
@@ -76,7 +77,10 @@ def export(
         check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
     source, recipe = state_source(checkpoint, plan), plan.recipe
     weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
-    model = empty_model(model_configuration(recipe), weights, recipe.model.trust_remote_code)
+    config = model_configuration(recipe)
+    if is_quantized(config):
+        del config.quantization_config  # of the files that training began with
+    model = empty_model(config, weights, recipe.model.trust_remote_code)
     # A base with new tokens, or of new weights, exists nowhere else.
     is_whole = recipe.model.adapter is None or recipe.model.pretrained is None or bool(recipe.model.kept_rows)
     with new_folder(out, replace) as folder:

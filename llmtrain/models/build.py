@@ -22,7 +22,7 @@ from llmtrain.models import adapter, nf4
 from llmtrain.models.hub_names import naming_own_code
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_choosers
-from llmtrain.models.pretrained import read_pretrained
+from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
 from llmtrain.models.proof.cut import check_cut
 from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
@@ -98,8 +98,8 @@ def build_model(
     config = training_configuration(recipe)
     trained = adapter.trained_part(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
-    if recipe.model.pretrained is not None and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_choosers(_load_whole(recipe.model, config, dtype, device))
+    if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
+        loaded = freeze_choosers(_load_dequantized(recipe.model, config, dtype, device))
         adapter.apply_adapter(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
@@ -173,12 +173,12 @@ def build_sliced(
     return model
 
 
-def _load_whole(
+def _load_dequantized(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    if getattr(config, "quantization_config", None) is None:  # otherwise transformers decides which weights fit
-        read_pretrained(model, config)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    """Returns the model of quantized files, which only `transformers` can read, with weights of `dtype`."""
+    config.quantization_config = {**config.quantization_config, "dequantize": True}
+    loaded, found = AutoModelForCausalLM.from_pretrained(
         model.pretrained,
         config=config,
         revision=model.revision,
@@ -186,13 +186,27 @@ def _load_whole(
         attn_implementation=model.attention_kernel,
         trust_remote_code=model.trust_remote_code,
         use_safetensors=True,
+        output_loading_info=True,
     )
+    if problems := wrong_names(
+        model, sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), len(loaded.state_dict())
+    ):
+        raise RecipeError(problems)
     # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
     with torch.device("meta"):
         declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     for name, parameter in declared.named_parameters():
         loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
-    return loaded.to(device)
+    whole: PreTrainedModel = loaded.to(device)
+    return whole
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model."""
+    if recipe.model.pretrained is not None:
+        config = model_configuration(recipe)
+        if not is_quantized(config):
+            read_pretrained(recipe.model, config)
 
 
 def check_trained(recipe: Recipe) -> None:
@@ -283,18 +297,8 @@ def _load_named(
     """Copies weights of a safetensors folder or repository into parameters and buffers, one at a time.
 
     Of the ranks that share a partitioned parameter, one reads it and the others receive their part; every rank holds
-    whole buffers. Raises RecipeError like `read_pretrained`, and for quantized weights, which only `transformers` can
-    read.
+    whole buffers. Raises RecipeError like `read_pretrained`.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise RecipeError(
-            Problem(
-                "model.pretrained_quantized",
-                "model.pretrained",
-                f"{source.pretrained} is quantized, so it cannot be loaded in parts",
-                "name a folder with plain weights, or use parallel.zero_stage=2 without stages and tensor parallelism",
-            )
-        )
     pretrained = read_pretrained(source, config)
     for name, weight in weights.items():
         is_parameter = isinstance(weight, torch.nn.Parameter)

@@ -7,7 +7,8 @@ or the few that belong together, and only these are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -25,9 +26,12 @@ from transformers import (
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.overrides.torch import persistent_buffers
+from llmtrain.overrides.transformers import skipped_patterns
 
 Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
+OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.(masked_)?bias$")
+"""Patterns of tensors in old checkpoints that a model computes by itself."""
 MOST = 5
 """Largest number of names that an error message lists."""
 
@@ -68,7 +72,7 @@ def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     }
 
 
-def few_of(names: list[str]) -> str:
+def few_of(names: Sequence[str]) -> str:
     """Returns the first few of some names, for an error message."""
     return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
 
@@ -141,6 +145,8 @@ class Incoming:
     def __init__(self, model: PreTrainedModel, files: Mapping[str, Tensor]) -> None:
         """model: whole, on the meta device. files: maps each name to a meta tensor of that shape and dtype."""
         self._model = model
+        self.unused: list[str] = []
+        """Names in the files of what is neither a weight nor a buffer of the model, nor skipped by its class."""
         self._origins: dict[str, _Origin] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._aliases = aliases(model)
@@ -148,6 +154,10 @@ class Incoming:
             for name, tensor in self._converted(origin, lambda key: files[key]).items():
                 self._origins[name] = origin
                 self._shapes[name] = tensor.shape
+
+    def stored(self, group: Iterable[str]) -> list[str]:
+        """Returns those names of a weight under which the files hold it."""
+        return [name for name in group if name in self._origins]
 
     def has(self, name: str) -> bool:
         """Returns whether the files hold a weight, under any of its names."""
@@ -173,6 +183,8 @@ class Incoming:
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         own, prefix = self._model.state_dict(), self._model.base_model_prefix
+        buffers = {name for name, _ in self._model.named_buffers()}
+        skipped = re.compile("|".join((*skipped_patterns(self._model), *OLD_BUFFERS)))
         origins: dict[str, _Origin] = {}
         for key in sorted(files, key=core_model_loading.dot_natural_key):
             target, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, own)
@@ -181,6 +193,8 @@ class Incoming:
             if target in own:
                 converter = by_pattern[pattern] if pattern is not None else None
                 origins.setdefault(target, _Origin(target, converter)).keys.append((pattern or key, key))
+            elif target not in buffers and not skipped.search(key):
+                self.unused.append(key)
         return origins.values()
 
     def _converted(self, origin: _Origin, read: Read) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.hub_names import Incoming, aliases, empty_model, few_of
+from llmtrain.plan.hub import INDEX, SINGLE
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 ROWS_AT_ONCE = 4096
 """Rows of a table that are held in fp64 to compute their mean."""
@@ -50,6 +50,16 @@ class Pretrained:
         # Rounded first, so that the mean is that of the rows that the model has.
         grow(value.to(weight.dtype), self._kept_rows, weight)
 
+    def check_equal(self, names: Sequence[str], source: ModelConfig) -> None:
+        """Raises RecipeError if a tied weight has different values under the names under which the files hold it."""
+        for name in names[1:]:
+            if not torch.equal(self.tensor(name), self.tensor(names[0])):
+                message = (
+                    f"{source.pretrained} has different values for {names[0]} and {name}, which its configuration ties"
+                )
+                fix = "to train them separately, as transformers would: --set model.config.tie_word_embeddings=false"
+                raise RecipeError(Problem("model.pretrained_tied", "model.pretrained", message, fix))
+
     def _read(self, key: str) -> Tensor:
         file = self._files[key]
         if file not in self._open:
@@ -74,21 +84,27 @@ def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
     into[len(kept) :] = (total / len(kept)).to(into.dtype)
 
 
-def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
-    """Opens the weights of `model.pretrained`. Only the headers of its files are read.
+def is_quantized(config: PreTrainedConfig) -> bool:
+    """Whether the files of pretrained weights hold them quantized."""
+    return getattr(config, "quantization_config", None) is not None
 
-    Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, or if a
-    weight has a different shape.
+
+def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
+    """Opens the weights of `model.pretrained`. Only the headers of its files are read, and tied weights stored twice.
+
+    Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, if a
+    weight has a different shape, if they hold tensors that the model does not have, or if they hold different values
+    for one weight under two names. Raises it also for quantized weights, which only `transformers` can read.
     """
+    if is_quantized(config):
+        message = f"{source.pretrained} is quantized, so its weights cannot be read one by one"
+        fix = "name a folder with plain weights, or use parallel.zero_stage=2 without stages and tensor parallelism"
+        raise RecipeError(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
     files = _files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
     incoming = Incoming(model, _shapes(files))
     own = {name: group for name, group in aliases(model).items() if name == group[0]}
-    problems = []
-    if missing := [name for name in own if not incoming.has(name)]:
-        message = f"{source.pretrained} lacks {len(missing)} of {len(own)} weights of the model: {few_of(missing)}"
-        fix = "use a folder that contains them; model.config must not add weights"
-        problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
+    problems = wrong_names(source, [name for name in own if not incoming.has(name)], incoming.unused, len(own))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tables = _tables(model) if source.kept_rows else frozenset()
     wrong = [
@@ -108,7 +124,28 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))
     if problems:
         raise RecipeError(problems)
-    return Pretrained(incoming, files, tables, source.kept_rows or 0)
+    pretrained = Pretrained(incoming, files, tables, source.kept_rows or 0)
+    for group in own.values():
+        pretrained.check_equal(incoming.stored(group), source)
+    return pretrained
+
+
+def wrong_names(source: ModelConfig, missing: Sequence[str], unused: Sequence[str], weights: int) -> list[Problem]:
+    """Returns problems with the names in the files of a model that has some number of weights.
+
+    missing: weights that the files lack. unused: tensors that the model does not have.
+    """
+    problems = []
+    if missing:
+        message = f"{source.pretrained} lacks {len(missing)} of {weights} weights of the model: {few_of(missing)}"
+        fix = "use a folder that contains them; model.config must not add weights"
+        problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
+    patterns = source.unused_weights
+    if unused := [name for name in unused if not any(fnmatchcase(name, pattern) for pattern in patterns)]:
+        message = f"{source.pretrained} has {len(unused)} tensors that the model does not have: {few_of(unused)}"
+        fix = f"to train without them, name them: --set 'model.unused_weights=[\"{unused[0]}\"]', or with patterns"
+        problems.append(Problem("model.pretrained_unused", "model.pretrained", message, fix))
+    return problems
 
 
 def _tables(model: PreTrainedModel) -> frozenset[str]:
@@ -155,7 +192,8 @@ def _files(source: ModelConfig) -> dict[str, Path]:
         except (HfHubHTTPError, ValueError, OSError) as error:
             message = f"'{source.pretrained}' is not a folder, and cannot be fetched from the hub: {reason(error)}"
             raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from error
-    if (folder / INDEX).is_file():
+    # As `transformers`, which reads a single file even if there is an index.
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}
         if gone := sorted({file.name for file in files.values() if not file.is_file()}):
             message = f"{folder} lacks {len(gone)} of the files that its index names: {few_of(gone)}"

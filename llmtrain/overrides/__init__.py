@@ -297,6 +297,7 @@ OVERRIDES = (
                     "revert_weight_conversion(model, state_dict, ...)",
                 )
             ),
+            "transformers.modeling_utils:PreTrainedModel._keys_to_ignore_on_load_unexpected",
         ),
         "Weights that files of the hub name or join differently can only be read and written as a whole model.",
         "tests/engines/test_from_hub.py",

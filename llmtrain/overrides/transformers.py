@@ -99,6 +99,11 @@ def draw_weights(owner: PreTrainedModel, module: nn.Module) -> None:
     owner._init_weights(module)
 
 
+def skipped_patterns(model: PreTrainedModel) -> tuple[str, ...]:
+    """Returns patterns of tensors in files that the model's class leaves out without a word."""
+    return tuple(model._keys_to_ignore_on_load_unexpected or ())
+
+
 def unsaved_names(model: PreTrainedModel) -> set[str]:
     """Returns the names of weights that `transformers` does not save."""
     return set(model._keys_to_ignore_on_save or ())

@@ -6,6 +6,10 @@ from pathlib import Path
 
 from llmtrain.system.untrusted import expanded, is_file, is_folder
 
+SINGLE = "model.safetensors"
+"""File with all weights of a model."""
+INDEX = "model.safetensors.index.json"
+"""File that names the files of the weights of a model."""
 ANSWER_S = 3.0
 """Timeout of a request to the hub, in seconds."""
 

@@ -79,7 +79,10 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
         model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
             return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
-        return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
+        facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
+        quantized = declared.get("quantization_config")
+        method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
+        return facts.model_copy(update={"quantization": method})
     assert model.architecture is not None  # ModelConfig requires one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
 

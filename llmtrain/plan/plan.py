@@ -90,6 +90,8 @@ class ModelFacts(Part):
     """Trained parameters that the loss does not depend on, as far as the model's own code shows it."""
     dropout: tuple[tuple[str, float], ...] = ()
     """Names and rates of the configuration's dropout, without those of 0."""
+    quantization: str = ""
+    """Method by which the files of pretrained weights are quantized; empty if they are not."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

@@ -79,6 +79,9 @@ class ModelConfig(Part):
     ] = "auto"
     """Attention implementation, as `transformers` names it, or `varlen`: a kernel for packed documents, torch's on
     GPUs and llmtrain's on CPUs. `auto`: the fastest one measured on the device (`kernels`), else `sdpa`."""
+    unused_weights: Many[str] = ()
+    """Patterns for the names of tensors in the files of `pretrained` that the model does not have, such as
+    `vision_tower.*`, and that training leaves out. Without them, such tensors are refused."""
     trust_remote_code: bool = False
     """Run the model code in a hub repository."""
     adapter: LoraConfig | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
+from llmtrain.plan.hub import INDEX, SINGLE
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.rules.rule import Fault, assignment, rule
+from llmtrain.system.untrusted import expanded, is_file
 
 _MIXING = (
     "bailing_hybrid bamba biogpt cpmant deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba "
@@ -19,6 +21,8 @@ MIXES_DOCUMENTS = frozenset(_MIXING.split())
 
 The causes are recurrences, convolutions or custom masks.
 """
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
 NAMED = 3
 """Number of parameters that a message lists."""
 FLASH_HEAD = 256
@@ -51,6 +55,47 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
     if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
         message = "a tokenizer would be trained, but pretrained weights need the one they were trained with"
         yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
+
+
+@rule(
+    "model.quantized",
+    "Quantized weights have no gradient. From some kinds `transformers` makes plain weights, but of whole models only.",
+    "read",
+)
+def quantized(draft: Draft) -> Iterator[Fault]:
+    """Refuses pretrained weights that are quantized, unless `transformers` can load them as plain weights."""
+    facts, parallel, model = draft.facts, draft.parallel, draft.recipe.model
+    if facts is None or not facts.quantization:
+        return
+    plain = "name a folder with plain weights"
+    if facts.quantization not in DEQUANTIZED:
+        message = f"{model.pretrained} is quantized by '{facts.quantization}', and such weights cannot be trained"
+        yield Fault("model.pretrained", message, plain)
+    elif (
+        parallel.zero_stage == 3
+        or parallel.stages
+        or parallel.tensor > 1
+        or model.quantize != "none"
+        or model.kept_rows
+    ):
+        message = f"{model.pretrained} is quantized by '{facts.quantization}', so it cannot be loaded in parts"
+        fix = f"{plain}, or use {assignment(parallel__zero_stage=2)} without stages, tensor parallelism and new tokens"
+        yield Fault("model.pretrained", message, fix)
+
+
+@rule(
+    "model.weights_twice",
+    "`transformers` reads a single file of weights even if there is an index of several.",
+    "read",
+    refuses=False,
+)
+def weights_twice(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for a local folder that has both."""
+    pretrained = draft.recipe.model.pretrained
+    folder = expanded(pretrained or "")
+    if pretrained is not None and is_file(folder / SINGLE) and is_file(folder / INDEX):
+        message = f"{pretrained} has {SINGLE} and {INDEX}: {SINGLE} is read, as transformers does"
+        yield Fault("model.pretrained", message, f"remove {SINGLE} if it is out of date, or the index")
 
 
 @rule("model.new_tokens", "Only pretrained weights have rows to keep; a new model has the rows that it needs.", "read")
@@ -291,6 +336,8 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
 RULES = (
     vocabulary,
     pretrained_tokenizer,
+    quantized,
+    weights_twice,
     new_tokens,
     new_tokens_trained,
     positions,

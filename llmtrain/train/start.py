@@ -91,6 +91,7 @@ class LocalStart:
             if template:  # restarted if a single worker drives all devices
                 template.start(common_environment(plan.workers))
             check_stages(plan)
+            check_pretrained(plan.recipe)
             prepared = prepare(plan.recipe, Progress(console))
             plan = with_steps(plan, prepared)
             console.print(report(prepared, plan.recipe))
@@ -194,6 +195,18 @@ def check_stages(plan: Plan) -> None:
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
         find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
+
+
+def check_pretrained(recipe: Recipe) -> None:
+    """Checks that the pretrained weights of a recipe are those of its model, before the data are prepared. Loads torch.
+
+    Raises RecipeError if they are not.
+    """
+    if recipe.model.pretrained is not None:
+        with quiet_libraries():
+            from llmtrain.models import check_weights
+
+            check_weights(recipe)
 
 
 def without_uncut(

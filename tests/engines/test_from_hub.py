@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, stage_builder
+from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.torch import persistent_buffers
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -128,11 +130,15 @@ def test_buffers_that_are_weights_are_read_too(tmp_path):
         assert all(torch.equal(torch.from_numpy(value), buffers[name]) for name, value in found.items())
 
 
-def _damaged(folder, change) -> str:
-    """What is said of a folder whose tensors were changed, by a whole model and by a partitioned one."""
+def _change(folder, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _damaged(folder, change) -> str:
+    """What is said of a folder whose tensors were changed, by a whole model and by a partitioned one."""
+    _change(folder, change)
     with pytest.raises(RecipeError) as error:
         build_model(_from(folder), torch.float32, CPU)
     return error.value.report()
@@ -163,9 +169,94 @@ def test_truncated_files_are_refused(tmp_path):
         build_model(_from(tmp_path), torch.float32, CPU)
 
 
+def test_tensors_that_the_model_does_not_have_are_refused_unless_the_recipe_names_them(tmp_path):
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
+    extra = {"value_head.weight": torch.ones(4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    told = _damaged(tmp_path, lambda tensors: tensors.update(extra))
+    assert "has 1 tensors that the model does not have: value_head.weight" in told
+    build_model(_from(tmp_path, **{"model.unused_weights": ["value_head.*"]}), torch.float32, CPU)
+
+
+def test_buffers_in_old_checkpoints_are_no_weights(tmp_path):
+    """The files of `openai-community/gpt2` hold the causal masks."""
+    gpt2 = {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    saved = build_model(tiny_recipe(model={"architecture": "gpt2", "config": gpt2}), torch.float32, CPU)
+    saved.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    build_model(_from(tmp_path), torch.float32, CPU)
+
+
+def test_different_values_of_a_tied_weight_are_refused(tmp_path):
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
+    table = "model.embed_tokens.weight"
+    told = _damaged(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 1}))
+    assert f"has different values for {table} and lm_head.weight, which its configuration ties" in told
+    model = build_model(_from(tmp_path, **UNTIED), torch.float32, CPU)
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight + 1)
+    _change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[table].clone()}))
+    build_model(_from(tmp_path), torch.float32, CPU)
+
+
+def test_a_single_file_is_read_although_there_is_an_index(tmp_path):
+    """As by `transformers`; the plan says so."""
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path, max_shard_size=60_000)
+    other = build_model(tiny_recipe(**{"train.seed": 3}), torch.float32, CPU)
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    recipe = _from(tmp_path)
+    for model in (build_model(recipe, torch.float32, CPU), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert any(note["rule"] == "model.weights_twice" for note in plan_of(recipe, RANKS).notes)
+
+
+def _fp8(folder) -> dict[str, torch.Tensor]:
+    """Quantizes the layers of a saved model in blocks; returns their values."""
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if "_proj" in name]:
+        weight = tensors[name].to(torch.float8_e4m3fn)
+        scale = torch.full((weight.shape[0] // 32, weight.shape[1] // 32), 2.0)
+        tensors[name], tensors[f"{name}_scale_inv"] = weight, scale
+        values[name] = weight.float() * 2
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    _quantized(folder, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+    return values
+
+
+def _quantized(folder, settings: dict) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def test_weights_in_fp8_are_loaded_as_plain_ones(tmp_path):
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
+    values = _fp8(tmp_path)
+    model = build_model(_from(tmp_path), torch.float32, CPU)
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in values.items())
+    assert not is_quantized(model.config)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "told"),
+    [
+        ("gptq", {}, "quantized by 'gptq', and such weights cannot be trained"),
+        ("fp8", {"parallel.zero_stage": 3}, "quantized by 'fp8', so it cannot be loaded in parts"),
+        (
+            "fp8",
+            {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+            "quantized by 'fp8', so it cannot be loaded in parts",
+        ),
+    ],
+)
+def test_quantized_weights_that_cannot_be_trained_are_refused_by_the_plan(method, fields, told, tmp_path):
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
+    _quantized(tmp_path, {"quant_method": method})
+    with pytest.raises(RecipeError, match=told):
+        plan_of(_from(tmp_path, **fields), RANKS)
+
+
 def test_a_quantized_folder_is_not_read_in_parts(tmp_path):
     build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    _quantized(tmp_path, {"quant_method": "fp8"})
     with pytest.raises(RecipeError, match="is quantized"):
         stage_builder(_from(tmp_path), 2, torch.float32, CPU)(0)
