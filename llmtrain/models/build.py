@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from llmtrain.overrides.torch import parameters_without_memory, persistent_buffe
 from llmtrain.plan.model_facts import (
     decoder_lists,
     dropout_of,
+    has_own_code,
     model_facts,
     pretrained_configuration,
     pretrained_folder,
@@ -59,12 +61,34 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
             return AutoConfig.for_model(model.architecture, **values)
         pretrained_folder(model)
         with naming_own_code(str(model.pretrained)):
-            return pretrained_configuration(model, values)
+            config = pretrained_configuration(model, values)
+        if values and not has_own_code(model, vars(config)):
+            _check_effect(model, type(config), values)
+        return config
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
         raise RecipeError(
             Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {reason(error)}")
         ) from error
+
+
+def _check_effect(model: ModelConfig, kind: type[PreTrainedConfig], values: dict[str, Any]) -> None:
+    """Raises RecipeError if overridden fields would change another one, which the configuration declares, too.
+
+    Layers of Qwen2, for example, follow `layer_types`. This list is derived from `use_sliding_window` only while
+    `config.json` lacks it.
+    """
+    declared, _ = kind.get_config_dict(model.pretrained, revision=model.revision)
+
+    def derived(name: str, fields: dict[str, Any]) -> Any:
+        return kind.from_dict({key: one for key, one in fields.items() if key != name}).to_dict().get(name)
+
+    for name in (name for name, value in declared.items() if isinstance(value, list) and name not in values):
+        before, after = derived(name, declared), derived(name, declared | values)
+        if before == declared[name] and after[: len(before)] != before[: len(after)]:
+            message = f"{', '.join(values)} would change {name}, which {model.pretrained} declares itself"
+            fix = f"--set 'model.config.{name}={json.dumps(after)}'"
+            raise RecipeError(Problem("model.config_key", "model.config", message, fix))
 
 
 def training_configuration(recipe: Recipe) -> PreTrainedConfig:

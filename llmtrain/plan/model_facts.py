@@ -7,6 +7,7 @@ device: its shapes exist, its weights do not.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,13 +79,50 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if model.pretrained is not None:
         model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
-            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
+            return _own_code_facts(model, model_type)
+        if problems := _ineffective_rotary(model, declared):
+            raise RecipeError(problems)
         facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
         quantized = declared.get("quantization_config")
         method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
         return facts.model_copy(update={"quantization": method})
     assert model.architecture is not None  # ModelConfig requires one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
+
+
+def _own_code_facts(model: ModelConfig, model_type: str) -> ModelFacts:
+    """Returns the facts of a pretrained model that comes with its own code."""
+    own = pretrained_configuration(model, {})
+    known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
+    if problems := _unknown_keys(model.config, known, model_type):
+        raise RecipeError(problems)
+    return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
+
+
+def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:
+    """Returns problems with rotary settings that a pretrained configuration would ignore, or that lack a part.
+
+    `transformers` 5 makes `rope_parameters` of the older names when it reads a configuration, before it sets what a
+    recipe overrides.
+    """
+    scaling = declared.get("rope_scaling") or {}
+    own = declared.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": declared.get("rope_theta"),
+        **scaling,
+    }
+    problems = []
+    for key in sorted(LEGACY_ROPE_KEYS & model.config.keys()):
+        value = model.config[key]
+        wanted = {**own, **(value if isinstance(value, dict) else {key: value})}
+        fix = f"--set 'model.config.rope_parameters={json.dumps(wanted)}'"
+        message = "has no effect on pretrained weights, whose positions follow rope_parameters"
+        problems.append(Problem("model.config_key", f"model.config.{key}", message, fix))
+    for parameters in _rotary(model.config.get("rope_parameters")):
+        if ("rope_type" in parameters or "type" in parameters) and "rope_theta" not in parameters:
+            message = f"lacks rope_theta, which is {own.get('rope_theta')} in the model's own configuration"
+            problems.append(Problem("model.config_key", "model.config.rope_parameters", message))
+    return problems
 
 
 def family_of(model: ModelConfig) -> str:
@@ -388,8 +426,10 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
         message = f"'{model_type}' is not an architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message))
     config_class = CONFIG_MAPPING[model_type]
-    known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS
-    if problems := _unknown_keys(model.config, known | COMMON_KEYS | {"head_dim", "num_key_value_heads"}, model_type):
+    known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | COMMON_KEYS
+    if "text_config" not in known:  # otherwise that part has them
+        known |= LEGACY_ROPE_KEYS | {"head_dim", "num_key_value_heads"}
+    if problems := _unknown_keys(model.config, known, model_type):
         raise RecipeError(problems)
     if problems := _too_large(given):
         raise RecipeError(problems)

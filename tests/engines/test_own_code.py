@@ -50,6 +50,11 @@ def _train(rank: int, folder: Path) -> Trace:
     return trace_plan(plan_of(_pipeline(folder), 2), STEPS, rank=0)
 
 
+def test_a_field_that_own_code_does_not_have_is_refused(folder):
+    with pytest.raises(RecipeError, match=r"model\.config\.widht: 'own_of_the_tests' has no such configuration"):
+        model_facts(_recipe(folder, **{"model.config": {"widht": 8}}).model, None)
+
+
 def test_a_plan_has_the_size_of_own_code(folder):
     recipe = _pipeline(folder)
     facts = model_facts(recipe.model, recipe.vocab_size)

@@ -196,6 +196,38 @@ def test_facts_are_read_from_a_pretrained_folder(tmp_path):
     assert set(problems(pretrained=str(tmp_path), config={"layers": 3})) == {"model.config.layers"}
 
 
+@pytest.mark.parametrize(
+    ("declared", "override", "told"),
+    [
+        ({}, {"rope_theta": 5e5}, "model.config.rope_theta: has no effect"),
+        (
+            {"rope_theta": 1e6, "rope_scaling": None},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            '{"rope_type": "linear", "rope_theta": 1000000.0, "factor": 2.0}',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "model.config.rope_parameters: lacks rope_theta, which is 1000000.0",
+        ),
+    ],
+)
+def test_rotary_settings_without_effect_on_pretrained_weights_are_refused(declared, override, told, tmp_path):
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 2, "intermediate_size": 48, **declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError) as caught:
+        model_facts(ModelConfig(pretrained=str(tmp_path), config=override), 8)
+    assert told in caught.value.report()
+    whole = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    model_facts(ModelConfig(pretrained=str(tmp_path), config={"rope_parameters": whole}), 8)
+
+
+def test_a_wrapper_has_the_fields_of_its_own_configuration_only(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    assert set(problems(pretrained=str(tmp_path), config={"head_dim": 8})) == {"model.config.head_dim"}
+
+
 def test_a_missing_pretrained_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "no folder" in problems(pretrained=str(tmp_path / "gone"))["model.pretrained"]
