@@ -29,12 +29,13 @@ from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
-from llmtrain.models.loss import freeze_choosers, target_loss_sum
+from llmtrain.models.loss import freeze_unreached, target_loss_sum
 from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.plan.hub import stored_file
+from llmtrain.plan.model_facts import without_gradient
 from llmtrain.plan.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
@@ -95,7 +96,7 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     model = recipe.model
     if not model.is_frozen_in_part:
         return None
-    whole = freeze_choosers(empty_model(config, torch.float32, model.trust_remote_code))
+    whole = freeze_unreached(empty_model(config, torch.float32, model.trust_remote_code))
     if model.adapter is None:
         return _by_name(model, whole)
     lora = adapter_configuration(model.adapter)
@@ -231,6 +232,7 @@ def _adapted_modules(
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    unreached = {name.rpartition(".")[0] for name in without_gradient(whole.config)}
     linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
     names = [
@@ -244,11 +246,11 @@ def _adapted_modules(
         found = [name for name in names if check_target_module_exists(lora, name)]
         asked = {name: [name] for name in found} or {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
-        found = [name for name in names if name in linear - ends]
+        found = [name for name in names if name in linear - ends - unreached]
         asked = {"all-linear": found}
     else:
         asked = {one: [name for name in names if matches(name, [one])] for one in adapter.targets}
-        found = [name for name in names if name in linear and matches(name, adapter.targets)]
+        found = [name for name in names if name in linear - unreached and matches(name, adapter.targets)]
     problems = []
     if unmatched := [one for one, modules in asked.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
@@ -258,6 +260,10 @@ def _adapted_modules(
         message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
         fix = "name linear layers; experts that are stored as one tensor contain none"
         problems.append(Problem("adapter.linear", field, message, fix))
+    of_linear = [linear.intersection(modules) for modules in asked.values()]
+    if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
+        message = f"the loss of {_type(whole)} does not depend on an adapter of {few_of(idle)}"
+        problems.append(Problem("adapter.unused", field, message, "name the other linear layers"))
     if heads := [name for name in found if name in ends]:
         message = f"{few_of(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"

@@ -22,7 +22,7 @@ from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
 from llmtrain.models.hub_names import naming_own_code
 from llmtrain.models.initial import Gather, draw_all_weights
-from llmtrain.models.loss import freeze_choosers
+from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
 from llmtrain.models.proof.cut import check_cut
 from llmtrain.models.proof.slices_check import check_slices
@@ -123,7 +123,7 @@ def build_model(
     trained = adapter.trained_part(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
     if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_choosers(_load_dequantized(recipe.model, config, dtype, device))
+        loaded = freeze_unreached(_load_dequantized(recipe.model, config, dtype, device))
         adapter.apply_adapter(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
@@ -142,7 +142,7 @@ def build_model(
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
-    adapter.apply_adapter(freeze_choosers(model), trained, recipe, gather)
+    adapter.apply_adapter(freeze_unreached(model), trained, recipe, gather)
     return model
 
 
@@ -174,7 +174,7 @@ def build_sliced(
     config = training_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = causal_lm(config, recipe.model, dtype)
-    freeze_choosers(model).tie_weights()
+    freeze_unreached(model).tie_weights()
     for name, parameter in model.named_parameters():
         slices.slice(name, parameter)
     for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):

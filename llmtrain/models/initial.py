@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.models.stages import AbsentModule
 from llmtrain.overrides.transformers import draw_weights
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
@@ -34,6 +35,8 @@ def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = 
         for name, module, owner in _children_first(model, "", model):
             reached = _reached(name, module)
             parameters = [parameter for _, parameter in reached]
+            if not parameters and any(isinstance(child, AbsentModule) for child in module.children()):
+                continue  # a part that another stage has
             # A tied weight is drawn by the module under whose name the model lists it, not by every module that uses
             # it: ModernBERT would otherwise draw its head, and thus its embedding, with a smaller variance.
             elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]

@@ -1,9 +1,9 @@
 """The loss of a language model as a sum, which the caller that knows the global batch divides.
 
 Parameters that no loss depends on are frozen. The indexer of sparse attention chooses the tokens that attention reads:
-those with its largest scores. Such a choice has no gradient, so plain PyTorch leaves the indexer's weights unchanged.
-DeepSpeed, however, would reduce zeros for them, and an optimizer applies weight decay to parameters whose gradient is
-zero. Once they are frozen, all engines treat them alike.
+those with its largest scores. Such a choice has no gradient, and texts do not reach the vision tower of Gemma 3, so
+plain PyTorch leaves these weights unchanged. DeepSpeed, however, would reduce zeros for them, and an optimizer applies
+weight decay to parameters whose gradient is zero. Once they are frozen, all engines treat them alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import NO_TARGET
+from llmtrain.plan.model_facts import without_gradient
 
 
 def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -49,21 +50,8 @@ def router_loss_weight(config: PreTrainedConfig) -> float:
     return float(next(getattr(part, name) for part, name in names if hasattr(part, name)))
 
 
-CHOOSERS = {
-    "axk2": "self_attn.indexer",
-    "deepseek_v32": "self_attn.indexer",
-    "deepseek_v4": "self_attn.compressor.indexer",
-    "glm_moe_dsa": "self_attn.indexer",
-    "hy_v4": "self_attn.indexer",
-    "qwen4_exp_text": "self_attn.indexer",
-}
-"""Family → the module in each decoder layer whose parameters have no gradient."""
-
-
-def freeze_choosers(model: PreTrainedModel) -> PreTrainedModel:
-    """Freezes the parameters that no loss depends on, and returns the model."""
-    chooser = CHOOSERS.get(model.config.model_type)
-    for name, module in model.named_modules() if chooser else ():
-        if name.endswith(f".{chooser}"):
-            module.requires_grad_(False)
+def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
+    """Freezes the parameters that the loss of texts does not depend on, and returns the model, which is whole."""
+    for name in without_gradient(model.config):
+        model.get_parameter(name).requires_grad_(False)
     return model

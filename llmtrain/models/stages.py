@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.loss import freeze_choosers
+from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
 from llmtrain.plan.model_facts import decoder_lists
@@ -310,7 +310,7 @@ def build_stage(
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    freeze_choosers(model).tie_weights()
+    freeze_unreached(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     list_name, layers = decoder_layers(model)
     bounds = cut.bounds[index]

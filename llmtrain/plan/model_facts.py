@@ -58,8 +58,8 @@ LARGEST_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
 MOST_LAYERS = 1_000
 """Largest number of decoder layers of a model: each is examined by itself."""
-TRIED_TOKENS = 8
-"""Length of the sequence with which a model's own code is tried."""
+TRIED_TOKENS = 512
+"""Length of the sequence with which a model is tried; windows and strides of tokens have to fit into it."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_SIZES = (
     *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
@@ -96,7 +96,7 @@ def _own_code_facts(model: ModelConfig, model_type: str) -> ModelFacts:
     known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
     if problems := _unknown_keys(model.config, known, model_type):
         raise RecipeError(problems)
-    return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
+    return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
 
 
 def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:
@@ -436,11 +436,8 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
     return _built_facts(model_type, lambda: config_class(**given))
 
 
-def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool = False) -> ModelFacts:
-    """Returns the facts of a model that is built without its weights.
-
-    own_code: whether the model comes with its own code, which is in no table of families.
-    """
+def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
+    """Returns the facts of a model that is built without its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -454,31 +451,67 @@ def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool =
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
-    facts = _facts_of(built, model_type)
-    return facts.model_copy(update={"without_gradient": _without_gradient(built)}) if own_code else facts
+    return _facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
+
+
+CHOOSERS = {
+    "axk2": "self_attn.indexer",
+    "deepseek_v32": "self_attn.indexer",
+    "deepseek_v4": "self_attn.compressor.indexer",
+    "glm_moe_dsa": "self_attn.indexer",
+    "hy_v4": "self_attn.indexer",
+    "qwen4_exp_text": "self_attn.indexer",
+}
+"""Family → the module in each decoder layer whose parameters have no gradient. No other family of `transformers` that
+only reads texts has such parameters (`tests/models/test_frozen_families.py`)."""
+
+
+def without_gradient(config: Any) -> tuple[str, ...]:
+    """Returns the names of the trained parameters of a causal LM that the loss of texts does not depend on.
+
+    These are indexers of sparse attention (`CHOOSERS`). Models that have parts for other inputs, such as the vision
+    tower of Gemma 3, and those that come with their own code, are tried; if a forward pass needs values, for example
+    to see which experts its tokens have chosen, nothing is found. config: of `transformers`; models that come with
+    their own code are registered (`pretrained_configuration`).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    chooser = CHOOSERS.get(config.model_type)
+    if chooser is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
+        return ()
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _tried:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+        names = tuple(name for name, _ in built.named_parameters() if f".{chooser}." in name)
+        _tried[key] = names if chooser else _without_gradient(built)
+    return _tried[key]
+
+
+_tried: dict[tuple[type, str], tuple[str, ...]] = {}
 
 
 def _without_gradient(built: Any) -> tuple[str, ...]:
-    """Returns the names of the trained parameters that the loss does not depend on, for a model without weights.
-
-    Empty if its forward pass needs values, for example to check which experts its tokens have chosen.
-    """
+    """Returns the names for a model without weights."""
     import torch
 
-    trained = {name: one for name, one in built.named_parameters() if one.requires_grad}
     tokens = torch.zeros((1, TRIED_TOKENS), dtype=torch.int64, device="meta")
     mask = torch.ones((1, 1, TRIED_TOKENS, TRIED_TOKENS), dtype=torch.bool, device="meta")
-    for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions
-        try:
-            with torch.device("meta"):
-                output = built.train()(input_ids=tokens, position_ids=tokens, use_cache=False, **more)
-            auxiliary = getattr(output, "aux_loss", None)
-            total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
-            gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-        except Exception:
-            # A foreign forward method may raise anything if tensors have no values; a worker will show whether it runs.
-            continue
-        return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
+    for dtype in (torch.float32, torch.bfloat16):  # torch has no products of groups on the meta device in fp32
+        trained = {name: one for name, one in built.to(dtype).named_parameters() if one.requires_grad}
+        for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions
+            try:
+                with torch.device("meta"):
+                    output = built.train()(input_ids=tokens, position_ids=tokens, use_cache=False, **more)
+                auxiliary = getattr(output, "aux_loss", None)
+                total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
+                gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+            except Exception:
+                # A foreign forward method may raise anything if tensors have no values; a worker will show whether it
+                # runs.
+                continue
+            return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()
 
 

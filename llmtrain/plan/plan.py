@@ -87,7 +87,7 @@ class ModelFacts(Part):
     expert_modules: bool = False
     """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
     without_gradient: tuple[str, ...] = ()
-    """Trained parameters that the loss does not depend on, as far as the model's own code shows it."""
+    """Parameters that the loss of texts does not depend on, which are frozen."""
     dropout: tuple[tuple[str, float], ...] = ()
     """Names and rates of the configuration's dropout, without those of 0."""
     quantization: str = ""

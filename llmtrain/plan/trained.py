@@ -31,10 +31,13 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     a pretrained adapter that cannot be read.
     """
     weights = facts.weights
-    if weights is None or not model.is_frozen_in_part:
+    if weights is None or not (model.is_frozen_in_part or facts.without_gradient):
         return facts
-    packs = model.quantize != "none"
-    change = _beside(_adapter(model.adapter), packs) if model.adapter else _named(model.trainable, weights.tied)
+    packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
+    if model.adapter:
+        change = _beside(_adapter(model.adapter), packs, unreached)
+    else:
+        change = _named(model.trainable or ("*",), weights.tied, unreached)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
     embedding = tuple(change(weights.embedding, "", is_table=True))
     changed = Weights(
@@ -64,11 +67,12 @@ WeightChange = Callable[..., Iterator[Weight]]
 """Yields the weights of a part of the model as they are trained, given the prefix of their names."""
 
 
-def _named(patterns: Sequence[str], tied: bool) -> WeightChange:
+def _named(patterns: Sequence[str], tied: bool, unreached: frozenset[str]) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         for number, weight in enumerate(weights):
             names = [prefix + weight.name] + ([TIED_HEAD] if tied and is_table and number == 0 else [])
             is_trained = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+            is_trained = is_trained and names[0] not in unreached
             yield weight if is_trained else weight.model_copy(update={"trained": False})
 
     return change
@@ -123,7 +127,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
 
 
-def _beside(adapter: _Adapter, packs: bool) -> WeightChange:
+def _beside(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
@@ -135,7 +139,8 @@ def _beside(adapter: _Adapter, packs: bool) -> WeightChange:
             packed = packs and linear and bool(prefix) and not (saved or is_router)
             for weight in own:
                 yield weight.model_copy(update={"trained": saved, "packed": packed and weight is matrix})
-            if linear and not (is_table or is_router) and adapter.is_target(prefix + module):
+            is_left_out = is_table or is_router or prefix + matrix.name in unreached
+            if linear and not is_left_out and adapter.is_target(prefix + module):
                 yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
 
     return change

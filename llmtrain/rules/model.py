@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.hub import INDEX, SINGLE
@@ -24,7 +25,7 @@ The causes are recurrences, convolutions or custom masks.
 DEQUANTIZED = ("fp8", "mxfp4")
 """Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
 NAMED = 3
-"""Number of parameters that a message lists."""
+"""Number of parts that a message lists."""
 FLASH_HEAD = 256
 """Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
 WITHOUT_FLASH_3 = ("b200",)
@@ -192,18 +193,21 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
     "Plain PyTorch does not change a parameter without a gradient. ZeRO and pipelines reduce "
     "zeros for it and apply weight decay; DistributedDataParallel waits for its gradient.",
     "run",
+    refuses=False,
 )
 def without_gradient(draft: Draft) -> Iterator[Fault]:
-    """Refuses trainable parameters of a custom model that the loss does not depend on."""
+    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unreached`)."""
     names = draft.facts.without_gradient if draft.facts is not None else ()
-    if names and draft.parallel.backend != "data_parallel":
-        named = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        message = (
-            f"the loss does not depend on {named}: strategies would disagree on whether weight decay applies to them"
-        )
-        yield Fault(
-            "model.pretrained", message, "remove them, or call requires_grad_(False) on them in the model's code"
-        )
+    if names:
+        parts: dict[tuple[str, ...], list[str]] = {}
+        for name in names:
+            words = ["*" if word.isdigit() else word for word in name.split(".")[:-1]]
+            parts.setdefault(tuple(words[:2]), []).append("/".join(words))
+        shown = [f"{commonpath(part).replace('/', '.')} ({len(part)} weights)" for part in parts.values()]
+        more = f" and {len(shown) - NAMED} more parts" if len(shown) > NAMED else ""
+        named = ", ".join(shown[:NAMED])
+        message = f"the loss of texts does not depend on {named}{more}: they are frozen, and exported unchanged"
+        yield Fault("model", message)
 
 
 @rule(

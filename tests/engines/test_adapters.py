@@ -15,8 +15,9 @@ from llmtrain.engines.optim import schedule
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
+from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import Recipe
-from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import INDEXED, moe_recipe
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
@@ -202,3 +203,15 @@ def test_contradictions_are_refused(given, message):
         tiny_recipe(**{"model.adapter": given})
     with pytest.raises(RecipeError, match="modules_to_save"):
         tiny_recipe(**LORA, **{"model.trainable": ["*"]})
+
+
+def test_adapters_leave_out_what_texts_do_not_reach():
+    """The vision tower of Gemma 3 has layers with the names of the decoder's."""
+    for targets in ("all-linear", ["q_proj", "v_proj"]):
+        model = {"architecture": "gemma3", "config": WRAPPER, "adapter": {"rank": 4, "targets": targets}}
+        recipe = tiny_recipe(model=model)
+        built = build_model(recipe, torch.float32, torch.device("cpu"))
+        trained = {name: one.numel() for name, one in built.named_parameters() if one.requires_grad}
+        assert trained
+        assert not [name for name in trained if "vision" in name or "projector" in name]
+        assert model_facts(recipe.model, recipe.vocab_size).trained_parameters == sum(trained.values())

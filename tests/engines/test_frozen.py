@@ -13,9 +13,9 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
 from llmtrain.models import build_model
-from llmtrain.models import loss as frozen
+from llmtrain.plan import model_facts as frozen
 from llmtrain.recipe import Recipe
-from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS as EXPERTS
 from tests.helpers.moe import INDEXED, moe_recipe
@@ -30,7 +30,7 @@ BIASED = {
     **{"max_position_embeddings": 32},
 }
 """Ernie 4.5: a correction of its router is declared to be frozen, and the auxiliary loss is on."""
-CONFIGS = {"deepseek_v32": INDEXED, "ernie4_5_moe": BIASED}
+CONFIGS = {"deepseek_v32": INDEXED, "ernie4_5_moe": BIASED, "gemma3": WRAPPER}
 ACCELERATE = {"parallel.backend": "accelerate"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"parallel.zero_stage": stage} for stage in range(4)},
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
     "pipeline zero0": {"parallel.pipeline": 2, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0},
 }
-WITHOUT_GRADIENT = ("indexer", "e_score_correction_bias")
+WITHOUT_GRADIENT = ("indexer", "e_score_correction_bias", "vision_tower", "multi_modal_projector")
 
 
 def _recipe(family: str, **fields: Any) -> Recipe:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import FamilyError, RecipeError
-from llmtrain.models import find_stages
+from llmtrain.models import build_model, find_stages
 from llmtrain.plan.model_facts import _without_gradient, model_facts
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import tiny_recipe
@@ -99,18 +99,20 @@ UNUSED = f"{NORM}\n        self.unused = nn.Linear(config.hidden_size, 8)"
 FROZEN = f"{UNUSED}.requires_grad_(False)"
 
 
-def test_a_parameter_without_a_gradient_is_refused(tmp_path):
-    folder = write_folder(tmp_path, {NORM: UNUSED})
-    for fields in ({}, {"parallel.zero_stage": 3}, {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}):
-        with pytest.raises(RecipeError) as error:
-            plan_of(_recipe(folder, **fields), 2)
-        (problem,) = (one for one in error.value.problems if one.rule == "model.without_gradient")
-        assert "unused.weight, unused.bias" in problem.message
+def test_a_parameter_without_a_gradient_is_frozen_and_named(tmp_path):
+    recipe = _recipe(write_folder(tmp_path, {NORM: UNUSED}))
+    plan = plan_of(recipe, 2)
+    (note,) = (one for one in plan.notes if one["rule"] == "model.without_gradient")
+    assert note["message"].startswith("the loss of texts does not depend on unused (2 weights): they are frozen")
+    model = build_model(recipe, torch.float32, torch.device("cpu"))
+    assert {name for name, one in model.named_parameters() if not one.requires_grad} == {"unused.weight", "unused.bias"}
+    assert plan.model.trained_parameters == plan.model.parameters - (32 * 8 + 8)
 
 
 @pytest.mark.breadth
-def test_a_frozen_parameter_does_not_change(tmp_path):
-    folder = write_folder(tmp_path, {NORM: FROZEN})
+@pytest.mark.parametrize("code", [UNUSED, FROZEN], ids=["unused", "frozen"])
+def test_a_frozen_parameter_does_not_change(code, tmp_path):
+    folder = write_folder(tmp_path, {NORM: code})
     expected = plain_run(_recipe(folder), STEPS)
     strategies = [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3}, DDP, FSDP2]
     for runs in run_ranks(2, _train_each, [_recipe(folder, **one) for one in strategies] + [_pipeline(folder)]):

@@ -22,6 +22,20 @@ MIXTRAL = {
 """Fields that make the tiny recipe's model a mixture of experts with a router's loss."""
 
 
+WRAPPER = {
+    "text_config": {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": T, "sliding_window": 8},
+    },
+    "vision_config": {
+        **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"image_size": 28, "patch_size": 14},
+    },
+    "mm_tokens_per_image": 4,
+}
+"""Gemma 3 with its vision tower, which texts do not reach."""
+
+
 def tiny_recipe(**fields) -> Recipe:
     recipe = Recipe(
         name="parity",

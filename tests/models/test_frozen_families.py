@@ -12,8 +12,9 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.models import target_loss_sum
-from llmtrain.models.loss import CHOOSERS, freeze_choosers
+from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.plan.model_facts import CHOOSERS
 
 SPEC = importlib.util.spec_from_file_location(
     "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"
@@ -32,7 +33,7 @@ def _without_gradient(family: str) -> tuple[set[str], set[str]]:
     config = families.tiny_config(family)
     for name, value in LONG.get(family, {}).items():
         setattr(config, name, value)
-    model = freeze_choosers(reference(config, "eager").train())
+    model = freeze_unreached(reference(config, "eager").train())
     frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
     tokens, positions = packed_input(config)
     output = model(input_ids=tokens, position_ids=positions, use_cache=False)

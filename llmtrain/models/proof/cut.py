@@ -100,7 +100,7 @@ def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
     """Returns two sequences of 16 tokens, which hold one and two documents, and their positions; both [2, 16]."""
-    tokens = torch.randint(3, min(config.vocab_size, 90), (2, 16))
+    tokens = torch.randint(3, min(config.get_text_config(decoder=True).vocab_size, 90), (2, 16))
     positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
     return tokens, positions
 

@@ -65,22 +65,24 @@ _DROPPED = ("id2label", "label2id", "dtype", "transformers_version", "model_type
 
 
 def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **overrides: Any) -> PreTrainedConfig:
-    """Returns a tiny copy of a text model's configuration, without dropout; with `layers`, only that many layers.
+    """Returns a tiny copy of a model's configuration, without dropout; with `layers`, only that many layers.
 
     The layers kept include, if there is room, one of each kind. Raises the exceptions of the configuration's class if
     its fields are inconsistent.
     """
     values = config.to_dict()
-    total = config.num_hidden_layers
-    kept = list(range(total)) if layers is None else _one_of_each(values, total, layers)
+    text = config.get_text_config(decoder=True)
+    total = text.num_hidden_layers
+    kept = list(range(total)) if layers is None else _one_of_each(text.to_dict(), total, layers)
     return type(config)(**(_shrunk(values, total, kept) | overrides))
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns a text model's configuration with that many layers in their own sizes, chosen as for a tiny copy."""
+    """Returns a model's configuration with that many layers in their own sizes, chosen as for a tiny copy."""
     values = config.to_dict()
-    total = config.num_hidden_layers
-    kept = _one_of_each(values, total, min(layers, total))
+    text = config.get_text_config(decoder=True)
+    total = text.num_hidden_layers
+    kept = _one_of_each(text.to_dict(), total, min(layers, total))
     return type(config)(
         **{name: _of_layers(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
     )
