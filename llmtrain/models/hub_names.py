@@ -155,6 +155,16 @@ class Incoming:
                 self._origins[name] = origin
                 self._shapes[name] = tensor.shape
 
+    def untie(self) -> None:
+        """Lets a head that the files lack, because it is tied there, begin as a copy of the embedding."""
+        names = {
+            id(weight): name for name, weight in reversed(list(self._model.named_parameters(remove_duplicate=False)))
+        }
+        head, table = self._model.get_output_embeddings(), self._model.get_input_embeddings()
+        if head is not None and head.weight is not table.weight:
+            own, origin = names[id(head.weight)], names[id(table.weight)]
+            self._aliases[own] = (*self._aliases[own], *self._aliases[origin])
+
     def stored(self, group: Iterable[str]) -> list[str]:
         """Returns those names of a weight under which the files hold it."""
         return [name for name in group if name in self._origins]

@@ -103,6 +103,8 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     files = _files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
     incoming = Incoming(model, _shapes(files))
+    if source.config.get("tie_word_embeddings") is False:
+        incoming.untie()
     own = {name: group for name, group in aliases(model).items() if name == group[0]}
     problems = wrong_names(source, [name for name in own if not incoming.has(name)], incoming.unused, len(own))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

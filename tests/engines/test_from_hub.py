@@ -198,6 +198,20 @@ def test_different_values_of_a_tied_weight_are_refused(tmp_path):
     build_model(_from(tmp_path), torch.float32, CPU)
 
 
+def test_a_head_that_is_not_tied_any_more_begins_as_the_embedding(tmp_path):
+    saved = build_model(tiny_recipe(), torch.float32, CPU)
+    saved.save_pretrained(tmp_path)
+    table = saved.get_input_embeddings().weight
+    both = {"model.adapter": {"rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}}
+    for fields in (UNTIED, {**UNTIED, **both}):
+        model = build_model(_from(tmp_path, **fields), torch.float32, CPU)
+        assert model.lm_head.weight is not model.get_input_embeddings().weight
+        assert torch.equal(model.lm_head.weight, table)
+        assert model.lm_head.weight.requires_grad
+    last = stage_builder(_from(tmp_path, **UNTIED), 2, torch.float32, CPU)(1)
+    assert torch.equal(last.model.lm_head.weight, table)
+
+
 def test_a_single_file_is_read_although_there_is_an_index(tmp_path):
     """As by `transformers`; the plan says so."""
     build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path, max_shard_size=60_000)
