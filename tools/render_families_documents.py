@@ -9,17 +9,11 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
-
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
-from llmtrain.data import MicroBatch
-from llmtrain.engines.forward import documents_known
+from llmtrain.engines.documents_check import influences
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import TOLERANCE, packed_input, reference
 from llmtrain.models.proof.varlen_check import check_attention
 
 HEAD = """# Model families and packed documents
@@ -31,9 +25,11 @@ configuration, with four layers, one of each kind among them. `model.attention=v
 by their boundaries. A family works if this gives the logits and gradients of `eager`. All others are refused before
 a run starts, by the same comparison.
 
-Some families mix the tokens of a sequence outside their attention, with a convolution or a recurrence, or make
-their own masks. Then a document influences the next one, *whatever the attention*. This was tested with masks, by
-changing the first of two documents.
+Some families mix the tokens of a sequence outside their attention, with a convolution or a recurrence, make their own
+masks, or choose tokens among those of all documents. Then a document influences the next one, *whatever the attention*.
+This was tested with masks: the logits of the second of two documents were compared with those of this document alone,
+and with those after another first document. The documents have 40 and 24 tokens; windows, strides, blocks and numbers
+of chosen tokens are at most 8.
 
 """
 INFLUENCE = "documents influence each other"
@@ -53,24 +49,6 @@ def judge(family: str) -> Verdict:
         reason = re.sub(r" by \S+$", "", one_line(refusal.reason))
         return Verdict(family, "refused", "; ".join(filter(None, (reason, note))))
     return Verdict(family, "works", note)
-
-
-def influences(config: PreTrainedConfig) -> bool:
-    """Returns whether, with masks, a document changes the logits of the next one."""
-    torch.manual_seed(0)
-    tokens, positions = packed_input(config)
-    first, second = slice(0, 10), slice(10, 16)
-    other = tokens.clone()
-    other[1, first] = 3 + (other[1, first] + 7) % 80
-    one, another = (_logits(config, given, positions)[1, second] for given in (tokens, other))
-    return bool((one - another).abs().max() > TOLERANCE * one.abs().max())
-
-
-@torch.no_grad()
-def _logits(config: PreTrainedConfig, tokens: Tensor, positions: Tensor) -> Tensor:
-    with documents_known(MicroBatch(tokens, positions, labels=tokens)):
-        logits: Tensor = reference(config, "eager").eval()(tokens, position_ids=positions, use_cache=False).logits
-    return logits
 
 
 if __name__ == "__main__":

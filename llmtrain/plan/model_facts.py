@@ -126,8 +126,13 @@ def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list
 
 
 def family_of(model: ModelConfig) -> str:
-    """Returns the `model_type` of a model, without its sizes. Raises RecipeError for weights that cannot be found."""
-    return model.architecture or pretrained_config(model)[0]
+    """Returns the `model_type` of the part of a model that reads texts, which is mostly the whole.
+
+    Raises RecipeError for weights that cannot be found.
+    """
+    model_type, declared = (model.architecture, model.config) if model.architecture else pretrained_config(model)
+    text = declared.get("text_config")
+    return str((text.get("model_type") if isinstance(text, dict) else None) or model_type)
 
 
 def pretrained_vocabulary(model: ModelConfig) -> int | None:
@@ -547,6 +552,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
         experts=experts,
         experts_per_token=met if experts else 0,
+        text_model_type="" if config is built.config else config.model_type,
         router_loss_off=_router_loss_off(config.to_dict()) if experts else 0.0,
         expert_modules=_has_expert_modules(built),
         dropout=tuple(dropout_of(config.to_dict()).items()),

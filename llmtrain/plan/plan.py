@@ -82,6 +82,8 @@ class ModelFacts(Part):
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
+    text_model_type: str = ""
+    """`model_type` of the part that reads texts, if the model has parts for other inputs."""
     router_loss_off: float = 0.0
     """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
     expert_modules: bool = False
@@ -106,6 +108,11 @@ class ModelFacts(Part):
     """Whether the output projection is trained."""
     source: str
     """`arithmetic` or `meta device`."""
+
+    @property
+    def text_type(self) -> str:
+        """`model_type` of the part that reads texts."""
+        return self.text_model_type or self.model_type
 
 
 class KernelChoice(Part):

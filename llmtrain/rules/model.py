@@ -13,14 +13,14 @@ from llmtrain.rules.rule import Fault, assignment, rule
 from llmtrain.system.untrusted import expanded, is_file
 
 _MIXING = (
-    "bailing_hybrid bamba biogpt cpmant deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba "
-    "kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text "
-    "qwen3_next qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    "axk2 bailing_hybrid bamba biogpt cpmant deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa "
+    "granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid openai-gpt "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
 )
 MIXES_DOCUMENTS = frozenset(_MIXING.split())
 """Families in which packed documents influence each other (`docs/reference/families_documents.md`).
 
-The causes are recurrences, convolutions or custom masks.
+The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
 """
 DEQUANTIZED = ("fp8", "mxfp4")
 """Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
@@ -230,16 +230,16 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "data.documents_mixed",
-    "A recurrence or a convolution carries state from one packed document to the next, whatever the attention mask.",
+    "A recurrence, a convolution or an indexer lets packed documents influence each other, under any mask.",
     "run",
     refuses=False,
 )
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
     """Gives a note for families in which documents influence each other in spite of `data.mask_documents`."""
     facts = draft.facts
-    if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
+    if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
         message = (
-            f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask; "
+            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask; "
             "if a source turns out to hold conversations, preparing the data refuses to pack them"
         )
         yield Fault(
@@ -251,7 +251,7 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "data.conversations_mixed",
-    "A recurrence or a convolution carries state from one packed conversation to the next, under any attention mask.",
+    "A recurrence, a convolution or an indexer lets packed conversations influence each other, under any mask.",
     "run",
 )
 def conversations_mixed(draft: Draft) -> Iterator[Fault]:
@@ -263,13 +263,13 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.of_completions
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
     if facts is not None and is_packed and any(one.declares_conversations for one in sources):
-        yield from packed_conversations(facts.model_type)
+        yield from packed_conversations(facts.text_type)
 
 
 def packed_conversations(family: str | None) -> Iterator[Fault]:
     """Yields a fault if packed conversations influence each other in this family."""
     if family in MIXES_DOCUMENTS:
-        message = f"'{family}' carries state from each packed conversation to the next, whatever the attention mask"
+        message = f"'{family}' lets packed conversations influence each other, whatever the attention mask"
         yield Fault("data.packing", message, assignment(data__packing="none"))
 
 

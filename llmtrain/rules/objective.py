@@ -47,9 +47,9 @@ def documents(draft: Draft) -> Iterator[Fault]:
     if not draft.recipe.data.mask_documents:
         message = "each completion would be computed from those before it in its sequence, such as the chosen one"
         yield Fault("data.mask_documents", message, assignment(data__mask_documents="true"))
-    elif facts is not None and facts.model_type in MIXES_DOCUMENTS:
+    elif facts is not None and facts.text_type in MIXES_DOCUMENTS:
         message = (
-            f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask: "
+            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: "
             "each completion would be computed from those before it in its sequence, such as the chosen one"
         )
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")

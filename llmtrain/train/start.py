@@ -198,15 +198,19 @@ def check_stages(plan: Plan) -> None:
 
 
 def check_pretrained(recipe: Recipe) -> None:
-    """Checks that the pretrained weights of a recipe are those of its model, before the data are prepared. Loads torch.
+    """Checks the pretrained model of a recipe before the data are prepared. Loads torch.
 
-    Raises RecipeError if they are not.
+    Raises RecipeError if the weights are not those of the model, or if its own code does not keep documents apart.
     """
     if recipe.model.pretrained is not None:
         with quiet_libraries():
+            from llmtrain.engines.documents_check import check_documents
             from llmtrain.models import check_weights
 
             check_weights(recipe)
+            note = check_documents(recipe)
+        if note:
+            say(f"note: {note}")
 
 
 def without_uncut(

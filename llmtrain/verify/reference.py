@@ -467,7 +467,7 @@ def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
     with the best scores, and among equal scores (many are 0) choose by the position in the row.
     """
     chosen = min(getattr(config, name, length) for name in SELECTED_TOKENS)
-    return config.model_type in MIXES_DOCUMENTS or chosen < length
+    return config.get_text_config().model_type in MIXES_DOCUMENTS or chosen < length
 
 
 def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:

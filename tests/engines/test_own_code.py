@@ -13,6 +13,7 @@ from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import build_model, find_stages
 from llmtrain.plan.model_facts import _without_gradient, model_facts
 from llmtrain.recipe import Recipe
+from llmtrain.train.start import check_pretrained
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.own_code import write_folder
@@ -129,3 +130,13 @@ def test_parameters_without_gradient_are_found_in_code_that_reads_positions():
     assert _without_gradient(model) == ("unused.weight",)
     model.unused.requires_grad_(False)
     assert _without_gradient(model) == ()
+
+
+def test_own_code_is_tried_with_packed_documents(folder, tmp_path):
+    check_pretrained(_recipe(folder))
+    (tmp_path / "mixing").mkdir()
+    sums = {"self.lm_head(self.norm(hidden))": "self.lm_head(self.norm(hidden + hidden.cumsum(1)))"}
+    mixing = _recipe(write_folder(tmp_path / "mixing", sums))
+    with pytest.raises(RecipeError, match="'own_of_the_tests' lets packed documents influence each other"):
+        check_pretrained(mixing)
+    check_pretrained(mixing.with_(**{"data.packing": "none"}))

@@ -235,7 +235,9 @@ def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 400}
     fields: dict[str, Any] = {"model": {"architecture": "mamba", "config": sizes, "attention": "eager"}}
     packed = recipe(chatml, ROWS).with_(**fields)
-    with pytest.raises(DataError, match=r"'mamba' carries state(.|\n)*data.packing=none"):
+    with pytest.raises(
+        DataError, match=r"'mamba' lets packed conversations influence each other(.|\n)*data.packing=none"
+    ):
         prepare(packed)
     prepared = prepare(packed.with_(**{"data.packing": "none"}))
     samples = prepared.sources[0].train
