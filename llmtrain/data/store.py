@@ -142,7 +142,7 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
                 meta = _tokenize(folder, corpus, field, reading, task)
         train, held = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held:
-            raise DataError(Problem("data.empty", field, f"'{corpus.name}' contains no text"))
+            raise DataError(_nothing(corpus, field, meta, reading))
         if not train and reading.eval_fraction < 1:
             fix = "lower data.eval_fraction, or set evaluation.sources"
             raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
@@ -154,6 +154,17 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
         if not found.is_handful:
             reading.check(found, corpus, field, Encoder(reading.tokenizer.folder))
     return store
+
+
+def _nothing(corpus: Corpus, field: str, meta: dict[str, Any], reading: Reading) -> Problem:
+    """Returns why a store has no documents."""
+    if reading.chat and (dropped := meta.get("conversations", {}).get("dropped")):
+        message = f"all {dropped:,} rows of '{corpus.name}' are longer than a sequence of"
+        fix = "increase data.sequence_length"
+        if reading.chat.too_long == "drop" and not meta["pairs"] and not meta["judged"]:
+            fix += ", or --set data.too_long=cut_turns keeps the turns that fit"
+        return Problem("data.too_long", field, f"{message} {reading.chat.sequence_length:,} tokens", fix)
+    return Problem("data.empty", field, f"'{corpus.name}' contains no text")
 
 
 def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:

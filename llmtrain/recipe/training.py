@@ -121,12 +121,13 @@ class Source(Part):
     """One corpus: a hub dataset, local files, or a built-in one."""
 
     name: str
-    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; `stdlib`, the source text of
-    Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings."""
+    """Hub dataset name; a file, glob or folder of txt, jsonl, json, csv, tsv, parquet or arrow files; `stdlib`, the
+    source text of Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings.
+    """
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or of a folder: the names of its files or folders say to which split they belong."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
     format: Literal[

@@ -180,11 +180,13 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
 
 
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
-    if source.name == STDLIB:
-        return stdlib_corpus(cache)
-    if source.name == STDLIB_CHAT:
+    if source.name in (STDLIB, STDLIB_CHAT):
+        _refuse_hub_fields(source, ("subset", "split", "revision"), field)
+        if source.name == STDLIB:
+            return stdlib_corpus(cache)
         return ConversationCorpus(stdlib_chat_corpus(cache), ChatSource("messages", system=source.system))
-    files = find_files(source.name, source.split, field)
+    if files := find_files(source.name, source.split, field):
+        _refuse_hub_fields(source, ("subset", "revision"), field)
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None
     if files:
@@ -205,3 +207,11 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if column is not None:
         return opened
     return ConversationCorpus(opened, ChatSource(form, tuple(source.columns.items()), source.system))  # type: ignore[arg-type]
+
+
+def _refuse_hub_fields(source: Source, names: Sequence[str], field: str) -> None:
+    """Raises DataError for fields that select a part of a dataset on the hub."""
+    message = f"has no effect, since '{source.name}' is not a dataset on the hub"
+    given = [name for name in names if getattr(source, name) != type(source).model_fields[name].default]
+    if given:
+        raise DataError([Problem("data.local", f"{field}.{name}", message, "leave it out") for name in given])

@@ -284,6 +284,15 @@ def test_faults_of_labelled_completions_are_described(change: dict[str, Any], fa
     assert fault in str(caught.value)
 
 
+def test_a_label_may_be_a_text_as_in_a_csv_file(chatml: Case) -> None:
+    rows = [labelled(number) for number in range(6)]
+    known = prepare(recipe(chatml, rows, **{"objective.name": "kto"})).sources[0].store
+    written = {True: ["TRUE", "true", "1"], False: ["False", "false", "0"]}
+    rows = [{**row, "label": written[bool(row["label"])][number // 2]} for number, row in enumerate(rows)]
+    found = prepare(recipe(chatml, rows, **{"objective.name": "kto"})).sources[0].store
+    assert (found.streams["train"].desirable == known.streams["train"].desirable).all()
+
+
 def test_rows_with_two_labelled_completions_count_once(chatml: Case) -> None:
     rows = [pair(number) for number in range(6)]
     made = recipe(chatml, rows, **{"objective.name": "kto"})

@@ -89,6 +89,17 @@ def test_long_conversations_are_dropped_or_cut_at_a_turn(chatml: Case) -> None:
     assert stream.trained[-1]
 
 
+def test_a_source_of_which_every_conversation_is_too_long_is_refused_with_the_reason(chatml: Case) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b"}]}] * 3
+    for how, fix in (("drop", "increase data.sequence_length, or --set data.too_long=cut_turns"), ("cut_turns", "")):
+        with pytest.raises(DataError) as caught:
+            prepare(recipe(chatml, rows, too_long=how))
+        (problem,) = caught.value.problems
+        assert "all 3 rows of " in problem.message
+        assert "are longer than a sequence of 256 tokens" in problem.message
+        assert problem.fix.startswith(fix or "increase data.sequence_length")
+
+
 def test_faulty_rows_are_refused_with_their_line_or_left_out(chatml: Case) -> None:
     rows = [*ROWS[:2], {"messages": [{"role": "narrator", "content": "a"}]}, {"other": 1}, *ROWS[2:]]
     with pytest.raises(DataError) as caught:
