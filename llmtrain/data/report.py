@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
@@ -70,7 +70,10 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         if epochs > 1 and not recipe.train.epochs:
             found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
-    for source in (*prepared.sources, *prepared.evaluation_sources, *chain(*prepared.sets.values())):
+    for source in prepared.all_sources:
+        if old := [str(folder) for folder in source.folders if not has_hashes(folder)]:
+            what = "an earlier version wrote no hashes, so only sizes are compared; to prepare again, remove"
+            found.append(f"{source.name}: {what} {' and '.join(old)}")
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source, chats, recipe))
         special = source.store.special

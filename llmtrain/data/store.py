@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import ArrayWriter, open_array
+from llmtrain.data.arrays import ArrayWriter, open_array, require_all_intact
 from llmtrain.data.cache import Cache, Entry, key_of
 from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.data.chat.store import ChatReading, tokenize_conversations
@@ -83,7 +83,9 @@ class TokenStore:
 
     def counts(self) -> NDArray[np.int64]:
         """Returns [vocab]: how many times each token occurs in the training split."""
-        return open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
+        counts = open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
+        require_all_intact(counts)
+        return counts
 
     def _stream(self, split: Split) -> Stream:
         length = self.meta["splits"][split]
