@@ -80,6 +80,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
             found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
+    if difference := prepared.tokenizer.difference:
+        found.append(f"the tokenizer is read in two ways: {difference} (data.tokenizer_class=generic reads the latter)")
     unused = sum(source.train.unused() for source in prepared.sources)
     if prepared.chat_template and prepared.chat_template.writes_date:
         found.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")

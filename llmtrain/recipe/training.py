@@ -174,6 +174,10 @@ class DataConfig(Part):
     """Training data; several sources are mixed by weight."""
     tokenizer: str | TrainedTokenizer
     """Folder or hub name of a tokenizer, or one to train."""
+    tokenizer_class: Literal["auto", "generic"] = "auto"
+    """How a tokenizer is loaded. `auto`: with the class that `AutoTokenizer` chooses. Some classes, such as Qwen2's,
+    replace rules of `tokenizer.json`, so that a text has other tokens; a note of `llmtrain data` says so. `generic`:
+    with `PreTrainedTokenizerFast`, which keeps to `tokenizer.json`, as do exports."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat", "none"] = "best_fit"
@@ -201,6 +205,12 @@ class DataConfig(Part):
     end. If `evaluation.sources` are given, nothing is held out."""
     cache_dir: str | None = None
     """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+    @model_validator(mode="after")
+    def _loads_tokenizer(self) -> Self:
+        if isinstance(self.tokenizer, TrainedTokenizer) and self.tokenizer_class != "auto":
+            raise ValueError("`tokenizer_class` has no effect on a tokenizer that is trained")
+        return self
 
     @property
     def keeps_apart(self) -> bool:
