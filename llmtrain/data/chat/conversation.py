@@ -312,10 +312,10 @@ def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
 
 def _may_mask(name: str, value: Any) -> bool:
     """Whether a column or a key that nothing reads may say what is trained on."""
-    return _MASK.search(name) is not None and (isinstance(value, (list, tuple)) or _flag(value) is not None)
+    return _MASK.search(name) is not None and (isinstance(value, (list, tuple)) or truth_value(value) is not None)
 
 
-def _flag(value: Any) -> bool | None:
+def truth_value(value: Any) -> bool | None:
     """Returns a truth value, which is a text in a cell of a CSV file; None for anything else."""
     known = {"true": True, "1": True, "false": False, "0": False}
     return known.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
@@ -389,7 +389,7 @@ def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
         raise RowError("has no prompt")
     if not turns or _role(turns[0]) != "assistant":
         raise RowError("the completion does not continue the prompt with a turn of the assistant")
-    if (desirable := _flag(label)) is None:
+    if (desirable := truth_value(label)) is None:
         raise RowError(f"the label is {shown(label)}; it must be true (desirable) or false")
     return prompt, [(turns, desirable)]
 
