@@ -26,6 +26,7 @@ from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.rules.model import packed_conversations
+from llmtrain.system.streams import short_names
 from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
@@ -289,7 +290,7 @@ def packed_source(
         key = key_of(store.key, data.packing, length, packing.FORMAT)
 
         def build(folder: Path) -> dict[str, Any]:
-            with cache.progress.task(f"Packing {name}"):
+            with cache.progress.task(f"Packing {short_names([name])[name]}"):
                 return packing.pack_documents(folder, store, length, alone=data.packing == "none")
 
         entry = cache.entry("packs", key, build)

@@ -23,6 +23,7 @@ from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, split_docum
 from llmtrain.data.sources.special import Finder, Found, check_handful
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
 from llmtrain.errors import DataError, Problem
+from llmtrain.system.streams import short_names
 
 FORMAT = 1
 """Version of the layout of a store; part of its key."""
@@ -137,7 +138,7 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
     def build(folder: Path) -> dict[str, Any]:
         gc.collect()
         gc.freeze()  # the rows of a corpus start many collections, and each would scan the objects of all libraries
-        with cache.progress.task(f"Tokenizing {corpus.name}") as task:
+        with cache.progress.task(f"Tokenizing {short_names([corpus.name])[corpus.name]}") as task:
             if isinstance(corpus, ConversationCorpus):
                 meta = _tokenize_conversations(folder, corpus, field, reading, task)
             else:

@@ -147,6 +147,9 @@ class Source(Part):
     `tools`."""
     system: str | None = None
     """System text of conversations that have none."""
+    ignore: Many[str] = ()
+    """Names of columns, and of keys of messages, that are not read on purpose. Others that look like a role, a turn or
+    a mask are refused if nothing reads them."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
 

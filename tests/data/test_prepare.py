@@ -23,6 +23,7 @@ from llmtrain.data import Prepared, Progress, Schedule, compare_with_hashes, dat
 from llmtrain.data.samples import filled_share
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Recipe
+from llmtrain.system.streams import short_names
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 PREPARE = """
@@ -409,13 +410,33 @@ def test_the_report_shows_the_numbers_of_each_source(make_recipe: MakeRecipe, co
     assert "are unused" in text
 
 
-def test_the_report_in_80_columns_has_whole_names(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_report_in_80_columns_has_short_and_whole_names(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
     long = write_jsonl(tmp_path / ("a-corpus-of-a-long-name" * 4) / "b.jsonl", make_texts(300))
     recipe = make_recipe(long, corpus_file, sequence_length=16)
     text = shown(prepare(recipe), recipe, 80)
     assert "…" not in text
-    names = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
-    assert str(long) in names
+    rows = [line.split() for line in text.splitlines() if " train " in line or " eval " in line]
+    assert [row[0] for row in rows] == ["b.jsonl", "b.jsonl", "corpus.jsonl", "corpus.jsonl"]
+    assert {len(row) for row in rows} == {6, 7}  # no number is broken
+    assert f"b.jsonl is {long}" in text.replace("\n", "")
+
+
+def test_a_short_name_is_as_long_as_it_has_to_be() -> None:
+    names = [
+        "/data/web/en/part.jsonl",
+        "/data/code/en/part.jsonl",
+        "owner/name",
+        "a" * 50,
+        "/data/code/en/part.jsonl #1",
+    ]
+    short = ["web/en/part.jsonl", "code/en/part.jsonl", "owner/name", "a" * 50, "part.jsonl #1"]
+    assert short_names(names) == dict(zip(names, short, strict=True))
+    assert short_names(["/corpora/of/a/project/", "/corpora/of/a"]) == {
+        "/corpora/of/a/project/": "project",
+        "/corpora/of/a": "/corpora/of/a",
+    }
 
 
 def test_the_summary_counts_the_epochs_of_each_source(

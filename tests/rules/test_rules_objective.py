@@ -6,6 +6,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
+from llmtrain.plan.described import split_lines
 from llmtrain.rules import resolve
 from tests.helpers.batches import tiny_recipe
 
@@ -41,6 +42,21 @@ def test_single_completions_may_be_unpacked():
     resolve(tiny_recipe(**kto, **MAMBA, **{"data.packing": "none"}), Cluster())
     with pytest.raises(RecipeError, match="carries state from each packed document"):
         resolve(tiny_recipe(**kto, **MAMBA), Cluster())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "tokens a step"),
+        (DPO, "tokens a step, at least 8 pairs"),
+        (DPO | {"objective.name": "kto"}, "tokens a step, at least 8 completions"),
+        (DPO | {"objective.name": "kto", "data.packing": "none"}, "tokens a step, 8 completions"),
+    ],
+)
+def test_a_plan_says_how_many_pairs_or_completions_a_step_has(fields, said):
+    plan = resolve(tiny_recipe(**fields, **{"batch.global_batch_size": 8}), Cluster())
+    (line,) = (line for line in split_lines(plan) if line.startswith("batch"))
+    assert line.endswith(said)
 
 
 def test_liger_loss_is_refused_for_preferences():

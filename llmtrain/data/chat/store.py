@@ -24,7 +24,7 @@ from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
 
-FORMAT = 8
+FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
 SHOWN = 5

@@ -63,7 +63,9 @@ class ConversationCorpus:
     @property
     def identity(self) -> str:
         """Identifies the content, and the columns that hold the conversations."""
-        return key_of("conversations", self.rows.identity, self.chat.format, self.chat.columns, self.chat.system)
+        chat = self.chat
+        ignored = [list(chat.ignored)] if chat.ignored else []
+        return key_of("conversations", self.rows.identity, chat.format, chat.columns, chat.system, *ignored)
 
     def documents(self) -> Iterator[Document]:
         """Yields the rows."""
@@ -160,10 +162,11 @@ def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
 
 def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
     """Whether a source of format `auto` has conversations instead of a text column."""
-    if source.format != "auto" or source.text_column in columns:
+    considered = [name for name in columns if name not in source.ignore]
+    if source.format != "auto" or source.text_column in considered:
         return False
     try:
-        find_layout(columns, "", format=None, named=source.columns, system=source.system)
+        find_layout(considered, "", format=None, named=source.columns, system=source.system)
     except DataError:
         return False
     return True
@@ -206,7 +209,8 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
         raise DataError(Problem("data.missing", f"{field}.name", message))
     if column is not None:
         return opened
-    return ConversationCorpus(opened, ChatSource(form, tuple(source.columns.items()), source.system))  # type: ignore[arg-type]
+    columns = tuple(source.columns.items())
+    return ConversationCorpus(opened, ChatSource(form, columns, source.system, tuple(source.ignore)))  # type: ignore[arg-type]
 
 
 def _refuse_hub_fields(source: Source, names: Sequence[str], field: str) -> None:
