@@ -85,6 +85,12 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
             found.append(f"{source.name}: {what} {' and '.join(old)}")
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source, chats, recipe))
+            if end := chats.get("ordinary_end"):
+                found.append(
+                    f"{source.name}: the chat template ends turns with {end}, which is not a special token of the "
+                    "tokenizer; generation stops at it, but it remains in texts that are decoded without special "
+                    "tokens: set special to true in the tokenizer's files"
+                )
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"

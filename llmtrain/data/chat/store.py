@@ -182,7 +182,7 @@ def tokenize_conversations(
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
         "special_tokens": asdict(finder.found()),
-        "conversations": asdict(counts),
+        "conversations": asdict(counts) | {"ordinary_end": encoder.ordinary_end},
         "pairs": corpus.chat.format == "preference",
         "judged": labelled,  # the name in existing stores
         "seconds": time.perf_counter() - started,

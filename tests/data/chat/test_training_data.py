@@ -20,7 +20,7 @@ from llmtrain.errors import DataError
 from llmtrain.models import build_model
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.documents import read_documents
-from tests.helpers.chat_tokenizers import Case, case
+from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 from tests.helpers.small_chats import ROWS, chat, recipe
 
 
@@ -209,6 +209,19 @@ def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chat
 def test_what_nothing_reads_is_counted(chatml: Case) -> None:
     made = recipe(chatml, [*({**row, "id": 5} for row in ROWS[:3]), *ROWS[3:]])
     assert "; not read: column 'id' in 3 rows" in "".join(notes(prepare(made), made))
+
+
+def test_an_end_token_that_is_not_special_is_a_stop_token_with_a_note(chatml: Case, tmp_path: Path) -> None:
+    about = {"special": ["<|endoftext|>"], "added": ["<|im_start|>", "<|im_end|>"], "eos": "<|endoftext|>"}
+    own = chatml._replace(folder=write_chat_tokenizer(tmp_path / "own", about, chatml.source))
+    for one, is_told in ((chatml, False), (own, True)):
+        made = recipe(one, ROWS)
+        prepared = prepare(made)
+        tokenizer = Tokenizer.from_file(str(one.folder / "tokenizer.json"))
+        assert tokenizer.token_to_id("<|im_end|>") in prepared.stop_ids
+        told = [note for note in notes(prepared, made) if "is not a special token" in note]
+        assert len(told) == is_told
+        assert not told or "ends turns with <|im_end|>, which" in told[0]
 
 
 def test_the_word_none_is_not_a_template(chatml: Case) -> None:
