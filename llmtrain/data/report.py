@@ -49,7 +49,7 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
     state = "made" if prepared.made else "found in the cache"
     sizes = f"vocabulary {prepared.vocab_size:,}, sequence length {prepared.sequence_length:,}"
     title = f"Data {state} in {prepared.seconds:.2f} s, {sizes}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", overflow="fold", min_width=NAME_CHARACTERS)
     table.add_column("split", overflow="fold")
     for heading in ("documents", "tokens", "sequences", "fill", "epochs"):
@@ -70,7 +70,7 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
         for source in sources:
             add(source, "eval", f" {name}")
     whole = [f"{one} is {name}" for name, one in sorted(short.items()) if one != name]
-    return Group(table, *(Text(visible(line)) for line in (*whole, *notes(prepared, recipe))))
+    return Group(title, table, *(Text(visible(line)) for line in (*whole, *notes(prepared, recipe))))
 
 
 def notes(prepared: Prepared, recipe: Recipe) -> list[str]:

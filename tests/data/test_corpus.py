@@ -165,6 +165,21 @@ def test_files_that_belong_to_no_split_or_to_several_are_refused(
     assert read(cache, tmp_path / names[0]) == [names[0]]
 
 
+@pytest.mark.parametrize(
+    "head", ["", "---\nlicense: mit\n---\n", "---\nconfigs:\n- config_name: en\n---\n", "---\n[\n---"]
+)
+def test_a_folder_with_several_subsets_is_refused(cache: Cache, tmp_path: Path, head: str) -> None:
+    folder = tmp_path / "corpus"
+    for subset in ("en", "de"):
+        write_jsonl(folder / subset / "train-00000-of-00001.jsonl", [subset])
+    (folder / "README.md").write_text(head + "# Corpus\n")
+    assert read(cache, folder) == ["de", "en"]
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: en\n- config_name: de\n---\n# Corpus\n")
+    message = fault(cache, folder, "data.subset")
+    assert "has several subsets, as its README.md says: en, de" in message
+    assert read(cache, folder / "en") == ["en"]
+
+
 def test_what_only_a_dataset_of_the_hub_has_is_refused_for_local_files(cache: Cache, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert "have no split 'test'" in fault(cache, path, "data.split", split="test")

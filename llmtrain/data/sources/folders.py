@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from llmtrain.data.sources.formats import kind_of
 from llmtrain.errors import DataError, Problem, nearest
-from llmtrain.system.untrusted import UNREADABLE, read_json
+from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
 
 WORDS = {
     "train": ("train", "training"),
@@ -62,11 +62,12 @@ def files_of_split(folder: Path, split: str, field: str) -> list[Path]:
     in `data/` (`data/train-00000-of-00002.parquet`), else by folders, else by files; if nothing names one, all files
     are the split `train`. Empty if the folder has no data files.
 
-    Raises DataError for an unknown split, and if some files belong to no split, or to several.
+    Raises DataError for an unknown split, if some files belong to no split, or to several, and for several subsets.
     """
     if (folder / DICT).exists():
         _require_split(folder, split, _read(folder / DICT, _Dict).splits, field)
         return _data_files(folder / split)
+    _require_one_subset(folder, field)
     files = _data_files(folder)
     splits_of = _splits_of(folder, files)
     if not any(splits_of.values()):
@@ -75,6 +76,23 @@ def files_of_split(folder: Path, split: str, field: str) -> list[Path]:
         _require_split(folder, split, [name for names in splits_of.values() for name in names], field)
         _require_one_split(folder, splits_of, field)
     return [path for path, names in splits_of.items() if names == (split,)]
+
+
+def _require_one_subset(folder: Path, field: str) -> None:
+    """Raises DataError for a copy of a dataset of the hub whose README.md declares several subsets."""
+    from yaml import SafeLoader
+
+    from llmtrain.system.yaml_text import YamlError, parse_yaml
+
+    try:
+        head = read_text(folder / "README.md").partition("---\n")[2].partition("\n---")[0]
+        names = [str(one["config_name"]) for one in parse_yaml(head, SafeLoader, dict)[0]["configs"]]
+    except (*UNREADABLE, YamlError, TypeError, KeyError):  # it declares none
+        return
+    if len(names) > 1:
+        message = f"'{folder}' has several subsets, as its README.md says: {', '.join(names)}"
+        fix = "name the files of one of them with a glob: FOLDER/SUBSET/train-*.parquet"
+        raise DataError(Problem("data.subset", f"{field}.name", message, fix))
 
 
 def _splits_of(folder: Path, files: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
