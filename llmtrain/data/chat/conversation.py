@@ -148,7 +148,7 @@ class Layout:
         found = {f"column '{name}'" for name in self._unread_columns(row)}
         for turn in self._turns(row):
             found |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
-            found |= {f"key 'content.{key}'" for part in _content_parts(turn) for key in part.keys() - PART_KEYS}
+            found |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
         return found
 
     def _considered(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,9 +174,15 @@ class Layout:
         return {name: value for name, value in row.items() if name not in read and value is not None}
 
     def _turns(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Returns the messages in the columns that are read."""
+        """Returns the messages in the columns that are read, without those that only have a role and a text."""
         lists = [row[name] for name in self.columns.values() if isinstance(row.get(name), (list, tuple))]
-        return [turn for turn in chain.from_iterable(lists) if isinstance(turn, Mapping) and _role(turn)]
+        return [
+            turn
+            for turn in chain.from_iterable(lists)
+            if isinstance(turn, Mapping)
+            and not (KEYS.issuperset(turn) and isinstance(_content(turn), str))
+            and _role(turn)
+        ]
 
     def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in self._unread_columns(row).items():
@@ -433,7 +439,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _content_parts(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _parts_of(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = _content(turn)
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, (list, tuple)) else []
 
