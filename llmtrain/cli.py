@@ -208,6 +208,12 @@ def data(
     html: Annotated[
         Path | None, typer.Option(help="Write the first N (--show) or 8 sequences to an HTML page.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Compare all prepared data with the hashes that were computed as it was written."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tokenize and pack a recipe's data before training.
@@ -216,12 +222,15 @@ def data(
     """
     from rich.console import Console
 
-    from llmtrain.data import Progress, data_summary, prepare, report
+    from llmtrain.data import Progress, compare_with_hashes, data_summary, prepare, report
     from llmtrain.data.shown import as_html, first_sequences, on_terminal
     from llmtrain.plan.load import load_recipe
 
     declared, _ = load_recipe(recipe, assignments)
-    prepared = prepare(declared, Progress(Console(stderr=True) if as_json else Console()))
+    progress = Progress(Console(stderr=True) if as_json else Console())
+    prepared = prepare(declared, progress)
+    if verify:
+        progress.say(f"{compare_with_hashes(prepared, progress):,} bytes are as they were written")
     if as_json:
         print(json.dumps(data_summary(prepared, declared), indent=2))
     else:

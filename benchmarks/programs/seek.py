@@ -47,7 +47,7 @@ def opened(folder: Path, sequences: int) -> Any:
         packed_samples(folder, pieces, split, store.streams[split], LENGTH, mask=True, pad_id=0)
         for split in ("train", "eval")
     )
-    source = PreparedSource("large", 1.0, "large", store, train, held_out, made=False)
+    source = PreparedSource("large", 1.0, "large", store, train, held_out, made=False, folders=(folder,))
     tokenizer = PreparedTokenizer(folder, "none", 2**16, eos_id=0, bos_id=None, made=False)
     return Prepared(tokenizer, (source,), (), LENGTH, made=False, seconds=0.0)
 

@@ -8,21 +8,30 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from llmtrain.errors import DataError, Problem, RecipeError, reason, shown
-from llmtrain.recipe import ModelConfig, Part, Recipe, part_in
+from llmtrain.recipe import DataConfig, ModelConfig, Part, Recipe, part_in
 from llmtrain.system.untrusted import expanded, json_fault
 
-Kind = Literal["text", "conversations", "preferences"]
+Kind = Literal["text", "conversations", "preferences", "labelled_completions"]
+OBJECTIVES: dict[Kind, str] = {"preferences": "dpo", "labelled_completions": "kto"}
+"""Kind of data → the objective that reads it, if that is not the language model's."""
 LLAMA = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 """Configuration of a new model that trains in minutes on CPUs."""
 VOCABULARY = 4096
 SHORT, LONG = 256, 2048
 """Sequence length for a new model, and upper limit for pretrained weights, because memory grows with the length."""
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2)
+"""Fractions of the data to hold out, of which the smallest that holds out `HELD_OUT` documents is chosen."""
+HELD_OUT = 10
+"""Number of documents to evaluate on, or a twentieth of fewer than 200."""
+LOOKED_AT, MOST_CHARACTERS = 1000, 1 << 26
+"""Numbers of documents and of characters that are read at most; more documents are enough for the first fraction."""
 WIDTH = 100
 """Largest number of characters of a call that is written on one line."""
 
@@ -58,8 +67,16 @@ def write_recipe(request: InitRequest) -> None:
     assert request.data is not None
     if problems := _problems(request):
         raise RecipeError(problems)
-    kind = request.kind or _kind_of(request.data)
-    recipe = _recipe(request.file.stem, request.data, request.model, request.lora, kind)
+    try:
+        kind, held_out = _look(request.data)
+    except DataError:
+        if request.kind is None:
+            raise
+        kind, held_out = request.kind, FRACTIONS[0]  # the files may not be there yet
+    kind = request.kind or kind
+    if problems := _needs_weights(kind, request.model):
+        raise RecipeError(problems)
+    recipe = _recipe(request.file.stem, request.data, request.model, request.lora, kind, held_out)
     text = _yaml(recipe) if request.file.suffix != ".py" else _python(recipe)
     try:
         with request.file.open("x", encoding="utf-8") as file:
@@ -67,7 +84,9 @@ def write_recipe(request: InitRequest) -> None:
     except OSError as error:
         raise RecipeError(Problem("init.file", str(request.file), f"cannot be written: {reason(error)}")) from None
     where = "" if _is_here(request.data) else ", a dataset on the hub, since there is no such file or folder here"
-    print(f"wrote {request.file}: {kind} from {request.data}{where}")
+    print(f"wrote {request.file}: {kind.replace('_', ' ')} from {request.data}{where}")
+    if not held_out:
+        print("there is too little data to hold some out, so the recipe does not evaluate")
     look = " --show 1" if kind != "text" else ""
     name = shlex.quote(str(request.file))
     print(f"look at the data:  llmtrain data {name}{look}\ntrain:             llmtrain train {name}")
@@ -103,10 +122,14 @@ def _problems(request: InitRequest) -> list[Problem]:
     if request.lora and request.model is None:
         message = "adapts pretrained weights, and a new model has none"
         problems.append(Problem("init.lora", "--lora", message, "--model FOLDER or hub name"))
-    if request.kind == "preferences" and request.model is None:
-        message = "compare completions with those of pretrained weights, and a new model has none"
-        problems.append(Problem("init.model", "preferences", message, "--model FOLDER or hub name"))
-    return problems
+    return problems + _needs_weights(request.kind, request.model)
+
+
+def _needs_weights(kind: Kind | None, model: str | None) -> list[Problem]:
+    if kind not in OBJECTIVES or model is not None:
+        return []
+    message = "is for comparing completions with those of pretrained weights, and a new model has none"
+    return [Problem("init.model", kind.replace("_", " "), message, "--model FOLDER or hub name")]
 
 
 def _is_here(data: str) -> bool:
@@ -117,33 +140,70 @@ def _is_here(data: str) -> bool:
     return data in (STDLIB, STDLIB_CHAT) or glob.has_magic(data) or expanded(data).exists()
 
 
-def _kind_of(data: str) -> Kind:
-    """Returns the kind of data. Raises DataError for local files that hold none of the kinds."""
-    from llmtrain.data.chat.conversation import find_layout
+def _look(data: str) -> tuple[Kind, float]:
+    """Returns the kind of data, and the fraction of them to hold out: the usual one for data that are not read here.
+
+    Raises DataError for local files that hold none of the kinds.
+    """
     from llmtrain.data.sources.files import find_files
     from llmtrain.data.sources.formats import READERS, kind_of, read_document
 
-    files = find_files(data, "train", "--data")
+    try:
+        files = find_files(data, "train", "--data")
+    except DataError as error:
+        raise DataError([replace(problem, field="--data") for problem in error.problems]) from None
     reader = READERS[kind_of(files[0]) or ".txt"] if files else read_document
-    if reader is read_document:
+    if reader is read_document and len(files) < 2:  # the end of a text is held out
+        return "text", FRACTIONS[0]
+    documents, size = [], 0
+    for document in chain.from_iterable(reader(path, None) for path in files):
+        documents.append(document.text)
+        size += len(document.text)
+        if len(documents) == LOOKED_AT or size > MOST_CHARACTERS:
+            return _kind_of(documents, reader is read_document, files[0]), FRACTIONS[0]
+    kind = _kind_of(documents, reader is read_document, files[0])
+    if kind == "text" and reader is not read_document:
+        documents = [text for row in map(json.loads, documents) if (text := row.get("text"))]
+    return kind, _fraction(documents)
+
+
+def _kind_of(documents: list[str], are_texts: bool, file: Path) -> Kind:
+    """Returns the kind of documents, which are texts or rows. Raises DataError if it is none of them."""
+    from llmtrain.data.chat.conversation import find_layout, truth_value
+
+    rows = [] if are_texts else [json.loads(row) for row in documents]
+    if are_texts or (rows and "text" in rows[0]):
         return "text"
-    first = next(reader(files[0], None), None)
-    columns = list(json.loads(first.text)) if first else []
-    if "text" in columns:
-        return "text"
-    for kind, format in (("preferences", "preference"), ("conversations", None)):
+    formats = (("preferences", "preference"), ("labelled_completions", "unpaired_preference"), ("conversations", None))
+    for kind, format in formats:
         try:
-            find_layout(columns, "--data", format=format, named={})  # type: ignore[arg-type]
+            layout = find_layout(rows[0] if rows else (), "--data", format=format, named={})  # type: ignore[arg-type]
         except DataError:
             continue
+        label = layout.columns.get("label")
+        if kind == "labelled_completions" and all(truth_value(row.get(label)) is None for row in rows):
+            continue  # the label says something else, such as a topic
         return kind  # type: ignore[return-value]
-    message = f"{files[0]} has neither a column 'text' nor those of conversations or preferences: {', '.join(columns)}"
+    columns = ", ".join(rows[0]) if rows else "none"
+    message = f"{file} has neither a column 'text' nor those of conversations or preferences: {columns}"
     fix = "rename a column, or name it in the recipe: text_column, or columns={...} of a Source"
     raise DataError(Problem("init.data", "--data", message, fix))
 
 
-def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind) -> dict[str, Any]:
-    """Returns the fields of the recipe."""
+def _fraction(documents: list[str]) -> float:
+    """Returns the smallest fraction that holds out enough of these documents, but at most half of them; 0 if none does.
+
+    Which documents a fraction holds out depends on their texts, so this is exact.
+    """
+    from llmtrain.data.sources.corpus import held_out
+
+    wanted = min(HELD_OUT, len(documents) // 20) or 1
+    counts = {fraction: sum(held_out(text, fraction) for text in documents) for fraction in FRACTIONS}
+    return next((one for one, count in counts.items() if wanted <= count <= len(documents) / 2), 0.0)
+
+
+def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, held_out: float) -> dict[str, Any]:
+    """Returns the fields of the recipe. held_out: the fraction of the data to evaluate on."""
     from llmtrain.plan.model_facts import pretrained_config
     from llmtrain.plan.vocabulary import read_template
 
@@ -159,12 +219,16 @@ def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind) -> 
         fields["data"] = {"sources": [source], "tokenizer": model, "sequence_length": length}
     if kind != "text" and (model is None or read_template(None, model) is None):
         fields["data"]["chat_template"] = "plain"
-    if kind == "preferences":
-        fields["objective"] = {"name": "dpo"}
+    if held_out != DataConfig.model_fields["eval_fraction"].default:
+        fields["data"]["eval_fraction"] = held_out
+    if kind in OBJECTIVES:
+        fields["objective"] = {"name": OBJECTIVES[kind]}
     rate = 2e-3 if model is None else 1e-4 if lora else 1e-5
-    fields["optim"] = {"lr": rate / 10 if kind == "preferences" else rate, "warmup_steps": 10}
+    fields["optim"] = {"lr": float(f"{rate / 10:g}") if kind in OBJECTIVES else rate, "warmup_steps": 10}
     fields["batch"] = {"global_batch_size": 8, "micro_batch_size": 1 if model else 2}
     fields["train"] = {"max_steps": 200} if kind == "text" else {"epochs": 1}
+    if held_out:
+        fields["evaluation"] = {"every_steps": 50, "max_sequences": 256}
     return fields
 
 

@@ -3,7 +3,7 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
-from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare
+from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, compare_with_hashes, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import data_summary, notes, report
 from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
@@ -22,6 +22,7 @@ __all__ = [
     "Schedule",
     "StepBatch",
     "TokenStore",
+    "compare_with_hashes",
     "data_summary",
     "find_prepared",
     "notes",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import ArrayWriter
+from llmtrain.data.arrays import ArrayWriter, require_intact
 from llmtrain.data.store import SPLITS, Stream, TokenStore
 
 FORMAT = 1
@@ -49,7 +49,9 @@ def pack_documents(folder: Path, store: TokenStore, sequence_length: int, alone:
             mismatched = _PieceWriter(folder, f"{split}_mismatched", stack) if labelled else None
             desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if labelled else None
             for number in range(0, len(stream.documents) - 1, CHUNK_DOCUMENTS):
-                bounds = stream.documents[number : number + CHUNK_DOCUMENTS + 1].astype(np.int64)
+                last = min(number + CHUNK_DOCUMENTS + 1, len(stream.documents))
+                require_intact(stream.documents, np.array([number]), np.array([last]))
+                bounds = stream.documents[number:last].astype(np.int64)
                 pieces = cut_documents(bounds, sequence_length)
                 trained = trained_of(stream, pieces)
                 order, sizes = _placed(pieces, sequence_length, stream, alone)
@@ -58,6 +60,7 @@ def pack_documents(folder: Path, store: TokenStore, sequence_length: int, alone:
                 if mismatched and desirable and stream.desirable is not None:
                     first = desirable.length
                     mismatched.add(pieces, trained, 2 * order + 1, ends - sizes)
+                    require_intact(stream.desirable, first + order, first + order + 1)
                     desirable.append(stream.desirable[first + order])
                     order = 2 * order
                 index.add(pieces, trained, order, ends - sizes)
@@ -87,6 +90,7 @@ def trained_of(stream: Stream, pieces: Pieces) -> NDArray[np.int64]:
     if stream.trained is None or not len(pieces.starts):
         return pieces.lengths
     first, last = pieces.starts[0], pieces.starts[-1] + pieces.lengths[-1]
+    require_intact(stream.trained, np.array([first]), np.array([last + 1]))
     before = np.concatenate([[0], np.cumsum(stream.trained[first : last + 1], dtype=np.int64)])
     target = pieces.starts - first + 1
     counts: NDArray[np.int64] = before[target + pieces.lengths] - before[target]

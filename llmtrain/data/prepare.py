@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data import packing
+from llmtrain.data.arrays import compare
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
 from llmtrain.data.chat.store import ChatReading
 from llmtrain.data.chat.template import ChatTemplate, load_template
@@ -25,6 +26,7 @@ from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.rules.model import packed_conversations
+from llmtrain.system.streams import short_names
 from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
@@ -47,6 +49,8 @@ class PreparedSource:
     eval: Samples
     made: bool
     """Whether this call made the tokens or the packing."""
+    folders: tuple[Path, ...]
+    """The folders of the tokens, and of the packing if there is one."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class Prepared:
         return sorted({self.eos_id, *(int(token) for chat in chats for token in chat.get("ends", ()))})
 
     @property
+    def all_sources(self) -> tuple[PreparedSource, ...]:
+        """The sources for training and for evaluation."""
+        return (*self.sources, *self.evaluation_sources, *chain(*self.sets.values()))
+
+    @property
     def train_sequences(self) -> int:
         """Number of training sequences in one pass over the data."""
         return sum(len(source.train) for source in self.sources)
@@ -144,6 +153,27 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     the model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
     """
     return _prepare(recipe, Cache(cache_folder(recipe.data), progress or Progress()))
+
+
+def compare_with_hashes(prepared: Prepared, progress: Progress) -> int:
+    """Reads all prepared data, and returns the number of bytes that are as they were written.
+
+    Training itself compares what it reads, when it first reads it. Raises DataError with every file that has changed.
+    """
+    folders = dict.fromkeys(folder for source in prepared.all_sources for folder in source.folders)
+    total = sum(path.stat().st_size for folder in folders for path in folder.glob("*.bin"))
+    done = 0
+    with progress.task("Comparing the data with their hashes") as task:
+
+        def look(size: int) -> None:
+            nonlocal done
+            done += size
+            task.update(done / max(1, total), f"{done:,} bytes")
+
+        problems = [problem for folder in folders for problem in compare(folder, look)]
+    if problems:
+        raise DataError(problems)
+    return done
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
@@ -252,23 +282,24 @@ def packed_source(
     """Returns the sequences of a source over its tokens."""
     length, mask = data.sequence_length, data.keeps_apart
     views: dict[str, Samples]
+    folders: tuple[Path, ...]
     if data.packing == "concat":
-        key, made = key_of(store.key, "concat", length), store.made
+        key, made, folders = key_of(store.key, "concat", length), store.made, (store.path,)
         views = {split: ConcatSamples(store.streams[split], length, mask) for split in SPLITS}
     else:
         key = key_of(store.key, data.packing, length, packing.FORMAT)
 
         def build(folder: Path) -> dict[str, Any]:
-            with cache.progress.task(f"Packing {name}"):
+            with cache.progress.task(f"Packing {short_names([name])[name]}"):
                 return packing.pack_documents(folder, store, length, alone=data.packing == "none")
 
         entry = cache.entry("packs", key, build)
-        made = store.made or entry.made
+        made, folders = store.made or entry.made, (store.path, entry.path)
         views = {
             split: packed_samples(entry.path, entry.meta, split, store.streams[split], length, mask, tokenizer.eos_id)
             for split in SPLITS
         }
-    return PreparedSource(name, weight, key, store, views["train"], views["eval"], made)
+    return PreparedSource(name, weight, key, store, views["train"], views["eval"], made, folders)
 
 
 def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:

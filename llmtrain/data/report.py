@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import filled_share
 from llmtrain.recipe import Recipe
-from llmtrain.system.streams import visible
+from llmtrain.system.streams import short_names, visible
 
 NAME_CHARACTERS = 14
 """Minimum width of a source's name in the table; longer names take several lines."""
@@ -46,22 +47,30 @@ def data_summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
 def report(prepared: Prepared, recipe: Recipe) -> Group:
     """Renders the prepared data for a rich console: a table with a row per source and split, and the notes."""
     state = "made" if prepared.made else "found in the cache"
-    title = f"Data {state} in {prepared.seconds:.2f} s, vocabulary {prepared.vocab_size:,}"
-    table = Table(title=title, title_justify="left")
+    sizes = f"vocabulary {prepared.vocab_size:,}, sequence length {prepared.sequence_length:,}"
+    title = f"Data {state} in {prepared.seconds:.2f} s, {sizes}"
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", overflow="fold", min_width=NAME_CHARACTERS)
-    table.add_column("split")
-    for heading in ("documents", "tokens", f"sequences of {prepared.sequence_length}", "fill", "epochs"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("split", overflow="fold")
+    for heading in ("documents", "tokens", "sequences", "fill", "epochs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    short = short_names(source.name for source in prepared.all_sources)
+
+    def add(source: PreparedSource, split: Literal["train", "eval"], more: str = "", epochs: str = "") -> None:
+        name = Text(visible(short[source.name]))
+        table.add_row(name, Text(visible(f"{split}{more}")), *_cells(source, split), epochs)
+
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
-        table.add_row(Text(visible(source.name)), "train", *_cells(source, "train"), f"{epochs:.3g}")
+        add(source, "train", epochs=f"{epochs:.3g}")
         if not prepared.evaluation_sources:
-            table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
+            add(source, "eval")
     for source in prepared.evaluation_sources:
-        table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
+        add(source, "eval")
     for name, sources in prepared.sets.items():
         for source in sources:
-            table.add_row(Text(visible(source.name)), Text(visible(f"eval {name}")), *_cells(source, "eval"))
-    return Group(table, *(Text(visible(note)) for note in notes(prepared, recipe)))
+            add(source, "eval", f" {name}")
+    whole = [f"{one} is {name}" for name, one in sorted(short.items()) if one != name]
+    return Group(title, table, *(Text(visible(line)) for line in (*whole, *notes(prepared, recipe))))
 
 
 def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
@@ -70,13 +79,24 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         if epochs > 1 and not recipe.train.epochs:
             found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
-    for source in (*prepared.sources, *prepared.evaluation_sources, *chain(*prepared.sets.values())):
+    for source in prepared.all_sources:
+        if old := [str(folder) for folder in source.folders if not has_hashes(folder)]:
+            what = "an earlier version wrote no hashes, so only sizes are compared; to prepare again, remove"
+            found.append(f"{source.name}: {what} {' and '.join(old)}")
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source, chats, recipe))
+            if end := chats.get("ordinary_end"):
+                found.append(
+                    f"{source.name}: the chat template ends turns with {end}, which is not a special token of the "
+                    "tokenizer; generation stops at it, but it remains in texts that are decoded without special "
+                    "tokens: set special to true in the tokenizer's files"
+                )
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
             found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
+    if difference := prepared.tokenizer.difference:
+        found.append(f"the tokenizer is read in two ways: {difference} (data.tokenizer_class=generic reads the latter)")
     unused = sum(source.train.unused() for source in prepared.sources)
     if prepared.chat_template and prepared.chat_template.writes_date:
         found.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")
@@ -94,15 +114,22 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
     streams = source.store.streams
     where, stream = " or ".join(chats["columns"]), streams["train"]
     what, sizes = "pairs" if stream.holds_pairs else "conversations", np.diff(stream.documents.astype(np.int64))
+    examples, one = len(sizes) // 2, "pairs"
     if stream.desirable is not None:
         share, sizes = float(np.mean(stream.desirable)) if stream.desirable.size else 0.0, sizes[0::2]
-        what = f"completions, {share:.0%} of them desirable"
+        what, one = f"completions, {share:.0%} of them desirable", "completions"
+    of_step = ""
+    if recipe.objective.of_completions and len(source.train):
+        mean = examples / len(source.train)
+        of_step = (
+            f"; {mean:.3g} {one} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"
+        )
     middle, most, longest = np.percentile(sizes, (50, 90, 100)).astype(int).tolist() if sizes.size else (0, 0, 0)
     return (
         f"{source.name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
         f"(data.train_on={recipe.data.train_on}); lengths: median {middle:,}, "
         f"90 % up to {most:,}, longest {longest:,} tokens; "
-        f"{cut}{faulty}{unread}"
+        f"{cut}{faulty}{unread}{of_step}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import open_array, will_need, will_search
+from llmtrain.data.arrays import open_array, require_all_intact, require_intact, runs, will_need, will_search
 from llmtrain.data.order import permutation_key, permute
 from llmtrain.data.store import Split, Stream
 
@@ -104,19 +104,24 @@ class ConcatSamples:
         place = index[:, None] * length + np.arange(length)
         positions = np.tile(np.arange(length), (len(index), 1))
         if self.mask_documents:
-            for row, start in enumerate((index * length).tolist()):
-                positions[row] -= self._document_starts(start)
+            positions -= self._document_starts(index * length)
         tokens = self.stream.tokens
+        require_intact(tokens, index * length, (index + 1) * length + 1)
         return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
 
-    def _document_starts(self, start: int) -> NDArray[np.int64]:
-        """Returns [T]: for each token of the window that begins at `start`, the offset of its document's beginning."""
-        bounds = np.array([start, start + self.sequence_length], np.uint64)
-        first, end = np.searchsorted(self.stream.documents, bounds, side="left")
-        starts = np.zeros(self.sequence_length, np.int64)
-        inside = self.stream.documents[first:end].astype(np.int64) - start
-        starts[inside] = inside
-        return np.maximum.accumulate(starts)
+    def _document_starts(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns [windows, T]: for each token of the windows that begin at these places, the offset of its document's
+        beginning."""
+        documents = self.stream.documents
+        bounds = np.stack([windows, windows + self.sequence_length]).astype(np.uint64)
+        first, end = np.searchsorted(documents, bounds, side="left")
+        # A search is right if the items on both sides of its result are, whatever else it has compared.
+        require_intact(documents, np.maximum(first - 1, 0), np.minimum(end + 1, len(documents)))
+        starts = np.zeros((len(windows), self.sequence_length), np.int64)
+        for row, (start, begin, stop) in enumerate(zip(windows.tolist(), first.tolist(), end.tolist(), strict=True)):
+            inside = documents[begin:stop].astype(np.int64) - start
+            starts[row, inside] = inside
+        return np.maximum.accumulate(starts, axis=1)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,7 @@ class PackedSamples:
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of inputs with a target: all that are not padding, unless the stream says otherwise."""
+        require_intact(self.target_counts, index, index + 1)
         return self.target_counts[index].astype(np.int64)
 
     @property
@@ -172,24 +178,29 @@ class PackedSamples:
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`."""
         if not self.of_completions:
             return np.zeros(len(index), np.int64)
+        require_intact(self.offsets, index, index + 2)
         return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
 
     @cached_property
     def most_pieces(self) -> int:
         """The largest number of pieces of a sequence."""
+        require_all_intact(self.offsets)
         return int(np.diff(self.offsets).max(initial=0))
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each piece."""
         shape = (len(index), self.sequence_length)
         will_need(self.offsets, index, index + 2)
+        require_intact(self.offsets, index, index + 2)
         first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
         will_need(self.starts, first, end)
         will_need(self.lengths, first, end)
-        piece = _runs(first, end - first)
+        require_intact(self.starts, first, end)
+        require_intact(self.lengths, first, end)
+        piece = runs(first, end - first)
         starts, lengths = self.starts[piece].astype(np.int64), self.lengths[piece].astype(np.int64)
         will_need(self.stream.tokens, starts, starts + lengths + 1)
-        token = _runs(starts, lengths)
+        token = runs(starts, lengths)
         # The pieces fill a row from the left.
         inputs_of = self.targets(index)
         if self.stream.trained is not None and len(index):  # then not every input has a target
@@ -197,19 +208,24 @@ class PackedSamples:
         filled = np.arange(self.sequence_length) < inputs_of[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)
+        require_intact(self.stream.tokens, starts, starts + lengths + 1)
         inputs[filled] = self.stream.tokens[token]
         labels[filled] = self.stream.tokens[token + 1]
         if self.stream.trained is not None:
             will_need(self.stream.trained, starts, starts + lengths + 1)
+            require_intact(self.stream.trained, starts, starts + lengths + 1)
             labels[filled] = np.where(self.stream.trained[token + 1], labels[filled], NO_TARGET)
         positions = np.tile(np.arange(self.sequence_length), (len(index), 1))
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)
-            positions[filled] = _runs(np.zeros_like(lengths), lengths)
+            positions[filled] = runs(np.zeros_like(lengths), lengths)
         if not self.of_completions:
             return Rows(inputs, positions, labels)
         segments = np.zeros(shape, np.int64)
-        segments[filled] = np.repeat(_runs(np.zeros_like(first), end - first), lengths)
+        segments[filled] = np.repeat(runs(np.zeros_like(first), end - first), lengths)
+        for judged in (self.references, self.desirable):
+            if judged is not None:
+                require_intact(judged, first, end)
         references = np.zeros((len(index), self.most_pieces))
         held = np.arange(self.most_pieces) < (end - first)[:, None]
         references[held] = np.nan if self.references is None else self.references[piece]
@@ -262,13 +278,6 @@ def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int 
     return empty._replace(
         segments=np.zeros(shape, np.int64), references=np.zeros(of_each), desirable=np.zeros(of_each, np.bool_)
     )
-
-
-def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the runs start, start + 1, ... of each length, concatenated."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 READ_ROWS = 64

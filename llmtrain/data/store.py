@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import ArrayWriter, open_array
+from llmtrain.data.arrays import ArrayWriter, open_array, require_all_intact
 from llmtrain.data.cache import Cache, Entry, key_of
 from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.data.chat.store import ChatReading, tokenize_conversations
@@ -23,6 +23,7 @@ from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, split_docum
 from llmtrain.data.sources.special import Finder, Found, check_handful
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
 from llmtrain.errors import DataError, Problem
+from llmtrain.system.streams import short_names
 
 FORMAT = 1
 """Version of the layout of a store; part of its key."""
@@ -83,7 +84,9 @@ class TokenStore:
 
     def counts(self) -> NDArray[np.int64]:
         """Returns [vocab]: how many times each token occurs in the training split."""
-        return open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
+        counts = open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
+        require_all_intact(counts)
+        return counts
 
     def _stream(self, split: Split) -> Stream:
         length = self.meta["splits"][split]
@@ -135,14 +138,14 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
     def build(folder: Path) -> dict[str, Any]:
         gc.collect()
         gc.freeze()  # the rows of a corpus start many collections, and each would scan the objects of all libraries
-        with cache.progress.task(f"Tokenizing {corpus.name}") as task:
+        with cache.progress.task(f"Tokenizing {short_names([corpus.name])[corpus.name]}") as task:
             if isinstance(corpus, ConversationCorpus):
                 meta = _tokenize_conversations(folder, corpus, field, reading, task)
             else:
                 meta = _tokenize(folder, corpus, field, reading, task)
         train, held = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held:
-            raise DataError(Problem("data.empty", field, f"'{corpus.name}' contains no text"))
+            raise DataError(_nothing(corpus, field, meta, reading))
         if not train and reading.eval_fraction < 1:
             fix = "lower data.eval_fraction, or set evaluation.sources"
             raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
@@ -154,6 +157,17 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
         if not found.is_handful:
             reading.check(found, corpus, field, Encoder(reading.tokenizer.folder))
     return store
+
+
+def _nothing(corpus: Corpus, field: str, meta: dict[str, Any], reading: Reading) -> Problem:
+    """Returns why a store has no documents."""
+    if reading.chat and (dropped := meta.get("conversations", {}).get("dropped")):
+        message = f"all {dropped:,} rows of '{corpus.name}' are longer than a sequence of"
+        fix = "increase data.sequence_length"
+        if reading.chat.too_long == "drop" and not meta["pairs"] and not meta["judged"]:
+            fix += ", or --set data.too_long=cut_turns keeps the turns that fit"
+        return Problem("data.too_long", field, f"{message} {reading.chat.sequence_length:,} tokens", fix)
+    return Problem("data.empty", field, f"'{corpus.name}' contains no text")
 
 
 def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:

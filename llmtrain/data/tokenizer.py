@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.hub import hub_has, is_path
+from llmtrain.plan.hub import hub_has, is_path, stored_file
 from llmtrain.plan.vocabulary import control_tokens, named_template, read_template, wanted_tokens
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
 from llmtrain.system.untrusted import expanded, read_bytes
@@ -25,6 +26,20 @@ from llmtrain.system.untrusted import expanded, read_bytes
 FIELD = "data.tokenizer"
 FORMAT = 1
 """Version of the folder's layout; part of its key."""
+FORMAT_OF_FOLDERS = 2
+"""The same for a tokenizer that is imported from a folder. One from the hub keeps its first version."""
+PROBES = (
+    "In 2023, 3 of 14,159 didn't fit; it's 0.5%.",
+    "  two  spaces\tand a tab\n\n line ends\r\n",
+    "naïve café Ünïcödé e\u0301 ﬁ ½",
+    "Привет, мир! Γειά σου",
+    "你好，世界。日本語のテスト 한국어",
+    "नमस्ते ภาษาไทย مرحبا שלום",
+    "def f(x_1): return {'a': [x**2, 0x1F]}  # C++ -> camelCase HTTPServer",
+    "🙂👍🏽 «quotes» — … <tag>&amp; https://a.b/c?d=e",
+)
+"""Texts on which a loaded tokenizer is compared with its tokenizer.json."""
+SHOWN_PIECES = 5
 END_OF_TEXT = "<|endoftext|>"
 """The special token of every trained tokenizer, used as beginning, end and padding."""
 BYTES = 256
@@ -69,6 +84,9 @@ class PreparedTokenizer:
     """Whether this call made it."""
     known_size: int | None = None
     """`vocab_size` before `model.new_tokens` were added; None if there are none."""
+    difference: str = ""
+    """How its class in `transformers` reads a text differently from its tokenizer.json; empty if no difference is
+    known."""
 
 
 class Encoder:
@@ -129,10 +147,13 @@ def prepare_tokenizer(
             chat.append(more)
         template = named_template(data.chat_template) if data.chat_template and new_tokens == "template" else None
         added = [new_tokens if isinstance(new_tokens, str) else list(new_tokens), template] if new_tokens else []
-        key = key_of("imported", FORMAT, source.is_dir(), content, *chat, *added)
+        generic = [data.tokenizer_class] if data.tokenizer_class != "auto" else []
+        form = FORMAT_OF_FOLDERS if source.is_dir() else FORMAT
+        key = key_of("imported", form, source.is_dir(), content, *chat, *added, *generic)
 
         def build(folder: Path) -> dict[str, Any]:
-            return _import(folder, str(source) if source.is_dir() else wanted, new_tokens, template)
+            name = str(source) if source.is_dir() else wanted
+            return _import(folder, name, new_tokens, template, is_generic=bool(generic))
 
     entry = cache.entry("tokenizers", key, build)
     return PreparedTokenizer(entry.path, made=entry.made, **entry.meta)
@@ -205,14 +226,14 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
                     yield from cut(part)
 
 
-def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None) -> dict[str, Any]:
+def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None, is_generic: bool) -> dict[str, Any]:
     """Writes a copy of a tokenizer from a folder or the hub, with new tokens.
 
-    template: the chat template that the recipe names, if it matters.
+    template: the chat template that the recipe names, if it matters. is_generic: whether to use the generic class.
     """
     from tokenizers import AddedToken
 
-    tokenizer = _load(name)
+    tokenizer = _load(name, is_generic)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         message = f"'{name}' is not a fast tokenizer (it has no tokenizer.json)"
@@ -226,6 +247,8 @@ def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None
         message = f"'{name}' has no end-of-text token, which separates documents"
         fix = "set eos_token in its tokenizer_config.json to a token of its vocabulary"
         raise DataError(Problem("data.eos", FIELD, message, fix))
+    file = stored_file(name, "tokenizer.json")
+    difference = _difference(file, fast, type(tokenizer).__name__) if file else ""
     known = tokenizer.get_vocab()
     if new_tokens:
         wanted = wanted_tokens(new_tokens, template or read_template(None, name))
@@ -234,13 +257,37 @@ def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None
     tokenizer.save_pretrained(folder)
     first = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else None
-    meta = _meta(folder, fast, tokenizer.eos_token_id, bos)
+    meta = _meta(folder, fast, tokenizer.eos_token_id, bos) | {"difference": difference}
     return meta | {"known_size": max(known.values()) + 1} if new_tokens else meta
 
 
-def _load(name: str) -> Any:
+def _difference(file: Path, fast: Any, name: str) -> str:
+    """Describes the first difference between a tokenizer and its file on `PROBES`; empty if there is none.
+
+    fast: the tokenizer as its class, of this name, has made it.
+    """
+    from tokenizers import Tokenizer
+
+    both = [Tokenizer.from_file(str(file)), Tokenizer.from_str(fast.to_str())]
+    for one in both:
+        one.no_truncation()
+        one.no_padding()
+    for text in PROBES:
+        of_file, of_class = (one.encode(text, add_special_tokens=False) for one in both)
+        if of_file.ids != of_class.ids:
+            pairs = zip(of_file.ids, of_class.ids, strict=False)
+            same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs))
+            read = [
+                " ".join(repr(text[start:end]) for start, end in one.offsets[same : same + SHOWN_PIECES])
+                for one in (of_class, of_file)
+            ]
+            return f"in {text!r}, its class {name} reads {read[0]}, but its tokenizer.json {read[1]}"
+    return ""
+
+
+def _load(name: str, is_generic: bool) -> Any:
     """Loads a tokenizer with `transformers`. Raises DataError if there is none."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     is_folder = Path(name).is_dir()
     if not is_folder and is_path(name):
@@ -248,7 +295,8 @@ def _load(name: str) -> Any:
     on_hub = None if is_folder else hub_has(name)
     try:
         # Explicit, since `transformers` otherwise asks at the terminal about custom code next to the tokenizer.
-        return AutoTokenizer.from_pretrained(name, local_files_only=not on_hub, trust_remote_code=False)
+        loader: Any = PreTrainedTokenizerFast if is_generic else AutoTokenizer
+        return loader.from_pretrained(name, local_files_only=not on_hub, trust_remote_code=False)
     except Exception as error:  # the Rust library raises plain exceptions
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not is_folder and not on_hub:

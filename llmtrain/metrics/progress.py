@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from llmtrain.system.streams import visible
+from llmtrain.system.streams import short_names, visible
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
@@ -219,7 +219,9 @@ QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")
 
 def _evaluations(record: dict[str, Any]) -> Iterator[str]:
     """Yields a line for the evaluation, and one for each further set."""
-    by_source = "".join(f"  {name} {four_digits(loss)}" for name, loss in record.get("eval_loss_by_source", {}).items())
+    losses = record.get("eval_loss_by_source", {})
+    short = short_names(losses)
+    by_source = "".join(f"  {short[name]} {four_digits(loss)}" for name, loss in losses.items())
     yield f"eval loss {four_digits(record['eval_loss'])}{_quality(record)}{by_source}"
     for name, loss in record.get("eval_loss_by_set", {}).items():
         of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in QUALITY}

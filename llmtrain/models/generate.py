@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
+from llmtrain.data.chat.spans import PROBE
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.hub_names import naming_own_code
@@ -19,7 +20,6 @@ from llmtrain.system.untrusted import utf8_name
 
 TOKENS = 256
 """Largest number of tokens of an answer, unless the model has few positions."""
-PROBE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
 def model_folder(path: Path) -> Path:

@@ -33,7 +33,7 @@ def split_lines(plan: Plan) -> list[str]:
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
         *_residual_lines(plan),
-        f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
+        f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step{_examples(plan)}",
         *describe_stages(plan.stages),
         *kernel_lines(plan),
     ]
@@ -95,6 +95,16 @@ def triangle(plan: Plan) -> str:
         f"{batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
         f"{batch.gradient_accumulation_steps} × data {plan.data_parallel_size}"
     )
+
+
+def _examples(plan: Plan) -> str:
+    """Describes the number of pairs or completions of a step, of which a packed sequence may hold several."""
+    objective = plan.recipe.objective
+    if not objective.of_completions:
+        return ""
+    what = "pairs" if objective.compares_pairs else "completions"
+    least = "" if plan.recipe.data.packing == "none" else "at least "
+    return f", {least}{plan.batch.global_batch_size:,} {what}"
 
 
 def sharding(plan: Plan) -> str:

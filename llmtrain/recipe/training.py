@@ -124,12 +124,13 @@ class Source(Part):
     """One corpus: a hub dataset, local files, or a built-in one."""
 
     name: str
-    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; `stdlib`, the source text of
-    Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings."""
+    """Hub dataset name; a file, glob or folder of txt, jsonl, json, csv, tsv, parquet or arrow files; `stdlib`, the
+    source text of Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings.
+    """
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or of a folder: the names of its files or folders say to which split they belong."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
     format: Literal[
@@ -149,6 +150,9 @@ class Source(Part):
     `tools`."""
     system: str | None = None
     """System text of conversations that have none."""
+    ignore: Many[str] = ()
+    """Names of columns, and of keys of messages, that are not read on purpose. Others that look like a role, a turn or
+    a mask are refused if nothing reads them."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
 
@@ -176,6 +180,10 @@ class DataConfig(Part):
     """Training data; several sources are mixed by weight."""
     tokenizer: str | TrainedTokenizer
     """Folder or hub name of a tokenizer, or one to train."""
+    tokenizer_class: Literal["auto", "generic"] = "auto"
+    """How a tokenizer is loaded. `auto`: with the class that `AutoTokenizer` chooses. Some classes, such as Qwen2's,
+    replace rules of `tokenizer.json`, so that a text has other tokens; a note of `llmtrain data` says so. `generic`:
+    with `PreTrainedTokenizerFast`, which keeps to `tokenizer.json`, as do exports."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat", "none"] = "best_fit"
@@ -203,6 +211,12 @@ class DataConfig(Part):
     end. If `evaluation.sources` are given, nothing is held out."""
     cache_dir: str | None = None
     """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+    @model_validator(mode="after")
+    def _loads_tokenizer(self) -> Self:
+        if isinstance(self.tokenizer, TrainedTokenizer) and self.tokenizer_class != "auto":
+            raise ValueError("`tokenizer_class` has no effect on a tokenizer that is trained")
+        return self
 
     @property
     def keeps_apart(self) -> bool:

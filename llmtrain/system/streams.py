@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ERASE_LINE = "\r\x1b[2K"
 """Erases the line of a terminal that the cursor is on."""
+SHORT_CHARACTERS = 20
+"""Characters of a name that a table shows as it is."""
 
 
 class _Lossy(io.FileIO):
@@ -103,6 +105,20 @@ def plain_console(stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal(stream))
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns a short name for each, for a table: of a long path, the last parts that no other name ends with."""
+    known = set(names)
+
+    def short(name: str) -> str:
+        if len(name) <= SHORT_CHARACTERS:
+            return name
+        parts = name.rstrip("/").split("/")
+        tails = ["/".join(parts[-count:]) for count in range(1, len(parts))]
+        return next((one for one in tails if sum(f"/{other}".endswith(f"/{one}") for other in known) < 2), name)
+
+    return {name: short(name) for name in known}
 
 
 def print_as_is(console: Console, lines: Iterable[str]) -> None:

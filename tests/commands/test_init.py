@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from llmtrain.cli import app, main
+from llmtrain.data import prepare
 from llmtrain.errors import UserError
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.load.yaml_file import as_yaml, recipe_schema
@@ -17,13 +18,24 @@ from llmtrain.plan.load.yaml_file import as_yaml, recipe_schema
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
 PAIR = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+LABELLED = {"prompt": "1 + 1?", "completion": "3", "label": False}
+TOPIC = {**LABELLED, "label": "sums"}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, row in (("chats", CHAT), ("pairs", PAIR), ("texts", {"text": "some text"}), ("others", {"a": 1})):
-        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    rows = {
+        "chats": CHAT,
+        "pairs": PAIR,
+        "labelled": LABELLED,
+        "topics": TOPIC,
+        "texts": {"text": "a"},
+        "others": {"a": 1},
+    }
+    for name, row in rows.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({**row, "id": number}) + "\n" for number in range(100)))
+    Path("labelled.csv").write_text("prompt,completion,label\na,b,TRUE\n")
     Path("weights").mkdir()
     Path("weights/config.json").write_text(
         json.dumps({"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512})
@@ -65,6 +77,12 @@ def test_a_hub_lookup_is_reported(folder, capsys):
             ["--data", "pairs.jsonl", "--model", "weights", "--lora"],
             {"objective.name": "dpo", "model.adapter.rank": 16, "data.sequence_length": 512, "optim.lr": 1e-5},
         ),
+        (
+            ["--data", "labelled.jsonl", "--model", "weights"],
+            {"objective.name": "kto", "optim.lr": 1e-6, "evaluation.every_steps": 50, "data.eval_fraction": 0.05},
+        ),
+        (["--data", "labelled.csv", "--model", "weights"], {"objective.name": "kto", "evaluation.every_steps": 0}),
+        (["--data", "topics.jsonl"], {"objective.name": "language_model", "train.epochs": 1}),
         (["--data", "owner/name", "--kind", "conversations", "--model", "weights"], {"data.tokenizer": "weights"}),
         (["--data", 'a "b" *.txt', "--kind", "text"], {"data.sources.0.name": 'a "b" *.txt'}),
     ],
@@ -75,6 +93,21 @@ def test_init_writes_a_recipe_for_the_kind_of_data(folder, capsys, suffix, optio
     recipe, _ = load_recipe(f"my recipe.{suffix}", [])
     assert {name: recipe.dotted()[name] for name in fields} == fields
     assert recipe.name == "my-recipe"
+
+
+def test_the_recipe_holds_out_some_documents_and_evaluates_on_them(folder):
+    for count, fraction in ((1, 0.0), (2, 0.0), (30, None), (400, None), (1200, 0.01)):
+        lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(count)]
+        Path("some.jsonl").write_text("".join(lines))
+        file = f"of{count}.yaml"
+        _init(file, "--data", "some.jsonl")
+        recipe, _ = load_recipe(file, [f"data.cache_dir={folder / 'cache'}"])
+        assert fraction is None or recipe.data.eval_fraction == fraction
+        assert bool(recipe.evaluation.every_steps) == bool(recipe.data.eval_fraction)
+        prepared = prepare(recipe)
+        held, train = prepared.eval_sequences(), prepared.train_sequences
+        assert train
+        assert bool(held) == (count > 2)
 
 
 def test_both_kinds_of_file_are_the_same_recipe_and_a_name_alone_is_python(folder):
@@ -91,6 +124,11 @@ def test_faults_are_reported_together_and_nothing_is_written(folder):
     assert (code, "neither a column 'text'" in said) == (3, True)
     assert "is not valid Unicode" in refused("mine.py", "--data", "a\udcff.txt")[1]
     assert "cannot be written" in refused("gone/mine.py", "--data", "texts.jsonl")[1]
+    for kind in ("pairs", "labelled"):
+        assert "compar" in refused("mine.py", "--data", f"{kind}.jsonl")[1]
+    Path("folder").mkdir()
+    Path("folder/test.jsonl").write_text("{}\n")
+    assert refused("mine.py", "--data", "folder")[1].startswith("--data: 'folder' has no split 'train'")
     Path("mine.py").write_text("mine")
     assert "exists" in refused("mine.py", "--data", "texts.jsonl")[1]
     assert Path("mine.py").read_text() == "mine"

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from llmtrain.data import arrays
-from llmtrain.data.arrays import ArrayWriter, open_array, will_need, will_search
+from llmtrain.data.arrays import CHUNK_BYTES, ArrayWriter, open_array, require_intact, will_need, will_search
+from llmtrain.errors import DataError
 
 PAGE = mmap.PAGESIZE
 
 
 class Advised:
     """In the place of a mapping: the pages of each advice."""
+
+    hashes = None
 
     def __init__(self) -> None:
         self.pages: list[range] = []
@@ -77,3 +80,24 @@ def test_opened_arrays_read_the_same_data(tmp_path: Path) -> None:
     assert np.array_equal(opened, values)
     with pytest.raises(ValueError, match="read-only"):
         opened[0] = 1
+
+
+def test_a_changed_bit_is_found_where_it_is_read_and_not_elsewhere(tmp_path: Path) -> None:
+    values = np.arange(40_000, dtype=np.uint16)
+    with ArrayWriter(tmp_path, "numbers", values.dtype) as writer:
+        for part in np.split(values, [3, 5000, 5000, 5001, 30_000]):
+            writer.append(part)
+    path = tmp_path / "numbers.bin"
+    for changed in (0, CHUNK_BYTES - 1, 50_001, 2 * len(values) - 1):
+        content = bytearray(values.tobytes())
+        content[changed] ^= 1
+        path.write_bytes(content)
+        array = open_array(tmp_path, "numbers", values.dtype, len(values))
+        for start in range(0, len(values), 997):
+            end = min(start + 1500, len(values))
+            pages = range(2 * start // CHUNK_BYTES, (2 * end - 1) // CHUNK_BYTES + 1)
+            if changed // CHUNK_BYTES in pages:
+                with pytest.raises(DataError, match=r"numbers.bin: the bytes .* are not those that were written"):
+                    require_intact(array, np.array([start]), np.array([end]))
+            else:
+                require_intact(array, np.array([start, start]), np.array([end, start]))

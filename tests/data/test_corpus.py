@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,161 @@ def test_folders_saved_by_datasets_are_read(cache: Cache, tmp_path: Path) -> Non
     assert read(cache, tmp_path / "saved") == TEXTS
     assert read(cache, tmp_path / "saved", split="test") == ["x"]
     assert "did you mean 'test'" in fault(cache, tmp_path / "saved", "data.split", split="tests")
+
+
+def test_what_a_cache_left_in_a_saved_folder_is_not_read(cache: Cache, tmp_path: Path) -> None:
+    """`map` and `filter` of a data set that was loaded from a folder write their results beside it."""
+    for split, folder in (("train", tmp_path / "one"), ("test", tmp_path / "several" / "test")):
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
+        datasets.load_from_disk(folder).map(lambda row: {"text": row["text"] + "!"})
+        assert len(list(folder.glob("*.arrow"))) == 2
+        source = tmp_path / ("one" if split == "train" else "several")
+        if split == "test":
+            (source / "dataset_dict.json").write_text('{"splits": ["test"]}')
+        assert read(cache, source, split=split) == TEXTS
+    (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
+    assert "00001.arrow: does not exist, but state.json names it" in fault(cache, tmp_path / "one", "data.read")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    assert "state.json: does not contain" in fault(cache, tmp_path / "one", "data.format")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a.jsonl", "b/c.jsonl"),
+        ("train.jsonl", "test.jsonl"),
+        ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"),
+        ("data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"),
+        ("data/dev.jsonl", "data/my-training.v2.jsonl", "evaluation_1.jsonl"),
+        ("train/0.jsonl", "val/0.jsonl", "val/test.jsonl"),
+        ("x/2024 train/y/0.jsonl", "x/test-2/0.jsonl"),
+        ("trained.jsonl", "latest.jsonl"),
+        ("test.jsonl",),
+    ],
+)
+def test_the_split_of_a_file_is_the_one_that_datasets_gives_it(
+    cache: Cache, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "corpus"
+    for name in names:
+        write_jsonl(folder / name, [name])
+    patterns = datasets.data_files.get_data_patterns(str(folder))
+    files = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    expected = {str(split): sorted(os.path.relpath(path, folder) for path in paths) for split, paths in files.items()}
+    assert {split: read(cache, folder, split=split) for split in expected} == expected
+    if "train" not in expected:
+        assert "has no split 'train'" in fault(cache, folder, "data.split")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("train.jsonl", "a.jsonl"), "name no split, while train.jsonl names 'train': a.jsonl"),
+        (("train/a.jsonl", "b.jsonl", "c/d.jsonl"), "name no split, while train/a.jsonl names 'train': b.jsonl, c/d"),
+        (("data/train-00000-of-00001.jsonl", "more/a.jsonl"), "name no split, while .*: more/a.jsonl"),
+        (("train.jsonl", "train-test.jsonl"), "name several splits, while train.jsonl .*: train-test.jsonl"),
+    ],
+)
+def test_files_that_belong_to_no_split_or_to_several_are_refused(
+    cache: Cache, tmp_path: Path, names: tuple[str, ...], message: str
+) -> None:
+    for name in names:
+        write_jsonl(tmp_path / name, [name])
+    assert re.search(message, fault(cache, tmp_path, "data.split"))
+    assert read(cache, tmp_path / names[0]) == [names[0]]
+
+
+@pytest.mark.parametrize(
+    "head", ["", "---\nlicense: mit\n---\n", "---\nconfigs:\n- config_name: en\n---\n", "---\n[\n---"]
+)
+def test_a_folder_with_several_subsets_is_refused(cache: Cache, tmp_path: Path, head: str) -> None:
+    folder = tmp_path / "corpus"
+    for subset in ("en", "de"):
+        write_jsonl(folder / subset / "train-00000-of-00001.jsonl", [subset])
+    (folder / "README.md").write_text(head + "# Corpus\n")
+    assert read(cache, folder) == ["de", "en"]
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: en\n- config_name: de\n---\n# Corpus\n")
+    message = fault(cache, folder, "data.subset")
+    assert "has several subsets, as its README.md says: en, de" in message
+    assert read(cache, folder / "en") == ["en"]
+
+
+def test_what_only_a_dataset_of_the_hub_has_is_refused_for_local_files(cache: Cache, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert "have no split 'test'" in fault(cache, path, "data.split", split="test")
+    assert "have no split 'test'" in fault(cache, tmp_path / "*.jsonl", "data.split", split="test")
+    assert "has no split 'test' (splits: train)" in fault(cache, tmp_path, "data.split", split="test")
+    assert "0.subset" in fault(cache, path, "data.local", subset="en")
+    assert "0.revision" in fault(cache, tmp_path, "data.local", revision="main")
+    assert "0.split" in fault(cache, "stdlib", "data.local", split="test")
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+@pytest.mark.parametrize("form", ["array", "indented", "lines", "csv", "tsv"])
+def test_json_and_csv_files_are_read(
+    cache: Cache, tmp_path: Path, form: str, packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of a few bytes, so that these divide every character, escape and bracket of a JSON array."""
+    monkeypatch.setattr("llmtrain.data.sources.formats.READ_BYTES", 7)
+    texts = [*TEXTS, '"quoted", \n in two\nlines\r\n', "\\ 😀 [{,}]\t;", "2024", "x" * 200_000]
+    rows = [{"id": number, "text": text} for number, text in enumerate([*texts[:-1], None, texts[-1]])]
+    file = io.StringIO(newline="")
+    if form == "lines":
+        file.write("\n".join(map(json.dumps, rows)))
+    elif form in ("csv", "tsv"):
+        writer = csv.DictWriter(file, ("id", "text"), dialect="excel" if form == "csv" else "excel-tab")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        file.write(" \n" + json.dumps(rows, indent=1 if form == "indented" else None) + "\n")
+    path = tmp_path / f"a.{form if form in ('csv', 'tsv') else 'json'}{'' if packed is bytes else '.gz'}"
+    path.write_bytes(packed(b"\xef\xbb\xbf" + file.getvalue().encode()))
+    assert read(cache, path) == texts
+    assert "no column 'texts'; did you mean 'text'? (columns: id, text)" in fault(
+        cache, path, "data.column", text_column="texts"
+    )
+
+
+def test_the_fields_of_a_table_are_read_as_conversations(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,completion,system\na,"b,c",\n')
+    (corpus,) = open_corpora([Source(str(tmp_path / "a.csv"))], cache)
+    assert isinstance(corpus, ConversationCorpus)
+    (row,) = corpus.documents()
+    assert json.loads(row.text) == row.row == {"prompt": "a", "completion": "b,c", "system": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"text": "b}, {"text": "c"}]', "row 2: is not JSON"),
+        ('[{"text": "a"} {"text": "b"}]', "row 1: is followed by '{' where ',' is expected"),
+        ('[{"text": "a"}, 3]', "row 2: begins with '3', so it is not an object"),
+        ('[{"text": "a"},]', "row 2: begins with ']'"),
+        ('[{"text": "a"}', "row 1: is followed by the end of the file where ',' is expected"),
+        ('[{"text": "a', "row 1: is not JSON"),
+        ('[{"text": "a"}] []', "row 1: is followed by '[' where 'the end of the file' is expected"),
+        ('[{"text": ' + "[" * 100_000, "row 1: is nested too deeply"),
+        ('{\n"text": "a"}', "line 1: is not JSON"),
+    ],
+)
+def test_a_damaged_json_file_is_named_with_the_place(cache: Cache, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    found = fault(cache, tmp_path / "a.json", "data.json")
+    assert f"a.json, {message}" in found
+    assert "array" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,id\na,1\nb\n", "line 3: is not a row of a table: 1 cells, but 2 names of columns"),
+        ('text,id\n"a,1\n', "line 2: is not a row of a table: unexpected end of data"),
+        ("text,text\na,b\n", "has 2 columns 'text'"),
+    ],
+)
+def test_a_damaged_table_is_named_with_the_place(cache: Cache, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    assert message in fault(cache, tmp_path / "a.csv", "data.column" if "has 2" in message else "data.csv")
 
 
 def test_a_text_file_is_a_document(cache: Cache, tmp_path: Path) -> None:
@@ -266,7 +424,7 @@ def test_names_that_are_not_utf8(cache: Cache, tmp_path: Path, kind: str) -> Non
     assert "Traceback" not in caught.value.report()
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst"])
 def test_damaged_files_are_named(cache: Cache, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"ARROW1 this is not what its name says")
     assert name in fault(cache, tmp_path / name, "data.read")
@@ -290,9 +448,11 @@ def test_unknown_source_names_are_refused(cache: Cache, tmp_path: Path) -> None:
 def test_files_of_several_or_unknown_kinds_are_refused(cache: Cache, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("licence")
-    (tmp_path / "c.csv").write_text("a,b")
+    (tmp_path / "c.xml").write_text("a,b")
     assert "files of several kinds (1 .jsonl, 1 .txt)" in fault(cache, tmp_path, "data.mixed")
-    assert "c.csv' has an unknown format" in fault(cache, tmp_path / "c.csv", "data.format")
+    message = fault(cache, tmp_path / "c.xml", "data.format")
+    assert "c.xml' has an unknown format (.txt, .jsonl" in message
+    assert message.endswith("convert it to .jsonl or .parquet")
 
 
 def test_the_faults_of_all_sources_are_reported_at_once(cache: Cache, tmp_path: Path) -> None:

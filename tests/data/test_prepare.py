@@ -18,10 +18,12 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, Progress, Schedule, data_summary, notes, prepare, report
+from llmtrain.cli import app
+from llmtrain.data import Prepared, Progress, Schedule, compare_with_hashes, data_summary, notes, prepare, report
 from llmtrain.data.samples import filled_share
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Recipe
+from llmtrain.system.streams import short_names
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 PREPARE = """
@@ -287,6 +289,67 @@ def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path
         prepare(make_recipe(corpus_file))
 
 
+def read_all(prepared: Prepared) -> None:
+    """Reads what a run reads."""
+    schedule = Schedule(
+        prepared,
+        seed=1,
+        global_batch_size=8,
+        micro_batch_size=8,
+        gradient_accumulation_steps=1,
+        dp_rank=0,
+        dp_size=1,
+        epochs=1,
+    )
+    read = 0
+    for batch in schedule.train_batches(0):
+        if (read := read + batch.samples) >= prepared.train_sequences:
+            break
+    list(schedule.eval_batches())
+    prepared.unigram_loss(8)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_a_changed_byte_stops_the_run_that_reads_it(
+    make_recipe: MakeRecipe, corpus_file: Path, packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(corpus_file, packing=packing)
+    prepared = prepare(recipe)
+    read_all(prepared)
+    paths = [path for folder in prepared.sources[0].folders for path in sorted(folder.glob("*.bin"))]
+    assert len(paths) == (5 if packing == "concat" else 13)
+    for path in paths:
+        content = path.read_bytes()
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        message = rf"{path}: the bytes .* not those that were written .*\n *remove {path.parent} and prepare again"
+        is_read = packing == "concat" or "_documents" not in path.name  # packing has made an index of these
+        for look in (lambda found: compare_with_hashes(found, Progress()), *([read_all] if is_read else [])):
+            with pytest.raises(DataError, match=message) as caught:
+                look(prepare(recipe))
+            assert caught.value.exit_code == Exit.DATA
+        path.write_bytes(content)
+    read_all(prepare(recipe))
+    recipe_file = corpus_file.with_name("recipe.yaml")
+    recipe_file.write_text(recipe.model_dump_json())
+    with pytest.raises(SystemExit):
+        app(["data", str(recipe_file), "--verify"])
+    size = sum(path.stat().st_size for path in paths)
+    assert f"{size:,} bytes are as they were written" in capsys.readouterr().out
+
+
+def test_a_store_without_hashes_is_read_with_a_note(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+    """Earlier versions wrote none."""
+    recipe = make_recipe(corpus_file)
+    prepared = prepare(recipe)
+    assert not any("hashes" in note for note in notes(prepared, recipe))
+    (tokens, packs) = prepared.sources[0].folders
+    for path in [*tokens.glob("*.xxh3"), *packs.glob("*.xxh3")]:
+        path.unlink()
+    prepared = prepare(recipe)
+    read_all(prepared)
+    assert f"only sizes are compared; to prepare again, remove {tokens} and {packs}" in notes(prepared, recipe)[0]
+
+
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": null}\n'])
 def test_an_empty_corpus_is_refused(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
@@ -347,13 +410,33 @@ def test_the_report_shows_the_numbers_of_each_source(make_recipe: MakeRecipe, co
     assert "are unused" in text
 
 
-def test_the_report_in_80_columns_has_whole_names(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+def test_the_report_in_80_columns_has_short_and_whole_names(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
     long = write_jsonl(tmp_path / ("a-corpus-of-a-long-name" * 4) / "b.jsonl", make_texts(300))
     recipe = make_recipe(long, corpus_file, sequence_length=16)
     text = shown(prepare(recipe), recipe, 80)
     assert "…" not in text
-    names = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
-    assert str(long) in names
+    rows = [line.split() for line in text.splitlines() if " train " in line or " eval " in line]
+    assert [row[0] for row in rows] == ["b.jsonl", "b.jsonl", "corpus.jsonl", "corpus.jsonl"]
+    assert {len(row) for row in rows} == {6, 7}  # no number is broken
+    assert f"b.jsonl is {long}" in text.replace("\n", "")
+
+
+def test_a_short_name_is_as_long_as_it_has_to_be() -> None:
+    names = [
+        "/data/web/en/part.jsonl",
+        "/data/code/en/part.jsonl",
+        "owner/name",
+        "a" * 50,
+        "/data/code/en/part.jsonl #1",
+    ]
+    short = ["web/en/part.jsonl", "code/en/part.jsonl", "owner/name", "a" * 50, "part.jsonl #1"]
+    assert short_names(names) == dict(zip(names, short, strict=True))
+    assert short_names(["/corpora/of/a/project/", "/corpora/of/a"]) == {
+        "/corpora/of/a/project/": "project",
+        "/corpora/of/a": "/corpora/of/a",
+    }
 
 
 def test_the_summary_counts_the_epochs_of_each_source(

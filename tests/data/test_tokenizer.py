@@ -12,10 +12,10 @@ from huggingface_hub import close_session
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from llmtrain.data import prepare
+from llmtrain.data import notes, prepare
 from llmtrain.data import tokenizer as module
 from llmtrain.data.tokenizer import Encoder, cut, token_bytes
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, RecipeError
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
 
 HARD = [
@@ -116,6 +116,36 @@ def test_a_start_token_is_added_to_each_document(make_recipe: MakeRecipe, corpus
     starts = stream.documents[:-1].astype(int)
     assert (stream.tokens[starts] == 0).all()
     assert (stream.tokens == 0).sum() == (stream.tokens == 1).sum() == len(starts)
+
+
+def test_a_class_that_changes_the_tokens_is_told_and_can_be_avoided(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Qwen2's splits numbers into digits, whatever the file says."""
+    folder = write_tokenizer(tmp_path / "own", tokenizer_class="Qwen2Tokenizer", pad_token="</s>", unk_token="</s>")
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"]["merges"] = [["2", "0"], ["20", "2"]]
+    described["model"]["vocab"] |= {"20": 258, "202": 259}
+    described["added_tokens"].append({**described["added_tokens"][0], "id": 260, "content": "<|endoftext|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = {}
+    for chosen in ("auto", "generic"):
+        recipe = make_recipe(corpus_file, tokenizer=str(folder), tokenizer_class=chosen)
+        prepared = prepare(recipe)
+        found[chosen] = Encoder(prepared.tokenizer_dir).encode(["202 3"])[0]
+        # What is trained on is what `transformers` reads when it loads the copy, which is exported.
+        loaded = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+        assert loaded("202 3", add_special_tokens=False)["input_ids"] == found[chosen]
+        told = [note for note in notes(prepared, recipe) if "read in two ways" in note]
+        if chosen == "generic":
+            assert not told
+        else:
+            assert "class Qwen2Tokenizer reads '2' '0' '2' '3' ',', but its tokenizer.json '202' '3' ','" in told[0]
+    assert len(found["auto"]) == 5
+    assert found["generic"] == own.encode("202 3").ids
+    with pytest.raises(RecipeError, match="no effect on a tokenizer that is trained"):
+        make_recipe(corpus_file, tokenizer_class="generic")
 
 
 def test_a_changed_vocabulary_of_tekken_is_another_tokenizer(

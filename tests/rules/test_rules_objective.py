@@ -8,6 +8,7 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, model_configuration
+from llmtrain.plan.described import split_lines
 from llmtrain.rules import resolve
 from tests.helpers.batches import tiny_recipe
 
@@ -61,6 +62,21 @@ def test_dropout_of_the_configuration_is_off_unless_the_recipe_asks_for_it():
     kept = tiny_recipe(**GPT2, **DPO, **{"model.config.embd_pdrop": 0.1})
     assert build_model(kept, torch.float32, torch.device("cpu")).transformer.drop.p == 0.1
     assert model_configuration(tiny_recipe(**GPT2, **DPO)).resid_pdrop == 0.1  # an export's
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "tokens a step"),
+        (DPO, "tokens a step, at least 8 pairs"),
+        (DPO | {"objective.name": "kto"}, "tokens a step, at least 8 completions"),
+        (DPO | {"objective.name": "kto", "data.packing": "none"}, "tokens a step, 8 completions"),
+    ],
+)
+def test_a_plan_says_how_many_pairs_or_completions_a_step_has(fields, said):
+    plan = resolve(tiny_recipe(**fields, **{"batch.global_batch_size": 8}), Cluster())
+    (line,) = (line for line in split_lines(plan) if line.startswith("batch"))
+    assert line.endswith(said)
 
 
 def test_liger_loss_is_refused_for_preferences():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
@@ -34,8 +34,13 @@ KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING, *TRAINED)
 )
 """The keys of a message that are read."""
+PART_KEYS = frozenset(("type", "text"))
+TEXT_PARTS = (None, "text", "input_text", "output_text")
+"""Types of the parts of a content that are read."""
 _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
 """Names of keys and columns that may say what is trained on."""
+_SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
+"""Names of keys and columns that may say who speaks."""
 
 MOST_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
@@ -67,6 +72,11 @@ FOUND: dict[Format | None, tuple[Format, ...]] = {
 }
 """Format in the recipe → formats to try, in order, if there are several. A preference pair can be read as two labelled
 completions."""
+_LABELS = NAMES["unpaired_preference"]["label"]
+_COMPARED = ("chosen", "rejected")
+_TURN_NAMES = {name for parts in (*NAMES.values(), *OPTIONAL.values()) for names in parts.values() for name in names}
+_TURN_NAMES = _TURN_NAMES - {*_LABELS, *_COMPARED} | {*_EXCHANGE, *REASONING, "human", "gpt", "turns", "chat", "dialog"}
+"""Names of keys and columns that may hold a part of a conversation."""
 
 
 class RowError(Exception):
@@ -101,6 +111,8 @@ class Layout:
     """Part → column, for the parts that the rows have."""
     system: str | None = None
     """System text for conversations that have none."""
+    ignored: frozenset[str] = frozenset()
+    """Names of columns, and of keys of messages, that are not read on purpose."""
 
     def __str__(self) -> str:
         return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
@@ -109,11 +121,15 @@ class Layout:
         """Returns the conversation of a row, or one per completion (chosen before rejected). Raises RowError."""
         if self.format in _COMPLETIONS:
             return self.answered(row).conversations
+        row = self._considered(row)
         parts = self._parts(row)
-        return (self._conversation(_TURNS[self.format](parts), parts),)
+        found = (self._conversation(_TURNS[self.format](parts), parts),)
+        self._require_read(row, found)
+        return found
 
     def answered(self, row: Mapping[str, Any]) -> Answered:
         """Returns the prompt of a row with its completions. Raises RowError."""
+        row = self._considered(row)
         parts = self._parts(row)
         prompt, completions = _COMPLETIONS[self.format](parts)
 
@@ -122,24 +138,88 @@ class Layout:
             return replace(one, trained=(*[False] * (len(one.messages) - len(turns)), *one.trained[-len(turns) :]))
 
         turns, labels = zip(*completions, strict=True)
-        return Answered(prompt, turns, labels, tuple(map(conversation, turns)), conversation)
+        found = tuple(map(conversation, turns))
+        self._require_read(row, found)
+        return Answered(prompt, turns, labels, found, conversation)
 
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
-        read = set(self.columns.values())
-        found = {f"column '{name}'" for name, value in row.items() if name not in read and value is not None}
-        lists = [row[name] for name in read if isinstance(row.get(name), (list, tuple))]
-        turns = [turn for turn in chain.from_iterable(lists) if isinstance(turn, Mapping) and _role(turn)]
-        return found | {f"key '{key}'" for turn in turns for key in turn.keys() - KEYS if turn[key] is not None}
+        row = self._considered(row)
+        found = {f"column '{name}'" for name in self._unread_columns(row)}
+        for turn in self._turns(row):
+            found |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
+            found |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
+        return found
+
+    def _considered(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a row without the columns, and without the keys of its messages, that are ignored.
+
+        Messages that are JSON are parsed. Raises RowError.
+        """
+        column = self.columns.get("messages")
+        if column and isinstance(row.get(column), str):
+            row = {**row, column: _json(row[column], "the messages")}
+        if not self.ignored:
+            return row
+
+        def without(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [without(one) for one in value]
+            return {key: value[key] for key in value if key not in self.ignored} if _role(value) else value
+
+        return {name: without(value) for name, value in row.items() if name not in self.ignored}
+
+    def _unread_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        read = self.columns.values()
+        return {name: value for name, value in row.items() if name not in read and value is not None}
+
+    def _turns(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Returns the messages in the columns that are read, without those that only have a role and a text."""
+        lists = [row[name] for name in self.columns.values() if isinstance(row.get(name), (list, tuple))]
+        return [
+            turn
+            for turn in chain.from_iterable(lists)
+            if isinstance(turn, Mapping)
+            and not (KEYS.issuperset(turn) and isinstance(_content(turn), str))
+            and _role(turn)
+        ]
 
     def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        for name, value in row.items():
-            if name not in self.columns.values() and _may_mask(name, value):
+        for name, value in self._unread_columns(row).items():
+            if _may_mask(name, value):
                 raise RowError(
                     f"nothing reads the column '{name}', which may say what is trained on; "
-                    "a message is left out of training by its key `train: false`"
+                    f"a message is left out of training by its key `train: false`, {_or_ignore(name)}"
+                )
+            if self.format == "prompt_completion" and name in _LABELS and truth_value(value) is not None:
+                raise RowError(
+                    f"nothing reads the column '{name}', which may say whether the completion is desirable; "
+                    f"set objective.name=kto, {_or_ignore(name)}"
                 )
         return {part: row.get(column) for part, column in self.columns.items()}
+
+    def _require_read(self, row: Mapping[str, Any], found: tuple[Conversation, ...]) -> None:
+        """Raises RowError if an unread column, or key of a message, may say who speaks, or what."""
+        columns = self._unread_columns(row)
+        suspects: list[tuple[str, str, Any, str | None]] = [
+            ("column", name, value, None) for name, value in columns.items() if _may_be_turn(name, value)
+        ]
+        for turn in self._turns(row):
+            suspects += [
+                ("key", name, turn[name], _role(turn)) for name in turn.keys() - KEYS if _may_be_turn(name, turn[name])
+            ]
+        if not suspects:
+            return
+        said = "\n".join(one.text() for one in found)
+        for what, name, value, role in suspects:
+            if name.lower() in _SPEAKERS:
+                if _ROLE[value] != role:
+                    raise RowError(f"nothing reads the {what} '{name}', which may say who speaks; {_or_ignore(name)}")
+            elif not all(text.strip() in said for text in _texts(value)):
+                raise RowError(
+                    f"nothing reads the {what} '{name}', which may be a part of the conversation: {shown(value)}; "
+                    f"name its part in `columns` of the source, {_or_ignore(name)}"
+                )
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
         if (system := parts.get("system") or self.system) and not any(_role(turn) == "system" for turn in turns):
@@ -169,10 +249,18 @@ class ChatSource:
     columns: tuple[tuple[str, str], ...] = ()
     """Pairs of a part and its column, for columns without a usual name."""
     system: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def layout(self, columns: Iterable[str], field: str) -> Layout:
         """Returns the layout that `find_layout` finds for these columns."""
-        return find_layout(columns, field, format=self.format, named=dict(self.columns), system=self.system)
+        found = find_layout(
+            (name for name in columns if name not in self.ignored),
+            field,
+            format=self.format,
+            named=dict(self.columns),
+            system=self.system,
+        )
+        return replace(found, ignored=frozenset(self.ignored))
 
 
 def find_layout(
@@ -275,12 +363,19 @@ def _text(number: int, content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, (list, tuple)):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+        if not all(map(_is_text, content)):
             raise RowError(f"message {number} has parts that are not text: {shown(content)}")
+        for name, value in chain.from_iterable(part.items() for part in content):
+            if name not in PART_KEYS and _may_mask(name, value):
+                raise RowError(f"a part of message {number} has the unknown key '{name}', which may be a mask")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RowError(f"the content of message {number} is {shown(content)}, not text")
     return content
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type") in TEXT_PARTS
 
 
 def _call(number: int, call: Any) -> dict[str, Any]:
@@ -312,7 +407,41 @@ def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
 
 def _may_mask(name: str, value: Any) -> bool:
     """Whether a column or a key that nothing reads may say what is trained on."""
-    return _MASK.search(name) is not None and (isinstance(value, (list, tuple)) or value in (0, 1))
+    return _MASK.search(name) is not None and (isinstance(value, (list, tuple)) or truth_value(value) is not None)
+
+
+def truth_value(value: Any) -> bool | None:
+    """Returns a truth value, which is a text in a cell of a CSV file; None for anything else."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    return known.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
+
+
+def _or_ignore(name: str) -> str:
+    return f"or list '{name}' in `ignore` of the source"
+
+
+def _may_be_turn(name: str, value: Any) -> bool:
+    """Whether a column or a key that nothing reads may say who speaks, or hold a text of the conversation."""
+    if name.lower() in _SPEAKERS:
+        return isinstance(value, str) and value in _ROLE
+    is_list = isinstance(value, (list, tuple)) and bool(value) and all(map(_role, value))
+    return is_list or (name.lower() in _TURN_NAMES and any(_texts(value)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the texts of messages, or of another value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(_content(value) if _role(value) else list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _texts(one)
+
+
+def _parts_of(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = _content(turn)
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, (list, tuple)) else []
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -346,8 +475,6 @@ def _json(text: str, what: str) -> Any:
 
 def _from_messages(parts: dict[str, Any]) -> list[Any]:
     turns = parts["messages"]
-    if isinstance(turns, str):
-        turns = _json(turns, "the messages")
     if not isinstance(turns, (list, tuple)):
         raise RowError(f"messages are {shown(turns)}, not a list of messages")
     return list(turns)
@@ -383,9 +510,9 @@ def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
         raise RowError("has no prompt")
     if not turns or _role(turns[0]) != "assistant":
         raise RowError("the completion does not continue the prompt with a turn of the assistant")
-    if label not in (0, 1):
+    if (desirable := truth_value(label)) is None:
         raise RowError(f"the label is {shown(label)}; it must be true (desirable) or false")
-    return prompt, [(turns, bool(label))]
+    return prompt, [(turns, desirable)]
 
 
 def _pair(parts: dict[str, Any]) -> tuple[list[Any], Completions]:

@@ -97,6 +97,11 @@ class ChatEncoder:
         self._skeletons: dict[tuple[str, ...], Skeleton] = {}
         """Roles of the messages → skeleton of the last conversation of plain texts that was rendered with marks."""
 
+    @property
+    def ordinary_end(self) -> str:
+        """The text of the token that ends turns, if it is not special in the tokenizer; empty if it is."""
+        return self._renderer.controls.plain(self._renderer.added_end)
+
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Returns the tokens of each conversation, or the error that prevented it."""
         return self.tokenize(self.render(conversations))

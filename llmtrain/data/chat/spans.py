@@ -8,9 +8,11 @@ conversation for which this fails is refused.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, takewhile
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
@@ -32,6 +34,8 @@ MOST_SKELETONS = 10_000
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
 
+PROBE: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+"""A conversation that shows how the template ends a turn."""
 FIRST = "; it begins the conversation: give a system text (field `system` of the source), or leave it out"
 """Added to faults of a turn before which there is no message. Many templates have no prompt for such a turn."""
 
@@ -60,6 +64,24 @@ class Renderer:
     """Whether the text of a special token in a message becomes the token."""
     bos: str | None = None
     """The character for a token that begins texts and is not also the end token; None if there is none."""
+
+    @cached_property
+    def added_end(self) -> str:
+        """The character for the token that is not special and ends a turn of the assistant; empty if none does.
+
+        It has to end a turn without tags, so it is not a token of a message, such as `</think>`, or of a call.
+        """
+        try:
+            after = self._render(PROBE, ()).gaps[-1][1]
+        except RowError:
+            return ""
+        found = [] if SPECIAL.search(after) else CONTROL.findall(after)
+        return found[-1] if found else ""
+
+    @cached_property
+    def end(self) -> re.Pattern[str]:
+        """Matches the tokens that may end a turn: special tokens, and `added_end`."""
+        return re.compile(f"{SPECIAL.pattern}|{self.added_end}") if self.added_end else SPECIAL
 
     @property
     def breaks(self) -> Controls:
@@ -230,17 +252,14 @@ class Renderer:
         """Returns where a turn ends within `after`, the text that follows it, and whether an end token ends it."""
         is_last = number + 1 == len(conversation.messages)
         shared = [_common(end, after) for end in ends]
-        # An added token that is not special may end a turn, but one at the end of a call, `</tool_call>`, does not.
-        patterns = (SPECIAL,) if "tool_calls" in conversation.messages[number] else (SPECIAL, CONTROL)
-        for pattern in patterns:
-            for text in shared:
-                if found := [match.end() for match in pattern.finditer(text)]:
-                    return found[-1], True
-            if pattern is SPECIAL and not any(SPECIAL.search(end) for end in ends) and ends:
-                # The template has no end token for turns. The model stops by writing the token of the next role.
-                following = after[len(ends[-1]) :] if after.startswith(ends[-1]) else ""
-                if SPECIAL.match(following) and following[0] != self.bos:
-                    return len(ends[-1]) + 1, True
+        for text in shared:
+            if found := [match.end() for match in self.end.finditer(text)]:
+                return found[-1], True
+        if not any(self.end.search(end) for end in ends) and ends:
+            # The template has no end token for turns. The model stops by writing the token of the next role.
+            following = after[len(ends[-1]) :] if after.startswith(ends[-1]) else ""
+            if SPECIAL.match(following) and following[0] != self.bos:
+                return len(ends[-1]) + 1, True
         if is_last:
             return len(after), False
         return max((len(text.rstrip()) for text in shared), default=0), False
@@ -266,7 +285,7 @@ class Renderer:
             turns.append(Turn(min(owners), start, stop, ended=False))
         last = {turn.message: place for place, turn in enumerate(turns)}
         for place in last.values():
-            turns[place] = _to_end_token(turns[place], whole, self.bos)
+            turns[place] = _to_end_token(turns[place], whole, self.end, self.bos)
         inside = {number for turn in turns for number in range(turn.start[0], turn.end[0])}
         for number, one in enumerate(whole.stretches):
             if messages[one.message]["role"] == "assistant" and number not in inside and number not in whole.repeated:
@@ -320,18 +339,19 @@ def _overlap(text: str, position: int, opening: str) -> int:
     return next((size for size in sizes if text.endswith(opening, 0, position + size)), 0)
 
 
-def _to_end_token(turn: Turn, whole: Rendered, bos: str | None) -> Turn:
+def _to_end_token(turn: Turn, whole: Rendered, tokens: re.Pattern[str], bos: str | None) -> Turn:
     """Returns a turn that ends with the end token in its last gap, or else with the one that follows, if there is one.
 
+    tokens: matches end tokens.
     Blocks of many templates also contain the line end after the end token, which the model never writes.
     """
     number, place = turn.end
     after = whole.gaps[number][1]
-    found = [match.end() for match in SPECIAL.finditer(after, 0, place)]
+    found = [match.end() for match in tokens.finditer(after, 0, place)]
     if found and not after[found[-1] : place].strip():
         return Turn(turn.message, turn.start, (number, found[-1]), ended=True)
     following = after[place:]
     skipped = len(following) - len(following.lstrip())
-    if SPECIAL.match(following, skipped) and following[skipped] != bos:
+    if tokens.match(following, skipped) and following[skipped] != bos:
         return Turn(turn.message, turn.start, (number, place + skipped + 1), ended=True)
     return turn

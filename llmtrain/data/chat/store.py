@@ -24,7 +24,7 @@ from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
 
-FORMAT = 8
+FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
 SHOWN = 5
@@ -182,7 +182,7 @@ def tokenize_conversations(
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
         "special_tokens": asdict(finder.found()),
-        "conversations": asdict(counts),
+        "conversations": asdict(counts) | {"ordinary_end": encoder.ordinary_end},
         "pairs": corpus.chat.format == "preference",
         "judged": labelled,  # the name in existing stores
         "seconds": time.perf_counter() - started,

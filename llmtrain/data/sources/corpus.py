@@ -63,7 +63,9 @@ class ConversationCorpus:
     @property
     def identity(self) -> str:
         """Identifies the content, and the columns that hold the conversations."""
-        return key_of("conversations", self.rows.identity, self.chat.format, self.chat.columns, self.chat.system)
+        chat = self.chat
+        ignored = [list(chat.ignored)] if chat.ignored else []
+        return key_of("conversations", self.rows.identity, chat.format, chat.columns, chat.system, *ignored)
 
     def documents(self) -> Iterator[Document]:
         """Yields the rows."""
@@ -160,10 +162,11 @@ def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
 
 def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
     """Whether a source of format `auto` has conversations instead of a text column."""
-    if source.format != "auto" or source.text_column in columns:
+    considered = [name for name in columns if name not in source.ignore]
+    if source.format != "auto" or source.text_column in considered:
         return False
     try:
-        find_layout(columns, "", format=None, named=source.columns, system=source.system)
+        find_layout(considered, "", format=None, named=source.columns, system=source.system)
     except DataError:
         return False
     return True
@@ -180,11 +183,13 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
 
 
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
-    if source.name == STDLIB:
-        return stdlib_corpus(cache)
-    if source.name == STDLIB_CHAT:
+    if source.name in (STDLIB, STDLIB_CHAT):
+        _refuse_hub_fields(source, ("subset", "split", "revision"), field)
+        if source.name == STDLIB:
+            return stdlib_corpus(cache)
         return ConversationCorpus(stdlib_chat_corpus(cache), ChatSource("messages", system=source.system))
-    files = find_files(source.name, source.split, field)
+    if files := find_files(source.name, source.split, field):
+        _refuse_hub_fields(source, ("subset", "revision"), field)
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None
     if files:
@@ -204,4 +209,13 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
         raise DataError(Problem("data.missing", f"{field}.name", message))
     if column is not None:
         return opened
-    return ConversationCorpus(opened, ChatSource(form, tuple(source.columns.items()), source.system))  # type: ignore[arg-type]
+    columns = tuple(source.columns.items())
+    return ConversationCorpus(opened, ChatSource(form, columns, source.system, tuple(source.ignore)))  # type: ignore[arg-type]
+
+
+def _refuse_hub_fields(source: Source, names: Sequence[str], field: str) -> None:
+    """Raises DataError for fields that select a part of a dataset on the hub."""
+    message = f"has no effect, since '{source.name}' is not a dataset on the hub"
+    given = [name for name in names if getattr(source, name) != type(source).model_fields[name].default]
+    if given:
+        raise DataError([Problem("data.local", f"{field}.{name}", message, "leave it out") for name in given])

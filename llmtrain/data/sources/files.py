@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.sources.folders import files_of_split
 from llmtrain.data.sources.formats import READERS, Document, kind_of, read_document
-from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.durable import fingerprint, write_atomically
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_json
@@ -82,20 +83,25 @@ class FileCorpus:
 def find_files(name: str, split: str, field: str) -> list[Path]:
     """Returns the sorted files that a path, folder or glob refers to; empty if nothing has that name.
 
-    A folder stands for the data files below it, which must be of one kind. If `datasets` saved several splits to the
-    folder, it stands for the files of the given split.
+    A folder stands for the data files of the split below it (`files_of_split`), which must be of one kind.
 
-    Raises DataError for a folder or glob without data files, or with files of several kinds.
+    Raises DataError for a folder or glob without data files, or with files of several kinds, and for a split that does
+    not exist; files that are named directly are the split `train`.
     """
     path = expanded(name)
-    if path.is_file():
-        return _of_one_kind([path], name, field)
     if path.is_dir():
-        return _of_one_kind(_below(_split_folder(path, split, field)), name, field)
-    if glob.has_magic(name):
+        return _of_one_kind(files_of_split(path, split, field), name, field)
+    if path.is_file():
+        files = [path]
+    elif glob.has_magic(name):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - absolute too
-        return _of_one_kind([match for match in matches if match.is_file()], name, field)
-    return []
+        files = [match for match in matches if match.is_file()]
+    else:
+        return []
+    if split != "train":
+        message = f"'{name}' names files, which have no split '{split}'"
+        raise DataError(Problem("data.split", f"{field}.split", message, "leave `split` out, or name the folder"))
+    return _of_one_kind(files, name, field)
 
 
 def file_corpus(source: Source, files: Sequence[Path], cache: Cache, column: str | None) -> FileCorpus:
@@ -166,38 +172,16 @@ def _hash(path: Path) -> str:
         raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
 
 
-def _below(folder: Path) -> list[Path]:
-    """Returns the data files below a folder, without hidden files and folders."""
-    files = (path for path in folder.rglob("*") if path.is_file() and kind_of(path))
-    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-
-
-def _split_folder(folder: Path, split: str, field: str) -> Path:
-    """Returns the folder of a split if `DatasetDict.save_to_disk` wrote several, else the folder itself."""
-    index = folder / "dataset_dict.json"
-    if not index.exists():
-        return folder
-    try:
-        splits = read_json(index, dict[str, list[str]])["splits"]
-    except (*UNREADABLE, KeyError):
-        message = 'does not contain {"splits": [NAME, ...]}'
-        fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
-        raise DataError(Problem("data.format", str(index), message, fix)) from None
-    if split in splits:
-        return folder / split
-    message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
-    raise DataError(Problem("data.split", f"{field}.split", message))
-
-
 def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
     kinds = Counter(map(kind_of, files))
-    readable = f"{', '.join(READERS)}; the first three also as .gz or .zst"
+    readable = f"{', '.join(READERS)}; all but the last two also as .gz or .zst"
     if not files:
         message = f"'{name}' has no data files ({readable})"
         raise DataError(Problem("data.missing", f"{field}.name", message))
     if None in kinds:
         stranger = next(path for path in files if kind_of(path) is None)
-        raise DataError(Problem("data.format", f"{field}.name", f"'{stranger}' has an unknown format ({readable})"))
+        message = f"'{stranger}' has an unknown format ({readable})"
+        raise DataError(Problem("data.format", f"{field}.name", message, "convert it to .jsonl or .parquet"))
     if len(kinds) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
         message = f"'{name}' has files of several kinds ({found})"

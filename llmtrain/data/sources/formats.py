@@ -1,4 +1,4 @@
-"""Reads documents from one file: plain text, JSON lines, Parquet, Arrow.
+"""Reads documents from one file: plain text, JSON, CSV, Parquet, Arrow.
 
 Files are read directly, one batch at a time, rather than through `datasets`. Memory use therefore stays bounded, no
 second copy is written besides the token store, and errors name the file and the position.
@@ -6,14 +6,18 @@ second copy is written besides the token store, and errors name the file and the
 
 from __future__ import annotations
 
+import codecs
+import csv
 import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,6 +28,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 1000
+PEEKED = 1 << 16
+"""Bytes in which a JSON file begins, after white space."""
+READ_BYTES = 1 << 20
+"""Bytes of a JSON array that are read at once; more only for a longer object."""
+LONGEST_CELL = 1 << 28
+"""Characters of a cell of a CSV file: a quote that is never closed is noticed there."""
+LONGEST_ESCAPE = 12
+"""Characters of the longest text that cannot be decoded in part: an escaped surrogate pair."""
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
+_DECODER = json.JSONDecoder()
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
@@ -63,10 +77,46 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
             place = f"{path}, line {number}"
             require_column(place, column, row)
             fraction = min(1.0, (offset if file is raw else raw.tell()) / size)
-            if column is None:
-                yield from _document(row, place, column, fraction, row)
-            else:
-                yield from _document(row[column], place, column, fraction)
+            yield from _from_row(row, place, column, fraction)
+
+
+def read_json(path: Path, column: str | None) -> Iterator[Document]:
+    """Yields a document per object of a JSON array, without reading it as a whole; any other file is JSON lines."""
+    with open_decompressed(path) as (file, _):
+        start = file.read(PEEKED).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start.startswith(b"["):
+        yield from read_json_lines(path, column)
+        return
+    size = max(1, path.stat().st_size)
+    with open_decompressed(path) as (file, raw):
+        for number, row in enumerate(_array_objects(file, path), start=1):
+            place = f"{path}, row {number}"
+            require_column(place, column, row)
+            fraction = min(1.0, raw.tell() / size)
+            yield from _from_row(row, place, column, fraction)
+
+
+def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[Document]:
+    """Yields a document per row. The first row has the names of the columns; an empty cell is null."""
+    size = max(1, path.stat().st_size)
+    csv.field_size_limit(LONGEST_CELL)  # the default, 131,072, is less than many documents
+    with open_decompressed(path) as (file, raw):
+        rows = csv.reader(_decoded_lines(file, path), delimiter=delimiter, strict=True)
+        try:
+            if (names := next(rows, None)) is None:
+                return
+            _require_one_column(path, column, names)
+            for cells in filter(None, rows):
+                place = f"{path}, line {rows.line_num}"
+                if len(cells) != len(names):
+                    raise csv.Error(f"{len(cells)} cells, but {len(names)} names of columns")
+                row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                fraction = min(1.0, raw.tell() / size)
+                yield from _from_row(row, place, column, fraction)
+        except csv.Error as error:
+            fix = "write fields that contain delimiters, quotes or line ends in double quotes, or convert it to .jsonl"
+            place = f"{path}, line {rows.line_num}"
+            raise DataError(Problem("data.csv", place, f"is not a row of a table: {error}", fix)) from None
 
 
 def read_parquet(path: Path, column: str | None) -> Iterator[Document]:
@@ -127,10 +177,15 @@ READERS: dict[str, DocumentReader] = {
     ".txt": read_document,
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
 COMPRESSIONS = (".gz", ".zst")
+COMPRESSED = (".parquet", ".arrow")
+"""Formats with a compression of their own."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -140,9 +195,7 @@ def kind_of(path: Path) -> str | None:
     if compressed:
         suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
-    if compressed and READERS.get(kind) not in (read_document, read_json_lines):
-        return None  # Parquet and Arrow have compression of their own
-    return kind if kind in READERS else None
+    return kind if kind in READERS and not (compressed and kind in COMPRESSED) else None
 
 
 @contextmanager
@@ -214,8 +267,98 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
         if isinstance(row, dict):
             return row
         reason = f"a {type(row).__name__}, not an object"
-    fix = 'each line must be a JSON object {"text": ...}'
+    fix = 'each line must be a JSON object {"text": ...}; a .json file may also be one array of such objects'
     raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
+
+
+def _decoded_lines(file: IO[bytes], path: Path) -> Iterator[str]:
+    offset = 0
+    for line in file:
+        yield decode(line, path, offset).removeprefix("" if offset else BYTE_ORDER_MARK)
+        offset += len(line)
+
+
+def _array_objects(file: IO[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of the JSON array in a file; holds one of them, or `READ_BYTES`, at a time."""
+    text = _Text(file, path)
+    text.take("[")
+    while text.next() != "]":
+        if text.row:
+            text.take(",")
+        text.row += 1
+        yield text.next_object()
+    text.take("]")
+    text.take("")
+
+
+class _Text:
+    """The text of a file, of which a part is held."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.held = ""
+        self.place = 0
+        """Position in the held text up to which it has been read."""
+        self.row = 0
+        """Number of the row that is read."""
+        self._file, self._path, self._offset = file, path, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def more(self) -> bool:
+        """Reads on, as much as is held, and forgets what has been read; returns False at the end of the file."""
+        rest = self.held[self.place :]
+        data = self._file.read(max(READ_BYTES, len(rest)))
+        pending = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise DataError(_not_utf8(str(self._path), error, self._offset - pending)) from None
+        self._offset += len(data)
+        self.held, self.place = rest + text, 0
+        return bool(data)
+
+    def next(self) -> str:
+        """Returns the next character that is not white space, without reading it; empty at the end of the file."""
+        while (found := _NOT_SPACE.search(self.held, self.place)) is None:
+            self.place = len(self.held)
+            if not self.more():
+                return ""
+        self.place = found.start()
+        return found[0]
+
+    def take(self, expected: str) -> None:
+        """Reads the next character; the empty one is the end of the file. Raises DataError for another."""
+        if (found := self.next()) != expected:
+            what = f"by {found!r}" if found else "by the end of the file"
+            raise self._fault(f"is followed {what} where {expected or 'the end of the file'!r} is expected")
+        self.place += len(expected)
+
+    def next_object(self) -> dict[str, Any]:
+        """Reads the next object. Raises DataError for other values."""
+        if (found := self.next()) != "{":
+            raise self._fault(f"begins with {found!r}, so it is not an object")
+        while True:
+            try:
+                row, self.place = _DECODER.raw_decode(self.held, self.place)
+                return cast(dict[str, Any], row)
+            except json.JSONDecodeError as error:
+                # A part of an object fails at its end, or where its last string begins.
+                is_part = len(self.held) - error.pos < LONGEST_ESCAPE or error.msg.startswith("Unterminated")
+                if not is_part or not self.more():
+                    raise self._fault(f"is not JSON ({error.msg})") from None
+            except RecursionError:
+                raise self._fault("is nested too deeply") from None
+
+    def _fault(self, message: str) -> DataError:
+        fix = 'a .json file is an array of objects [{"text": ...}, ...], or has one such object in each line'
+        return DataError(Problem("data.json", f"{self._path}, row {self.row}", message, fix))
+
+
+def _from_row(row: dict[str, Any], place: str, column: str | None, fraction: float) -> Iterator[Document]:
+    """Yields the document of a row that is JSON data."""
+    if column is None:
+        yield from _document(row, place, column, fraction, row)
+    else:
+        yield from _document(row[column], place, column, fraction)
 
 
 def _document(

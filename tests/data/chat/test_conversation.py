@@ -9,6 +9,7 @@ import pytest
 
 from llmtrain.data.chat.conversation import (
     TRAINED,
+    ChatSource,
     Conversation,
     Format,
     RowError,
@@ -103,6 +104,72 @@ def test_columns_that_nothing_reads_are_listed_or_refused() -> None:
     for masking in ({"loss_mask": [0, 1]}, {"train": False}):
         with pytest.raises(RowError, match="which may say what is trained on"):
             layout.read({**row, **masking})
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "fault"),
+    [
+        ({"prompt": "a", "completion": "b", "label": False}, "label", "set objective.name=kto, or list 'label'"),
+        ({"prompt": "a", "completion": "b", "label": "0"}, "label", "may say whether the completion is desirable"),
+        ({"question": "a", "answer": "b", "context": "c"}, "context", "may be a part of the conversation: 'c'"),
+        ({"instruction": "a", "output": "b", "tools": [{"name": "f"}]}, "tools", "a part of the conversation"),
+        (
+            {"messages": [ASKED, SAID], "system_turns": [{"role": "system", "content": "s"}]},
+            "system_turns",
+            "a part of",
+        ),
+        ({"prompt": "a", "completion": "b", "role": "system"}, "role", "the column 'role', which may say who speaks"),
+        ({"messages": [ASKED, {**SAID, "speaker": "user"}]}, "speaker", "the key 'speaker', which may say who speaks"),
+        ({"messages": [ASKED, {**SAID, "response": "c"}]}, "response", "the key 'response', which may be a part of"),
+        ({"messages": [ASKED, {**SAID, "masked": True}]}, "masked", "the unknown key 'masked', which may be a mask"),
+        ({"messages": [ASKED, SAID], "loss_mask": [0, 1]}, "loss_mask", "or list 'loss_mask' in `ignore`"),
+        (
+            {"messages": json.dumps([ASKED, {**SAID, "masked": True}])},
+            "masked",
+            "the unknown key 'masked', which may be a mask",
+        ),
+    ],
+)
+def test_what_looks_like_a_role_a_turn_or_a_mask_is_read_or_ignored_on_purpose(
+    row: dict[str, Any], name: str, fault: str
+) -> None:
+    with pytest.raises(RowError, match=fault):
+        find_layout(row, "data", format=None, named={}).read(row)
+    layout = ChatSource(ignored=(name,)).layout(row, "data")
+    assert layout.read(row)
+    assert not layout.unread(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "prompt_id": "f0e3", "messages": [ASKED, SAID]},  # as in ultrachat_200k
+        {"prompt": "a", "completion": "b", "label": "topic", "model": "gpt-4", "source": "human", "turn": 1},
+        {
+            "messages": [ASKED, {**SAID, "speaker": "gpt", "sender": "Bob"}],
+            "system": "",
+            "chosen": "x",
+            "rejected": "y",
+        },
+        {"instruction": "a", "input": "", "output": "b c", "answer": "c", "tools": [], "history": None},
+    ],
+)
+def test_columns_that_repeat_a_turn_or_describe_a_row_are_only_listed(row: dict[str, Any]) -> None:
+    layout = find_layout(row, "data", format=None, named={})
+    assert layout.read(row)
+    assert layout.unread(row)
+
+
+def test_keys_of_parts_that_nothing_reads_are_listed_or_refused() -> None:
+    def row(**more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **more}]}, SAID]}
+
+    layout = find_layout(row(), "data", format=None, named={})
+    assert layout.unread(row()) == set()
+    assert layout.unread(row(cache_control={"type": "ephemeral"})) == {"key 'content.cache_control'"}
+    for more, fault in (({"train": False}, "a part of message 1 has the unknown key"), ({"type": "image"}, "not text")):
+        with pytest.raises(RowError, match=fault):
+            layout.read(row(**more))
 
 
 @pytest.mark.parametrize(

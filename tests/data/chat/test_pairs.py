@@ -284,6 +284,27 @@ def test_faults_of_labelled_completions_are_described(change: dict[str, Any], fa
     assert fault in str(caught.value)
 
 
+def test_a_label_may_be_a_text_as_in_a_csv_file(chatml: Case) -> None:
+    rows = [labelled(number) for number in range(6)]
+    known = prepare(recipe(chatml, rows, **{"objective.name": "kto"})).sources[0].store
+    written = {True: ["TRUE", "true", "1"], False: ["False", "false", "0"]}
+    rows = [{**row, "label": written[bool(row["label"])][number // 2]} for number, row in enumerate(rows)]
+    found = prepare(recipe(chatml, rows, **{"objective.name": "kto"})).sources[0].store
+    assert (found.streams["train"].desirable == known.streams["train"].desirable).all()
+
+
+@pytest.mark.parametrize(("objective", "make"), [("dpo", pair), ("kto", labelled)])
+def test_the_examples_of_a_step_are_reported(objective: str, make: Any, chatml: Case) -> None:
+    made = recipe(chatml, [make(number) for number in range(40)], **{"objective.name": objective})
+    prepared = prepare(made)
+    count = len(prepared.sources[0].train)
+    what = "pairs" if objective == "dpo" else "completions"
+    mean = 40 / count
+    assert mean > 1.5
+    expected = f"; {mean:.3g} {what} in a sequence and {4 * mean:.3g} in a step, on average"
+    assert any(note.endswith(expected) for note in notes(prepared, made))
+
+
 def test_rows_with_two_labelled_completions_count_once(chatml: Case) -> None:
     rows = [pair(number) for number in range(6)]
     made = recipe(chatml, rows, **{"objective.name": "kto"})

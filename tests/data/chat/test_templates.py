@@ -110,6 +110,35 @@ def test_a_call_at_the_end_ends_with_the_token_before_its_result(one: Case) -> N
     assert found.ends == {int(found.ids[-1])}
 
 
+@pytest.mark.parametrize("name", ["chatml", "chatml_generation", "qwen2_5"])
+def test_an_end_token_that_is_not_special_ends_turns_and_is_told(name: str, tmp_path: Path) -> None:
+    """Some tokenizers that were extended for ChatML declare its tokens so. The model only stops at the end token."""
+    source = case(name, tmp_path / "known").source
+    known = about_template(name)
+    added = ["<|im_start|>", "<|im_end|>", *known.get("added", [])]
+    about = {**known, "special": ["<|endoftext|>"], "added": added, "eos": "<|endoftext|>"}
+    template = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+    one = Case(source, about, write_chat_tokenizer(tmp_path / "own", about, source), template)
+    found = encoded(one, conversation(CHAT))
+    assert one.trained(found) == ["It is 4.<|im_end|>", "Bye.<|im_end|>"]
+    assert stops(one, found) == ["<|im_end|>"]
+    assert one.encoder().ordinary_end == "<|im_end|>"
+    assert case(name, tmp_path / "again").encoder().ordinary_end == ""
+    if "call" in known:
+        (call, _) = one.trained(encoded(one, conversation(CALL, [TOOL])))
+        assert call == known["call"]
+
+
+@pytest.mark.parametrize("tag", ["<think>", "<arg_key>", "</tool_call>"])
+@pytest.mark.parametrize("name", ["glm4_5"])
+def test_a_token_of_a_message_that_is_not_special_does_not_end_the_turn(one: Case, tag: str) -> None:
+    """The template writes no end token, but writes such tokens elsewhere."""
+    found = encoded(one, conversation([*CHAT[:-1], {"role": "assistant", "content": f"So {tag} it ends {tag}"}]))
+    assert one.trained(found)[-1].endswith("<|endoftext|>")
+    assert stops(one, found) == ["<|endoftext|>", "<|user|>"]
+    assert one.encoder().ordinary_end == ""
+
+
 @pytest.mark.parametrize(
     ("name", "end"),
     [

@@ -20,7 +20,7 @@ from llmtrain.errors import DataError
 from llmtrain.models import build_model
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.documents import read_documents
-from tests.helpers.chat_tokenizers import Case, case
+from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 from tests.helpers.small_chats import ROWS, chat, recipe
 
 
@@ -87,6 +87,17 @@ def test_long_conversations_are_dropped_or_cut_at_a_turn(chatml: Case) -> None:
     assert 1 < len(last) <= 257
     assert stream.trained is not None
     assert stream.trained[-1]
+
+
+def test_a_source_of_which_every_conversation_is_too_long_is_refused_with_the_reason(chatml: Case) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a" * 1000}, {"role": "assistant", "content": "b"}]}] * 3
+    for how, fix in (("drop", "increase data.sequence_length, or --set data.too_long=cut_turns"), ("cut_turns", "")):
+        with pytest.raises(DataError) as caught:
+            prepare(recipe(chatml, rows, too_long=how))
+        (problem,) = caught.value.problems
+        assert "all 3 rows of " in problem.message
+        assert "are longer than a sequence of 256 tokens" in problem.message
+        assert problem.fix.startswith(fix or "increase data.sequence_length")
 
 
 def test_faulty_rows_are_refused_with_their_line_or_left_out(chatml: Case) -> None:
@@ -198,6 +209,19 @@ def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chat
 def test_what_nothing_reads_is_counted(chatml: Case) -> None:
     made = recipe(chatml, [*({**row, "id": 5} for row in ROWS[:3]), *ROWS[3:]])
     assert "; not read: column 'id' in 3 rows" in "".join(notes(prepare(made), made))
+
+
+def test_an_end_token_that_is_not_special_is_a_stop_token_with_a_note(chatml: Case, tmp_path: Path) -> None:
+    about = {"special": ["<|endoftext|>"], "added": ["<|im_start|>", "<|im_end|>"], "eos": "<|endoftext|>"}
+    own = chatml._replace(folder=write_chat_tokenizer(tmp_path / "own", about, chatml.source))
+    for one, is_told in ((chatml, False), (own, True)):
+        made = recipe(one, ROWS)
+        prepared = prepare(made)
+        tokenizer = Tokenizer.from_file(str(one.folder / "tokenizer.json"))
+        assert tokenizer.token_to_id("<|im_end|>") in prepared.stop_ids
+        told = [note for note in notes(prepared, made) if "is not a special token" in note]
+        assert len(told) == is_told
+        assert not told or "ends turns with <|im_end|>, which" in told[0]
 
 
 def test_the_word_none_is_not_a_template(chatml: Case) -> None:
