@@ -126,6 +126,8 @@ class ReferenceLoop:
             self.model.float()
         self.optimizer = reference_optimizer(self.masters, recipe)
         self.steps = 0
+        self._reached: set[str] = set()
+        """Names of the weights that had a gradient in a step."""
 
     def train_step(self, sequences: Sequences) -> ReferenceStep:
         """Updates the weights with a global batch."""
@@ -143,6 +145,7 @@ class ReferenceLoop:
             (loss_sum / terms + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
         gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
+        self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
         limit = self.recipe.optim.clip_grad_norm
         if limit:
@@ -165,11 +168,15 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once."""
+        """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once.
+
+        Leaves out adapters that no loss has reached, such as those that PEFT adds to the vision tower of a wrapper.
+        """
         self._average(True)
         rounded = self._rounded()
         for name, weight in self.model.named_parameters():
-            if "original_module." not in name:  # what PEFT keeps of a module that is trained as a whole
+            is_idle = self.steps > 0 and ".lora_" in name and name not in self._reached
+            if "original_module." not in name and not is_idle:  # PEFT keeps the original of a module trained as a whole
                 yield _plain_name(name), rounded.get(name, weight).detach().cpu()
 
     def _average(self, averaged: bool) -> None:
