@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ MIXTRAL = {
 """Fields that make the tiny recipe's model a mixture of experts with a router's loss."""
 
 
-WRAPPER = {
+WRAPPER: dict[str, Any] = {
     "text_config": {
         **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": T, "sliding_window": 8},

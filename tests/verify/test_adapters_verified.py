@@ -11,6 +11,7 @@ from llmtrain.data import prepare
 from llmtrain.models import build_model
 from llmtrain.verify.job import comparable
 from tests.helpers import planted_adapter
+from tests.helpers.batches import WRAPPER
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
 
@@ -18,11 +19,13 @@ CPU = torch.device("cpu")
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 UNTIED = {"model.config.tie_word_embeddings": False}
 ADAPTER = {"rank": 4, "alpha": 12.0, "rslora": True, "modules_to_save": ["lm_head"]}
+FEWER_TOKENS = WRAPPER | {"text_config": WRAPPER["text_config"] | {"vocab_size": 300}}
 TRAINED: dict[str, dict[str, Any]] = {
     "adapter": {"model.adapter": ADAPTER, **UNTIED},
     "dora": {"model.adapter": {"rank": 2, "dora": True, "targets": ["q_proj", "mlp.*"]}},
     "in bf16": {"model.adapter": ADAPTER, **UNTIED, "parallel.precision": "bf16"},
     "by name": {"model.trainable": ["model.layers.1.*"]},
+    "of a wrapper": {"model": {"architecture": "gemma3", "config": FEWER_TOKENS, "adapter": {"rank": 4}}},
 }
 PARTS = 10
 """Tests over which all plans of four ranks are spread, which take eight minutes together."""
@@ -35,6 +38,7 @@ FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero
         pytest.param("adapter", ["dp1-zero1-acc4"], 1, marks=BREADTH),
         pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
         pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
+        pytest.param("of a wrapper", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("in bf16", [FLAT, STAGED, "dp2-zero2-acc2", "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("adapter", [], 2, marks=BREADTH),
