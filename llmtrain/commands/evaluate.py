@@ -83,9 +83,10 @@ def evaluate_tasks(request: EvalRequest) -> None:
         with tempfile.TemporaryDirectory(prefix=".eval-", dir=run.path) as scratch:
             model = _exported(run, checkpoint, Path(scratch) / "model", request.trust_remote_code)
             trusts = request.trust_remote_code and recipe.model.trust_remote_code
-            results = results_of(model, names, manager, request.limit or declared.limit, request.batch_size, trusts)
+            limit = request.limit or declared.limit
+            results = results_of(model, names, manager, include, limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)
-    found = _write(run.eval_file(step), results, request.limit or declared.limit)
+    found = _write(run.eval_file(step), results, limit)
     if request.as_json:
         print(found.model_dump_json(indent=2))
         return

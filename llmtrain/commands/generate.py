@@ -54,7 +54,7 @@ def generate_text(request: GenerateRequest) -> None:
         message = "is required" if request.prompt is None else "is only supported with --chat"
         raise RecipeError(Problem("generate.prompt", field, message, "or use --chat"))
     with quiet_libraries():
-        from llmtrain.models.generate import generate as continue_text
+        from llmtrain.models.inference.generate import generate as continue_text
 
         tokens = request.tokens or TOKENS
         continuation = continue_text(
@@ -65,7 +65,7 @@ def generate_text(request: GenerateRequest) -> None:
 
 def _chat(request: GenerateRequest) -> None:
     with quiet_libraries():
-        from llmtrain.models.generate import Chat
+        from llmtrain.models.inference.generate import Chat
 
         chat = Chat(
             *(request.model, request.tokens, request.temperature, request.seed),
