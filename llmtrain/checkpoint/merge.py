@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from llmtrain.checkpoint.export import (
     write_configuration,
     write_weights,
 )
-from llmtrain.checkpoint.folder import check_new, new_folder
+from llmtrain.checkpoint.folder import check_new, new_folder, scratch_folder
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.adapter import (
     ADAPTER_FILE,
@@ -38,6 +37,7 @@ from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, head_like, is_finite, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
+from llmtrain.plan.hub import ask_first
 from llmtrain.plan.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
@@ -71,8 +71,8 @@ def merge_checkpoint(
         message = "contains no adapter to merge"
         raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
-        adapter = Path(folder) / "adapter"
+    with scratch_folder(out.absolute().parent, out.name) as folder:
+        adapter = folder / "adapter"
         # Rounded only once, after it was added.
         export(checkpoint, tokenizer, adapter, dtype="float32", base=base, trust_remote_code=trust_remote_code)
         trusts = trust_remote_code and model.trust_remote_code
@@ -109,6 +109,7 @@ def merge(
         trust_remote_code=trust_remote_code,
     )
     pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
+    ask_first(str(model.pretrained), model.revision)
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)

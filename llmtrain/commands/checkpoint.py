@@ -16,6 +16,7 @@ import typer
 
 from llmtrain.commands.plan import JsonOption, TrustOption
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, why
 
@@ -104,6 +105,7 @@ def convert_checkpoint(
     # These are set before torch and DeepSpeed are loaded, so that no GPU is required or initialised.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
+    interrupted_by_sigterm()
     from llmtrain.recipe import parse_assignments
 
     def resized(cluster: Cluster) -> Cluster:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,6 +13,7 @@ import typer
 
 from llmtrain.commands.plan import JsonOption
 from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
+from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -60,11 +59,11 @@ def evaluate_tasks(request: EvalRequest) -> None:
 
     The tasks are those of lm-evaluation-harness. The scores are written to eval/step_N.json in the run directory.
     """
-    from llmtrain.checkpoint.folder import step_of
+    from llmtrain.checkpoint.folder import scratch_folder, step_of
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, the temporary export is removed
+    interrupted_by_sigterm()
     run = RunDir(request.run)
     recipe = run.read_recipe()
     declared = recipe.tasks
@@ -80,8 +79,8 @@ def evaluate_tasks(request: EvalRequest) -> None:
         from llmtrain.train.harness import results_of, tasks_of
 
         manager = tasks_of(names, include)
-        with tempfile.TemporaryDirectory(prefix=".eval-", dir=run.path) as scratch:
-            model = _exported(run, checkpoint, Path(scratch) / "model", request.trust_remote_code)
+        with scratch_folder(run.path, "eval") as scratch:
+            model = _exported(run, checkpoint, scratch / "model", request.trust_remote_code)
             trusts = request.trust_remote_code and recipe.model.trust_remote_code
             limit = request.limit or declared.limit
             results = results_of(model, names, manager, include, limit, request.batch_size, trusts)

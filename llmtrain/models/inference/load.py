@@ -18,7 +18,7 @@ from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import few_of, naming_own_code
 from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
-from llmtrain.plan.hub import stored_file
+from llmtrain.plan.hub import ask_first, stored_file
 from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
 
 AGAIN = "write or download it again"
@@ -73,6 +73,7 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             import peft
 
             lora = peft.PeftConfig.from_pretrained(str(named))
+            ask_first(str(lora.base_model_name_or_path), lora.revision)
             if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
                 raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
         with checked_loading(check):
