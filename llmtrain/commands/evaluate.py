@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption
+from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
 from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
 from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
@@ -31,7 +31,9 @@ class EvalRequest:
     tasks: Annotated[str | None, typer.Option(help="Names of tasks, separated by commas; default: the recipe's.")] = (
         None
     )
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0)] = None
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0, max=LARGEST_OPTION)
+    ] = None
     include_path: Annotated[
         Path | None,
         typer.Option(

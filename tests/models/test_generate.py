@@ -124,6 +124,10 @@ def test_tokens_without_an_embedding_are_refused(chat, copied):
         Chat(copied, 2, 0, 1).ask("f", print) if chat else generate(copied, "f", 2)
 
 
+def test_a_temperature_that_divides_to_infinity_takes_the_most_likely_token(whole):
+    assert generate(whole, "abc", 5, temperature=1e-320) == generate(whole, "abc", 5, temperature=0)
+
+
 def _adapter(base, folder):
     """An adapter beside the tokenizer of its base."""
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
