@@ -34,7 +34,7 @@ class TemplateRefusedError(Exception):
     """What a template raised."""
 
 
-class _Worker:
+class _Process:
     """A process that renders."""
 
     def __init__(self, render: Render) -> None:
@@ -70,7 +70,7 @@ class _State:
     """What all threads share: rows are rendered in a thread of their own."""
 
     contexts = 0
-    worker: _Worker | None = None
+    worker: _Process | None = None
     lock = threading.Lock()
 
 
@@ -101,7 +101,7 @@ def run_template(render: Render, messages: int, *arguments: Any, **options: Any)
     if not _State.contexts:
         return render(*arguments, **options)
     with _State.lock:
-        _State.worker = _State.worker or _Worker(render)
+        _State.worker = _State.worker or _Process(render)
         try:
             return _State.worker.call(messages, arguments, options)
         except DataError:
