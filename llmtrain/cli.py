@@ -203,7 +203,10 @@ def data(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     show: Annotated[
-        int, typer.Option(metavar="N", help="Show the first N sequences, with the tokens that are trained on.", min=0)
+        int,
+        typer.Option(
+            metavar="N", help="Show the first N sequences, with the tokens that are trained on.", min=0, max=100_000
+        ),
     ] = 0,
     html: Annotated[
         Path | None, typer.Option(help="Write the first N (--show) or 8 sequences to an HTML page.")

@@ -7,6 +7,7 @@ without the others, reads what it needs from the checkpoint, and writes it. Memo
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -34,6 +35,7 @@ from llmtrain.engines.state.pieces import Piece
 from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill_pieces
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
+from llmtrain.launch.local import die_with
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 from llmtrain.rules import resolve
@@ -131,14 +133,17 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> di
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_rank, args=(plan, rank, checkpoint, folder, sender))
+    process = context.Process(target=_rank, args=(plan, rank, checkpoint, folder, sender, os.getpid()))
     process.start()
     sender.close()
     try:
         result: dict[str, Written] | UserError | str = receiver.recv()
     except EOFError:
         result = f"rank {rank} died without an error message; it may have run out of memory"
-    process.join()
+    finally:
+        if sys.exception() is not None:  # a signal: it must not write into the folder while that is removed
+            process.kill()
+        process.join()
     if isinstance(result, UserError):
         raise result
     if isinstance(result, str):
@@ -146,7 +151,8 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> di
     return result
 
 
-def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection) -> None:
+def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection, parent: int) -> None:
+    die_with(parent, ctypes.CDLL(None).prctl)  # otherwise it would write into the folder of the next conversion
     try:
         with Path(os.devnull).open("w") as null:
             os.dup2(null.fileno(), 1)  # DeepSpeed's log messages

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
@@ -26,6 +26,7 @@ from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
@@ -133,15 +134,17 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
     pads: whether the vocabulary was padded; generation then never chooses a row without a token.
     """
     text = read_tokenizer(tokenizer)
-    for config in (model.config, model.generation_config or GenerationConfig()):
+    generation = getattr(model, "generation_config", None) or GenerationConfig()  # a model with its own code has none
+    model.generation_config = generation
+    for config in (model.config, generation):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
-    if pads and model.generation_config is not None:
+    if pads:
         unused = range(max(text.get_vocab().values()) + 1, model.config.vocab_size)
-        model.generation_config.suppress_tokens = list(unused) or None
-    if (stops := tokenizer / "generation_config.json").is_file() and model.generation_config:
+        generation.suppress_tokens = list(unused) or None
+    if (stops := tokenizer / "generation_config.json").is_file():
         found = read_json(stops, dict[str, list[int]])["eos_token_id"]
-        model.generation_config.eos_token_id = found if len(found) > 1 else found[0]
+        generation.eos_token_id = found if len(found) > 1 else found[0]
     write_configuration(model, folder)
     text.save_pretrained(folder)
 
@@ -152,6 +155,8 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     logging.disable_progress_bar()  # for shards that are not written here
     try:
         model.save_pretrained(folder, state_dict={})
+        if not model.can_generate():  # with its own code; `from_pretrained` then adds what generates
+            model.generation_config.save_pretrained(folder)
     finally:
         if shown:
             logging.enable_progress_bar()
@@ -183,13 +188,11 @@ def write_adapter(
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer. Raises CheckpointError if there is no such folder."""
+    """Returns a tokenizer. Raises CheckpointError if there is no such folder, or it cannot be read."""
     if not folder.is_dir():
         message = "does not exist, but an exported model needs it"
         raise CheckpointError(Problem("export.tokenizer", str(folder), message, "name it with --tokenizer FOLDER"))
-    with utf8_name(folder) as named:
-        read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-    return read
+    return load_tokenizer(folder)
 
 
 def write_weights(

@@ -8,14 +8,18 @@ damaged it. Folders for people, such as an export, are created complete or not a
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
@@ -224,6 +228,30 @@ def check_new(out: Path) -> None:
         raise CheckpointError(Problem("out.write", str(out), why(error), "choose another folder")) from None
     if is_taken:
         raise CheckpointError(Problem("out.exists", str(out), "is not empty", "choose a new folder"))
+
+
+@contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yields a new hidden folder for intermediate files, which is removed at the end.
+
+    Those of killed processes with the same name are removed at the start: nobody holds a lock on them.
+    """
+    for left in parent.glob(f".{escape(name)}-????????"):
+        with suppress(OSError), _locked(left):
+            remove_tree(left)
+    with TemporaryDirectory(dir=parent, prefix=f".{name}-") as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder. Raises OSError if another process does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

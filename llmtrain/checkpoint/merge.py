@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.checkpoint.contents import read_plan
@@ -23,14 +22,22 @@ from llmtrain.checkpoint.export import (
     write_configuration,
     write_weights,
 )
-from llmtrain.checkpoint.folder import check_new, new_folder
+from llmtrain.checkpoint.folder import check_new, new_folder, scratch_folder
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
+from llmtrain.models.adapter import (
+    ADAPTER_FILE,
+    FILE_PREFIX,
+    adapter_configuration,
+    saved_modules,
+    targeted_layers,
+)
 from llmtrain.models.build import configuration_of
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model, few_of
+from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
-from llmtrain.models.pretrained import Pretrained, read_pretrained
+from llmtrain.models.pretrained import Pretrained, head_like, is_finite, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
+from llmtrain.plan.hub import ask_first
 from llmtrain.plan.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
@@ -64,8 +71,8 @@ def merge_checkpoint(
         message = "contains no adapter to merge"
         raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
-        adapter = Path(folder) / "adapter"
+    with scratch_folder(out.absolute().parent, out.name) as folder:
+        adapter = folder / "adapter"
         # Rounded only once, after it was added.
         export(checkpoint, tokenizer, adapter, dtype="float32", base=base, trust_remote_code=trust_remote_code)
         trusts = trust_remote_code and model.trust_remote_code
@@ -94,28 +101,29 @@ def merge(
     CheckpointError for weights that do not belong together, or if `out` has content or cannot be written.
     """
     check_new(out)
-    lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
+    with reading(adapter, "its configuration cannot be read"):
+        lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
     model = ModelConfig(
         pretrained=base or lora.base_model_name_or_path,
         revision=None if base else lora.revision,
         trust_remote_code=trust_remote_code,
     )
     pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
+    ask_first(str(model.pretrained), model.revision)
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
     packed = read_quantized(adapter) if into == "trained" else frozenset()
-    merged = Merged(adapter, lora, empty, read_pretrained(model, config), packed)
+    weights_of_base = read_pretrained(model, config)
+    with reading(adapter, "it cannot be added to its base"):
+        merged = Merged(adapter, lora, empty, weights_of_base, packed)
     own = aliases(empty)
     ignored = unsaved_names(empty)
     names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
     own_tokenizer = tokenizer or (adapter if (adapter / "tokenizer_config.json").is_file() else None)
-    text = (
-        read_tokenizer(own_tokenizer)
-        if own_tokenizer
-        else AutoTokenizer.from_pretrained(model.pretrained, trust_remote_code=False)
-    )
-    empty.generation_config = _generation(model, empty.config)
+    text = read_tokenizer(own_tokenizer) if own_tokenizer else load_tokenizer(str(model.pretrained))
+    with reading(str(model.pretrained), "its generation_config.json cannot be read"):
+        empty.generation_config = _generation(model, empty.config)
     with new_folder(out) as folder:
         write_configuration(empty, folder)
         text.save_pretrained(folder)
@@ -163,68 +171,109 @@ class Merged:
         self._lora, self._base, self._folder, self._packed = lora, base, folder, packed
         self._modules = dict(model.named_modules())
         self._file = _opened(folder)
-        names = self._file.keys()
-        self._shapes = {name.removeprefix(FILE_PREFIX): tuple(self._file.get_slice(name).get_shape()) for name in names}
-        self._check(model)
+        heads = {name.removeprefix(FILE_PREFIX): head_like(self._file.get_slice(name)) for name in self._file.keys()}  # noqa: SIM118
+        self._shapes = {name: tuple(head.shape) for name, head in heads.items()}
+        self._check(model, [name for name, head in heads.items() if not head.is_floating_point()])
 
     def read(self, name: str, like: Tensor) -> Tensor:
-        """Returns a weight in fp32, flat."""
+        """Returns a weight in fp32, flat. Raises CheckpointError if it is not finite, or not in the dtype of `like`."""
+        merged = self._merged(name)
+        if not is_finite(merged.to(like.dtype)):
+            message = f"'{name}' is not finite in {str(like.dtype).removeprefix('torch.')} after the merge"
+            raise self._not_finite(message, "merge with --dtype float32" if is_finite(merged) else "")
+        return merged.flatten()
+
+    def _merged(self, name: str) -> Tensor:
         if name in self._shapes:  # of a module that was trained as a whole
-            return self._tensor(name).flatten()
+            return self._tensor(name)
         weight, module = self._base.tensor(name).float(), name.removesuffix(".weight")
+        if not is_finite(weight):
+            raise self._not_finite(f"'{name}' of its base contains NaN or infinity")
         weight = round_trip(weight) if name in self._packed else weight
         if not name.endswith(".weight") or f"{module}.{LORA[0]}" not in self._shapes:
-            return weight.flatten()
+            return weight
         is_transposed = isinstance(self._modules[module], Conv1D)
         weight = weight.T if is_transposed else weight
         down, up = (self._tensor(f"{module}.{part}") for part in LORA[:2])
-        weight = weight + (up @ down) * self._scale(module, len(down))
-        if f"{module}.{LORA[2]}" in self._shapes:
+        weight = weight + (up @ down) * self._scale(module)
+        if self._lora.use_dora:
             magnitude = self._tensor(f"{module}.{LORA[2]}")
             weight *= (magnitude / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
-        return (weight.T if is_transposed else weight).flatten()
+        return weight.T if is_transposed else weight
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(FILE_PREFIX + name)
+        if not is_finite(tensor):
+            raise self._not_finite(f"'{name}' of the adapter contains NaN or infinity")
         return tensor.float()
 
-    def _scale(self, module: str, rank: int) -> float:
+    def _not_finite(self, message: str, fix: str = "") -> CheckpointError:
+        return CheckpointError(Problem("merge.finite", str(self._folder), message, fix))
+
+    def _rank(self, module: str) -> int:
+        return int(_of_pattern(self._lora.rank_pattern, module, self._lora.r))
+
+    def _scale(self, module: str) -> float:
         """Returns by what an adapter's update is multiplied (`peft.tuners.lora.layer.LoraLayer.update_layer`)."""
-        from peft.utils.other import get_pattern_key
+        rank, alpha = self._rank(module), float(_of_pattern(self._lora.alpha_pattern, module, self._lora.lora_alpha))
+        return alpha / (math.sqrt(rank) if self._lora.use_rslora else rank)
 
-        patterns = self._lora.alpha_pattern or {}
-        alpha = patterns.get(get_pattern_key(patterns.keys(), module), self._lora.lora_alpha)
-        return float(alpha) / (math.sqrt(rank) if self._lora.use_rslora else rank)
+    def _needed(self, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights that the adapter's configuration asks for, by their names in its file."""
+        saved, _ = saved_modules(model, self._lora)
+        parts = LORA if self._lora.use_dora else LORA[:2]
+        needed = {
+            f"{name}.{own}": tuple(weight.shape)
+            for name in saved
+            for own, weight in model.get_submodule(name).named_parameters()
+        }
+        for module in targeted_layers(model, self._lora):
+            rank = self._rank(module)
+            layer = model.get_submodule(module)
+            out, width = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
+            shapes = {LORA[0]: (rank, width), LORA[1]: (out, rank), LORA[2]: (out,)}
+            needed |= {f"{module}.{part}": shapes[part] for part in parts}
+        return needed
 
-    def _check(self, model: PreTrainedModel) -> None:
-        """Raises CheckpointError with all weights of the adapter that do not fit the base."""
+    def _check(self, model: PreTrainedModel, integers: list[str]) -> None:
+        """Raises CheckpointError if the adapter lacks weights, or has others than its configuration and base need."""
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
-        groups, problems = aliases(model), []
-        unknown, wrong, tied = [], [], []
-        for name, shape in self._shapes.items():
-            part = next((one for one in LORA if name.endswith(f".{one}")), "")
-            module = name.removesuffix(f".{part}")
-            if part:
-                own = f"{module}.weight"
-                inside = shapes.get(own, ())[:: -1 if isinstance(self._modules.get(module), Conv1D) else 1]
-                rank = self._shapes.get(f"{module}.{LORA[0]}", (0,))[0]
-                expected = {LORA[0]: (rank, *inside[1:]), LORA[1]: (*inside[:1], rank), LORA[2]: inside[:1]}[part]
-            else:
-                own, expected = name, shapes.get(name, ())
-            if own not in shapes:
-                unknown.append(name)
-            elif shape != expected:
-                wrong.append(f"{name} is {list(shape)}, not {list(expected)}")
-            elif len(groups[own]) > 1:
-                tied.append(name)
-            if part == LORA[0] and f"{module}.{LORA[1]}" not in self._shapes:
-                unknown.append(f"{name} without {LORA[1]}")
-        for names, message in (
-            (unknown, "contains weights that its base does not have"),
-            (wrong, "contains weights with other shapes than in its base"),
-            (tied, "changes one of two weights that its base ties to each other, and would change both"),
-        ):
-            if names:
-                problems.append(Problem("merge.weights", str(self._folder), f"{message}: {few_of(names)}"))
+        needed, groups = self._needed(model), aliases(model)
+        known = shapes | needed
+        changed = {
+            name: next((name.removesuffix(one) + "weight" for one in LORA if name.endswith(f".{one}")), name)
+            for name in self._shapes
+        }
+        wrong = {
+            "lacks weights that its configuration names": [name for name in needed if name not in self._shapes],
+            "contains weights that its configuration and its base do not have": [
+                name for name in self._shapes if name not in known
+            ],
+            "contains weights with other shapes than in its base": [
+                f"{name} is {list(shape)}, not {list(known[name])}"
+                for name, shape in self._shapes.items()
+                if name in known and shape != known[name]
+            ],
+            "contains integers, not floating point numbers": integers,
+            "changes one of two weights that its base ties to each other, and would change both": [
+                name for name in self._shapes if len(groups.get(changed[name], ())) > 1
+            ],
+        }
+        problems = [
+            Problem("merge.weights", str(self._folder), f"{message}: {few_of(names)}")
+            for message, names in wrong.items()
+            if names
+        ]
+        if not needed:
+            message = f"its configuration adapts no layer of {model.config.model_type}"
+            problems.append(Problem("merge.weights", str(self._folder), message))
         if problems:
             raise CheckpointError(problems)
+
+
+def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """Returns what PEFT takes for a module: the value of the first pattern that matches its name, or the default."""
+    from peft.utils.other import get_pattern_key
+
+    found = pattern or {}
+    return found.get(get_pattern_key(found.keys(), module), default)

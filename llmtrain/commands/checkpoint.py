@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, TrustOption
+from llmtrain.commands.plan import JsonOption, TrustOption, named_cluster
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.system.host import MOST_WORKERS
+from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, why
 
@@ -86,7 +88,9 @@ def convert_checkpoint(
     assignments: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the new plan. Repeatable.")
     ] = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1, max=MOST_WORKERS)
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option(help="Number of machines of the new plan; default: as in the checkpoint.", min=1)
     ] = None,
@@ -104,10 +108,11 @@ def convert_checkpoint(
     # These are set before torch and DeepSpeed are loaded, so that no GPU is required or initialised.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
+    interrupted_by_sigterm()
     from llmtrain.recipe import parse_assignments
 
     def resized(cluster: Cluster) -> Cluster:
-        return cluster.resized(1, nproc, None) if nproc else cluster.resized(nodes, gpus_per_node, None)
+        return named_cluster(cluster, *((1, nproc) if nproc else (nodes, gpus_per_node)), None)
 
     with quiet_libraries():
         from llmtrain.checkpoint.convert import convert, target_plan

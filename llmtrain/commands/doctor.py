@@ -39,7 +39,9 @@ class DoctorRequest:
             max=MOST_WORKERS,
         ),
     ] = None
-    time_limit: Annotated[float, typer.Option(help="Abort the all-reduce after this many seconds.", min=1)] = 120
+    time_limit: Annotated[
+        float, typer.Option(help="Abort the all-reduce after this many seconds.", min=1, max=86400)
+    ] = 120
     prebuild: Annotated[
         bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
     ] = False

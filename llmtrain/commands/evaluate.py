@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption
+from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
 from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
+from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -32,7 +31,9 @@ class EvalRequest:
     tasks: Annotated[str | None, typer.Option(help="Names of tasks, separated by commas; default: the recipe's.")] = (
         None
     )
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0)] = None
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0, max=LARGEST_OPTION)
+    ] = None
     include_path: Annotated[
         Path | None,
         typer.Option(
@@ -60,11 +61,11 @@ def evaluate_tasks(request: EvalRequest) -> None:
 
     The tasks are those of lm-evaluation-harness. The scores are written to eval/step_N.json in the run directory.
     """
-    from llmtrain.checkpoint.folder import step_of
+    from llmtrain.checkpoint.folder import scratch_folder, step_of
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, the temporary export is removed
+    interrupted_by_sigterm()
     run = RunDir(request.run)
     recipe = run.read_recipe()
     declared = recipe.tasks
@@ -80,12 +81,13 @@ def evaluate_tasks(request: EvalRequest) -> None:
         from llmtrain.train.harness import results_of, tasks_of
 
         manager = tasks_of(names, include)
-        with tempfile.TemporaryDirectory(prefix=".eval-", dir=run.path) as scratch:
-            model = _exported(run, checkpoint, Path(scratch) / "model", request.trust_remote_code)
+        with scratch_folder(run.path, "eval") as scratch:
+            model = _exported(run, checkpoint, scratch / "model", request.trust_remote_code)
             trusts = request.trust_remote_code and recipe.model.trust_remote_code
-            results = results_of(model, names, manager, request.limit or declared.limit, request.batch_size, trusts)
+            limit = request.limit or declared.limit
+            results = results_of(model, names, manager, include, limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)
-    found = _write(run.eval_file(step), results, request.limit or declared.limit)
+    found = _write(run.eval_file(step), results, limit)
     if request.as_json:
         print(found.model_dump_json(indent=2))
         return

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.commands.plan import TrustOption
+from llmtrain.commands.plan import LARGEST_OPTION, TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries, visible
 
@@ -37,7 +37,7 @@ class GenerateRequest:
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
     ] = 0.8
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0, max=LARGEST_OPTION)] = 1
     trust_remote_code: TrustOption = False
 
 
@@ -54,7 +54,7 @@ def generate_text(request: GenerateRequest) -> None:
         message = "is required" if request.prompt is None else "is only supported with --chat"
         raise RecipeError(Problem("generate.prompt", field, message, "or use --chat"))
     with quiet_libraries():
-        from llmtrain.models.generate import generate as continue_text
+        from llmtrain.models.inference.generate import generate as continue_text
 
         tokens = request.tokens or TOKENS
         continuation = continue_text(
@@ -65,7 +65,7 @@ def generate_text(request: GenerateRequest) -> None:
 
 def _chat(request: GenerateRequest) -> None:
     with quiet_libraries():
-        from llmtrain.models.generate import Chat
+        from llmtrain.models.inference.generate import Chat
 
         chat = Chat(
             *(request.model, request.tokens, request.temperature, request.seed),

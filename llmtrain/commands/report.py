@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption
+from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
 from llmtrain.errors import Problem, RecipeError, shown
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _document(run: RunData) -> dict[str, Any]:
 
 def request_profile(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a job that is running.")],
-    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=LARGEST_OPTION)] = 3,
     ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
 ) -> None:

@@ -28,6 +28,8 @@ ALL_COLUMNS = 100
 """Minimum width of a terminal that shows gradient norm and MFU."""
 END_COLUMNS = 140
 """Minimum width of a terminal that shows the end and the cost of the run."""
+LONGEST_S = 1e11
+"""Longest time that is shown in units, and added to a date."""
 FAR_S = 3600.0
 """Seconds left from which the end is also shown as a time of day."""
 
@@ -206,7 +208,7 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
 
 def _end(left_s: float) -> str:
     """Returns the day and the hour at which a longer run ends."""
-    return f", until {datetime.now() + timedelta(seconds=left_s):%a %d %b %H:%M}" if left_s >= FAR_S else ""
+    return f", until {datetime.now() + timedelta(seconds=left_s):%a %d %b %H:%M}" if FAR_S <= left_s < LONGEST_S else ""
 
 
 def _cost(record: dict[str, Any]) -> str:
@@ -251,6 +253,8 @@ def compact(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Formats a duration with two units: 42s, 2m11s, 1h05m, 3d04h."""
+    if not abs(seconds) < LONGEST_S:
+        return f"{seconds / 86400:.3g}d"
     whole = round(seconds)
     for unit, below, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= unit:

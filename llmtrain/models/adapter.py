@@ -18,18 +18,20 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError, reason
+from llmtrain.errors import Problem, RecipeError, reason, shown
 from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_unreached, target_loss_sum
+from llmtrain.models.pretrained import is_finite
 from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
@@ -60,6 +62,18 @@ CHANGES_MORE = (
 """Fields of PEFT's configuration with which an adapter is more than two matrices per linear layer."""
 LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Ways of drawing initial adapters that leave the weights of the base unchanged."""
+
+_Rank = Annotated[int, Field(strict=True, gt=0)]
+_Factor = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    "r": TypeAdapter(_Rank),
+    "lora_alpha": TypeAdapter(_Factor),
+    "rank_pattern": TypeAdapter(dict[str, _Rank] | None),
+    "alpha_pattern": TypeAdapter(dict[str, _Factor] | None),
+    "target_modules": TypeAdapter(str | set[str] | list[str] | None),
+    "modules_to_save": TypeAdapter(set[str] | list[str] | None),
+}
+"""Types of the fields of PEFT's configuration that determine what is adapted, and how much."""
 
 
 def weight_name(name: str) -> str:
@@ -100,7 +114,7 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     if model.adapter is None:
         return _by_name(model, whole)
     lora = adapter_configuration(model.adapter)
-    saved, problems = _saved_modules(whole, lora)
+    saved, problems = saved_modules(whole, lora)
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     if problems or others:
         raise RecipeError([*others, *problems])
@@ -271,7 +285,18 @@ def _adapted_modules(
     return tuple(found), problems
 
 
-def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[str, ...], list[Problem]]:
+def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
+    """Returns the names of the linear layers that PEFT adapts in a model, in the model's order."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    head, targets = whole.get_output_embeddings(), lora.target_modules
+    linear = {name: one for name, one in whole.named_modules() if isinstance(one, nn.Linear | Conv1D)}
+    if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
+        return [name for name, one in linear.items() if targets and one is not head]
+    return [name for name in linear if check_target_module_exists(lora, name)]
+
+
+def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[str, ...], list[Problem]]:
     """Returns the names of the modules that are trained as a whole, and the problems with them."""
     patterns = lora.modules_to_save or []
     found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
@@ -403,6 +428,8 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
         stored = load_peft_weights(str(file.parent), device="cpu")
     except Exception as error:  # what torch and safetensors raise depends on the damage
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
+    if wrong := [name for name, value in stored.items() if not (value.is_floating_point() and is_finite(value))]:
+        raise _unreadable(adapter, f"{few_of(wrong)} is not of finite floating point numbers")
     return {
         name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
@@ -420,6 +447,8 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     if not isinstance(found, peft.LoraConfig):
         message = f"{adapter.pretrained} is an adapter of the kind {found.peft_type}, and only LoRA is supported"
         raise RecipeError(Problem("adapter.kind", field, message))
+    if wrong := wrong_values(found):
+        raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {wrong}"))
     more = [name for name in CHANGES_MORE if getattr(found, name, None) not in (None, False)]
     more += ["bias"] * (found.bias != "none")
     more += ["init_lora_weights"] * (found.init_lora_weights not in LEAVES_BASE)
@@ -428,6 +457,20 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
         raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {values}, which is not supported"))
     found.lora_dropout = adapter.dropout
     return found
+
+
+def wrong_values(lora: peft.LoraConfig) -> str:
+    """Returns which fields of an adapter's configuration are no such values, for a message; empty if all are.
+
+    PEFT does not check them.
+    """
+    wrong = []
+    for name, kind in _KINDS.items():
+        try:
+            kind.validate_python(getattr(lora, name))
+        except ValidationError as error:
+            wrong.append(f"{name} = {shown(getattr(lora, name))} ({error.errors()[0]['msg']})")
+    return "; ".join(wrong)
 
 
 def _unreadable(adapter: LoraConfig, why: str) -> RecipeError:

@@ -148,12 +148,12 @@ class Incoming:
         self.unused: list[str] = []
         """Names in the files of what is neither a weight nor a buffer of the model, nor skipped by its class."""
         self._origins: dict[str, _Origin] = {}
-        self._shapes: dict[str, torch.Size] = {}
+        self._like: dict[str, Tensor] = {}
         self._aliases = aliases(model)
         for origin in self._found(files):
             for name, tensor in self._converted(origin, lambda key: files[key]).items():
                 self._origins[name] = origin
-                self._shapes[name] = tensor.shape
+                self._like[name] = tensor
 
     def untie(self) -> None:
         """Lets a head that the files lack, because it is tied there, begin as a copy of the embedding."""
@@ -173,9 +173,13 @@ class Incoming:
         """Returns whether the files hold a weight, under any of its names."""
         return self._own_name(name) is not None
 
+    def like(self, name: str) -> Tensor:
+        """Returns a meta tensor like a weight that the files hold."""
+        return self._like[self._own_name(name) or name]
+
     def shape(self, name: str) -> torch.Size:
         """Returns the shape of a weight that the files hold."""
-        return self._shapes[self._own_name(name) or name]
+        return self.like(name).shape
 
     def tensor(self, name: str, read: Read) -> Tensor:
         """Returns a weight. read: returns a tensor of the files. Raises KeyError if the files lack the weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,9 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     """Opens the weights of `model.pretrained`. Only the headers of its files are read, and tied weights stored twice.
 
     Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, if a
-    weight has a different shape, if they hold tensors that the model does not have, or if they hold different values
-    for one weight under two names. Raises it also for quantized weights, which only `transformers` can read.
+    weight has a different shape or is not floating point, if they hold tensors that the model does not have, or if they
+    hold different values for one weight under two names. Raises it also for quantized weights, which only
+    `transformers` can read.
     """
     if is_quantized(config):
         message = f"{source.pretrained} is quantized, so its weights cannot be read one by one"
@@ -124,6 +125,9 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         )
         fix = "leave out the fields of model.config that change sizes"
         problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))
+    if integers := _integers(incoming, dict(model.named_parameters())):
+        message = f"{source.pretrained} has weights that are integers, not floating point numbers: {few_of(integers)}"
+        problems.append(Problem("model.pretrained_kinds", "model.pretrained", message, "write or fetch it again"))
     if problems:
         raise RecipeError(problems)
     pretrained = Pretrained(incoming, files, tables, source.kept_rows or 0)
@@ -224,12 +228,41 @@ def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
     return {name: heads[file][name] for name, file in files.items() if name in heads[file]}
 
 
+def stored_as_integers(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Returns the names of the parameters that the safetensors of a folder hold as integers."""
+    heads = {name: head for file in sorted(folder.glob("*.safetensors")) for name, head in _heads(file).items()}
+    if all(head.is_floating_point() for head in heads.values()):
+        return []
+    return _integers(Incoming(model, heads), [name for name, _ in model.named_parameters()])
+
+
+def _integers(incoming: Incoming, names: Iterable[str]) -> list[str]:
+    return [name for name in names if incoming.has(name) and not incoming.like(name).is_floating_point()]
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether a tensor contains neither NaN nor infinity."""
+    if not weight.is_floating_point() or not weight.numel():
+        return True
+    low, high = torch.aminmax(weight.detach() if weight.element_size() > 1 else weight.detach().float())
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
 def _heads(file: Path) -> dict[str, Tensor]:
-    """Maps each name in a file to a meta tensor of its shape. Raises RecipeError if it is not a safetensors file."""
+    """Maps each name in a file to a meta tensor of its shape, of an integer type if it holds integers.
+
+    Raises RecipeError if it is not a safetensors file.
+    """
     try:
         open_regular(file).close()  # safetensors would block on a FIFO
         with safe_open(file, framework="pt") as tensors:
-            return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in tensors.keys()}  # noqa: SIM118
+            return {name: head_like(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         message = f"{file} cannot be read: {error}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
+
+
+def head_like(head: Any) -> Tensor:
+    """Returns a meta tensor of the shape of a tensor in a safetensors file, of an integer type if it holds integers."""
+    dtype = torch.float32 if head.get_dtype().startswith(("F", "BF")) else torch.int64
+    return torch.empty(head.get_shape(), dtype=dtype, device="meta")

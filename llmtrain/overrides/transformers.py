@@ -104,6 +104,29 @@ def skipped_patterns(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
 
+@contextmanager
+def checked_loading(check: Callable[[PreTrainedModel, str, Any], None]) -> Iterator[None]:
+    """Calls `check(model, source, differences)` for each model or adapter that is loaded within the context.
+
+    `transformers` only logs how the weights of a source differ from those that the model needs, and does not return it
+    for a model with an adapter. differences: its `LoadStateDictInfo`.
+    """
+    from transformers import modeling_utils
+    from transformers.integrations import peft
+
+    def report(
+        model: PreTrainedModel,
+        pretrained_model_name_or_path: str,
+        ignore_mismatched_sizes: bool,
+        loading_info: Any,
+        logger: Any = None,
+    ) -> None:
+        check(model, str(pretrained_model_name_or_path), loading_info)
+
+    with replaced(*((module, "log_state_dict_report", report) for module in (modeling_utils, peft))):
+        yield
+
+
 def unsaved_names(model: PreTrainedModel) -> set[str]:
     """Returns the names of weights that `transformers` does not save."""
     return set(model._keys_to_ignore_on_save or ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from llmtrain.system.untrusted import expanded, is_file, is_folder
@@ -22,7 +24,8 @@ def is_path(name: str) -> bool:
 def hub_has(name: str, revision: str | None = None, repo_type: str = "model") -> bool | None:
     """Whether the hub has a repository; None if it does not answer.
 
-    Sends one request with a timeout: the hub's client would retry for minutes to download a file.
+    Sends one request with a timeout: the hub's client would retry for minutes to download a file. If there is no
+    answer, this process and those that it starts do not ask again, and use only the local cache.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -33,8 +36,25 @@ def hub_has(name: str, revision: str | None = None, repo_type: str = "model") ->
     except (HfHubHTTPError, ValueError) as error:  # an answer, even if it is an error
         return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
     except Exception:  # the HTTP library of the hub's client may raise anything
+        _stay_offline()
         return None
     return True
+
+
+def ask_first(name: str, revision: str | None = None) -> None:
+    """Finds out whether the hub answers, before a library that would retry reads what may be a name on the hub."""
+    if not is_path(name) and not is_folder(expanded(name)):
+        hub_has(name, revision)
+
+
+def _stay_offline() -> None:
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # it has copied the value
+        config = sys.modules["datasets"].config
+        config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True
 
 
 def stored_file(name: str | Path, file: str, revision: str | None = None) -> Path | None:

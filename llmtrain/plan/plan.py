@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
@@ -13,6 +13,8 @@ from llmtrain.plan.families import REGION_FAMILIES
 from llmtrain.plan.weights import Weights
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 
+MOST_LAYERS = 100_000
+"""Largest number of decoder layers of a plan; rules report much smaller ones."""
 SHORTENED_TO = 8
 """Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels. So have continued
 prompts."""
@@ -150,6 +152,16 @@ class Plan(Part):
     """Remarks about a legal plan, as `Problem` dictionaries."""
     kernels: KernelChoice | None = None
     """The kernels of a run whose recipe leaves some open; None until it has started."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Raises ValueError for a plan from a file that no recipe leads to, with which predictions would never end."""
+        runs = self.model.weights.layers if self.model.weights else self.model.layers
+        if not 0 <= self.model.layers == runs <= MOST_LAYERS:
+            raise ValueError(f"has {self.model.layers} layers, and weights of {runs}, of at most {MOST_LAYERS:,}")
+        if self.data_parallel_size < 1 or self.batch.gradient_accumulation_steps < 1:
+            raise ValueError("has fewer devices, or a smaller batch, than its layout needs")
+        return self
 
     @property
     def parallel(self) -> ParallelConfig:

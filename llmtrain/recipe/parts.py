@@ -18,6 +18,8 @@ Many = Annotated[Sequence[T], AfterValidator(tuple)]
 """A recipe may use a list; the frozen model stores a tuple."""
 LARGEST = 10**12
 """Upper bound of every number in a recipe: far beyond any run, and small enough for fast arithmetic."""
+LARGEST_PRODUCT = 10**30
+"""Upper bound of every integer of a plan, which may be a product of a recipe's numbers; floats can hold it."""
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -35,6 +37,9 @@ class Part(BaseModel):
     def _is_data(cls, value: Any) -> Any:
         if isinstance(value, (str, dict)) and (fault := json_fault(value)):
             raise ValueError(fault)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and abs(one) > LARGEST_PRODUCT:
+                raise ValueError(f"is larger than {LARGEST_PRODUCT:.0e}")
         return value
 
 

@@ -18,6 +18,7 @@ from llmtrain.predict.parts import readable
 from llmtrain.predict.time import predict
 from llmtrain.report.curves import hours_of
 from llmtrain.report.run import RunData
+from llmtrain.report.table import LARGEST_STEP
 
 SETS = "eval_loss_by_set/"
 RECENT_ROWS = 20
@@ -170,7 +171,7 @@ def saved_steps(run: RunData) -> list[int]:
     """
     found = {one.step for one in run.checkpoints}
     every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
-    if isinstance(every, int) and every > 0 and len(steps):
+    if isinstance(every, int) and 0 < every < LARGEST_STEP and len(steps):
         is_saved = run.metrics.get("save_blocked_s") > 0
         before = np.r_[0.0, steps[:-1]]
         first = np.ceil(before / every) * every
@@ -181,7 +182,7 @@ def saved_steps(run: RunData) -> list[int]:
 def stragglers(run: RunData) -> list[Fact]:
     """Returns the ranks that were slow in logged steps, the most frequent first, and how slow they were."""
     ranks, ratios = run.metrics.get("slowest_rank"), run.metrics.get("slowest_ratio")
-    is_slow = ratios >= SLOW
+    is_slow = (ratios >= SLOW) & np.isfinite(ranks)
     counts = Counter(ranks[is_slow].tolist())
     return [
         (

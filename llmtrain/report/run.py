@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from llmtrain.checkpoint.folder import STATE_FILE, find, newest, step_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan.plan import Plan
 from llmtrain.report.lines import GrowingLines
-from llmtrain.report.table import MetricsTable
+from llmtrain.report.table import MetricsTable, as_number
 from llmtrain.run_dir import RunDir
 from llmtrain.run_dir.lock import is_held
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
@@ -351,11 +352,11 @@ def _scores(results: Any) -> list[tuple[str, float]]:
     if not isinstance(results, dict):
         return []
     return [
-        (f"{task} {_metric(name)}", float(value))
+        (f"{task} {_metric(name)}", number)
         for task, metrics in results.items()
         if isinstance(metrics, dict)
         for name, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and "_stderr" not in name
+        if "_stderr" not in name and (number := as_number(value)) is not None and math.isfinite(number)
     ]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from llmtrain.report.page import page
@@ -54,6 +56,11 @@ class PageServer(ThreadingHTTPServer):
         """port: 0 chooses a free port. Raises OSError if the port is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.live = live
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Reports an error in the answer to a request, unless a browser has closed the connection."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

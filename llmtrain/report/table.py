@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 4_000_000
 MOST_COLUMNS = 256
 LARGEST_STEP = 2**53
+LARGEST_VALUE = 1e40
+"""Beyond what fp32 can hold; sums and products of smaller numbers are finite."""
 Column = NDArray[np.float64]
 
 
@@ -85,13 +87,15 @@ class MetricsTable:
 def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
-            yield from ((f"{name}/{key}", number) for key, one in value.items() if (number := _number(one)) is not None)
-        elif (number := _number(value)) is not None:
+            yield from (
+                (f"{name}/{key}", number) for key, one in value.items() if (number := as_number(one)) is not None
+            )
+        elif (number := as_number(value)) is not None:
             yield name, number
 
 
-def _number(value: Any) -> float | None:
-    """Returns a number as a float, NaN for None and non-finite numbers, and None for anything else."""
+def as_number(value: Any) -> float | None:
+    """Returns a number as a float, NaN for None and numbers that are not finite or huge, and None for anything else."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -100,4 +104,4 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return number if abs(number) <= LARGEST_VALUE else math.nan

@@ -190,6 +190,9 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Deletes a folder with its content, if it exists."""
+    """Deletes a folder with its content, or what is in its place, if it exists."""
     with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink()

@@ -94,6 +94,11 @@ def stop_at_once() -> dict[signal.Signals, Any]:
     return _handle(lambda number, _: _end_before_the_first_step(number))
 
 
+def interrupted_by_sigterm() -> None:
+    """Makes SIGTERM end a command as Ctrl-C does, so that it removes its temporary files."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def stop_by_exception() -> None:
     """Makes the first signal raise `Stopped` in the main thread.
 

@@ -11,7 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -138,6 +138,15 @@ def require_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"is {found}, not a file", str(path))
+
+
+def require_regular_files(folder: Path) -> None:
+    """Raises OSError if a folder contains a FIFO, a socket or a device, on which a library could block."""
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # a link to nothing
+            status = path.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                require_regular(status, path)
 
 
 MOST_NESTED = 32

@@ -12,8 +12,9 @@ from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
 from llmtrain.data import Prepared
+from llmtrain.errors import UserError
 from llmtrain.metrics.progress import sample_panel
-from llmtrain.models.generate import generate
+from llmtrain.models.inference.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
@@ -65,7 +66,7 @@ def _sample(run_dir: RunDir, recipe: Recipe, prompt: str, console: Console) -> N
     try:
         trusts = recipe.model.trust_remote_code
         continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens, trust_remote_code=trusts)
-    except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
+    except (UserError, RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
         console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
         return
     console.print(sample_panel(prompt, continuation, "sample"))

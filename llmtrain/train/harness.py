@@ -11,23 +11,29 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from llmtrain.errors import DataError, Problem, RecipeError, nearest
-from llmtrain.models.generate import device_for, load_model
+from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.models.inference.generate import device_for, load_model
+from llmtrain.train.own_tasks import broken_files, check_files, reported_mistakes
 from llmtrain.train.tasks import Results
 
 
 def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Returns the loader of tasks. Raises RecipeError for unknown tasks.
+    """Returns the loader of tasks. Raises RecipeError for unknown tasks, and for mistakes in the user's own.
 
     include_path: folder of further tasks, as YAML files.
     """
     if include_path is not None:
         if not include_path.is_dir():
             raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is not a folder"))
-        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        check_files(include_path)
+        with reported_mistakes(names, include_path):
+            own = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(own.all_tasks):
             return own  # without reading the thousands of others
-    manager = TaskManager(include_path=str(include_path) if include_path else None)
+        if broken := broken_files(include_path):
+            raise RecipeError(broken)
+    with reported_mistakes(names, include_path):
+        manager = TaskManager(include_path=str(include_path) if include_path else None)
     known = [str(name) for name in manager.all_tasks]
     problems = [
         Problem("tasks.name", "--tasks", f"there is no task '{name}'{nearest(name, known)}", "lm-eval ls tasks")
@@ -43,24 +49,23 @@ def results_of(
     model: Path,
     names: Sequence[str],
     manager: TaskManager,
+    include_path: Path | None,
     limit: int | None,
     batch_size: int,
     trust_remote_code: bool = False,
 ) -> Results:
     """Returns the results of a model in a Hugging Face folder; on the GPU if it has room there.
 
-    limit: largest number of documents of a task. trust_remote_code: whether the model's own code may be run. Raises
-    DataError if the documents of a task cannot be loaded, and as `load_model` does.
+    include_path: as for `tasks_of`. limit: largest number of documents of a task. trust_remote_code: whether the
+    model's own code may be run. Raises RecipeError for a mistake in the user's own tasks, DataError if a task fails
+    otherwise, such as for documents that cannot be loaded, and as `load_model` does.
     """
     tokenizer, loaded = load_model(model, trust_remote_code)
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
-    try:
+    with reported_mistakes(names, include_path):
         found = lm_eval.simple_evaluate(
             harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
         )
-    except (OSError, ValueError) as error:  # among them those of `datasets`, for files and for the hub
-        message = f"{type(error).__name__}: {error}"
-        raise DataError(Problem("tasks.data", ", ".join(names), message, "is its dataset in the cache?")) from error
     return {
         task: {name: _plain(value) for name, value in values.items() if "," in name}
         for task, values in found["results"].items()

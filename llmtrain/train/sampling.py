@@ -18,6 +18,7 @@ from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.engines import Engine
 from llmtrain.errors import DataError, Problem
+from llmtrain.models.inference.generate import LEAST_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
 from llmtrain.runtime.agree import highest
@@ -101,7 +102,7 @@ class Sampler:
 
         noise: exponential variates, one for each candidate.
         """
-        if not self._config.temperature:
+        if self._config.temperature < LEAST_TEMPERATURE:
             return int(logits.argmax())
         scores, tokens = logits.cpu().topk(min(LIKELIEST, len(logits)))
         return int(tokens[(scores / self._config.temperature - noise[: len(scores)].log()).argmax()])

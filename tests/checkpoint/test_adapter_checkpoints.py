@@ -25,7 +25,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
-from llmtrain.models.generate import generate
+from llmtrain.models.inference.generate import generate
 from llmtrain.predict.model_state import saved_bytes
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import global_batch, tiny_recipe

@@ -13,14 +13,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.export import export, size_in_bytes
+from llmtrain.checkpoint.export import _write_settings, export, size_in_bytes
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.hub.model_card import portable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.models import build_model, model_configuration
+from llmtrain.models.hub_names import empty_model
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.own_code import write_folder
 from tests.helpers.traces import engine_of, plan_of
 
 RANKS = 2
@@ -322,3 +324,17 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoints, tokenizer, tmp_path):
     finally:
         file.write_bytes(content)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_generate_by_itself_is_exported(tmp_path):
+    """Its own class does not inherit from GenerationMixin."""
+    folder = write_folder(tmp_path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = empty_model(config, torch.float32, trust_remote_code=True)
+    inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "out").mkdir()
+    _write_settings(model, tmp_path / "tokenizer", tmp_path / "out", pads=True)
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written["eos_token_id"] == 0
+    assert written["suppress_tokens"] == list(range(2, 256))

@@ -141,3 +141,14 @@ def test_only_a_folder_is_replaced_by_a_new_one(tmp_path):
             raise AssertionError
     assert (tmp_path / "file").read_text() == "kept"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_what_killed_commands_left_is_taken_over(tmp_path):
+    (tmp_path / ".out.partial").write_text("a file in the place of the folder")
+    with folder.new_folder(tmp_path / "out") as new:
+        (new / "file").touch()
+    (tmp_path / ".out-abcdefgh").mkdir()
+    (tmp_path / ".out-other").mkdir()
+    with folder.scratch_folder(tmp_path, "out") as first, folder.scratch_folder(tmp_path, "out") as second:
+        assert _names(tmp_path) == sorted([first.name, second.name, ".out-other", "out"])
+    assert _names(tmp_path) == [".out-other", "out"]

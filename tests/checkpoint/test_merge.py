@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import peft
 import pytest
@@ -16,7 +17,7 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.merge import merge, merge_checkpoint
 from llmtrain.checkpoint.save import Saver
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -116,10 +117,75 @@ def test_an_adapter_of_another_model_is_refused(tokenizer, tmp_path):
         del tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
 
     told = _damaged(tmp_path, tokenizer, change)
-    assert "does not have: model.layers.0.self_attn.o_proj.lora_A.weight without lora_B.weight" in told
+    assert "lacks weights that its configuration names: model.layers.0.self_attn.o_proj.lora_B.weight" in told
     assert "model.layers.9.mlp.up_proj.lora_A.weight" in told
     assert "model.layers.1.self_attn.q_proj.lora_A.weight is [4, 63], not [4, 64]" in told
     assert "ties to each other" in told
+
+
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.clear(), "lacks weights that its configuration names: model.layers.0.self_attn"),
+        (lambda tensors: tensors.update({NAME: torch.ones(64, 4, dtype=torch.int32)}), "contains integers"),
+        (lambda tensors: tensors[NAME].fill_(torch.nan), "q_proj.lora_B.weight' of the adapter contains NaN"),
+        (
+            lambda tensors: [one.fill_(1e20) for one in tensors.values()],
+            "q_proj.weight' is not finite in float32 after the merge",
+        ),
+    ],
+    ids=["empty", "integers", "nan", "overflow"],
+)
+def test_weights_that_are_no_adapter_are_refused(change, words, tokenizer, tmp_path):
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    assert words in _damaged(tmp_path, tokenizer, change)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan (Input should be a finite number)"),
+        ({"r": 0, "target_modules": 3}, "r = 0 (Input should be greater than 0); target_modules = 3"),
+        ({"rank_pattern": {"q_proj": 2}}, "lora_A.weight is [4, 64], not [2, 64]"),
+        ({"target_modules": ["nothing"]}, "its configuration adapts no layer of llama"),
+    ],
+)
+def test_configurations_that_are_none_of_an_adapter_are_refused(fields, words, tokenizer, tmp_path):
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(UserError) as error:
+        merge(tmp_path / "adapter", tmp_path / "out", tokenizer)
+    assert words in error.value.report()
+
+
+def test_a_base_is_checked_as_its_adapter(tokenizer, tmp_path):
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    file = tmp_path / "base/model.safetensors"
+    tensors = load_file(file)
+    for changed, words in (
+        (torch.ones(64, dtype=torch.int64), "integers"),
+        (torch.full((64,), torch.inf), "NaN or inf"),
+    ):
+        save_file(tensors | {"model.norm.weight": changed}, file)
+        with pytest.raises(UserError, match=words):
+            merge(tmp_path / "adapter", tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_fifo_is_not_waited_for(name, tokenizer, tmp_path):
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    (tmp_path / "adapter" / name).unlink()
+    os.mkfifo(tmp_path / "adapter" / name)
+    with pytest.raises(CheckpointError, match=f"{name}: is a FIFO, not a file"):
+        merge(tmp_path / "adapter", tmp_path / "out", tokenizer)
 
 
 def _train(rank: int, recipes, folder) -> dict:

@@ -142,3 +142,25 @@ def test_inspect_writes_nothing(run, capsys):
     before = {file: file.stat().st_mtime_ns for file in [run, *run.rglob("*")]}
     _printed(capsys, "inspect", run)
     assert {file: file.stat().st_mtime_ns for file in [run, *run.rglob("*")]} == before
+
+
+NUMBERS = ("1e308", "-1e308", "1e-320", "1e400", "1" + "0" * 400, "-1", "NaN")
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:10])
+def test_numbers_that_nothing_measures_are_unknown(number, run, capsys):
+    """A line of them once stopped every page of the run."""
+    names = ("step_time_s", "save_blocked_s", "data_wait_s", "mfu", "tokens_per_second", "slowest_rank", "loss", "lr")
+    line = json.dumps({"step": 10**6, "slowest_ratio": 2.0, **dict.fromkeys(names, "@")})
+    with (run / "metrics.jsonl").open("a") as more:
+        more.write(2 * (line.replace('"@"', number) + "\n"))
+    (run / "eval").mkdir(exist_ok=True)
+    (run / "eval/step_00000001.json").write_text(f'{{"results": {{"task": {{"acc,none": {number}}}}}}}')
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["checkpoint"] = {"every_steps": "@"}
+    (run / "recipe.json").write_text(json.dumps(recipe).replace('"@"', number))
+    document = _printed(capsys, "inspect", run, "--json")
+    json.loads(document, parse_constant=pytest.fail)
+    _printed(capsys, "inspect", run)
+    _printed(capsys, "report", run)
+    _printed(capsys, "compare", run, run)

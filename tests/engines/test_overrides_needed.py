@@ -229,6 +229,12 @@ REMOVALS = (
         TRANSFORMERS,
     ),
     Removal(
+        "log_state_dict_report",
+        *_removed("check(model, str(pretrained_model_name_or_path), loading_info)"),
+        "tests/models/test_generate.py",
+        TRANSFORMERS,
+    ),
+    Removal(
         "_keys_to_ignore_on_save",
         "set(model._keys_to_ignore_on_save or ())",
         "set()",

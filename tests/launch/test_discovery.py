@@ -78,6 +78,8 @@ def test_each_launcher_is_recognised(env, launcher):
         {"RANK": ""},
         {**MPICH, "PMI_RANK": "0", "PMI_SIZE": "1"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'},
+        {"TF_CONFIG": '{"cluster": {}, "task": {}}'},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
 def test_a_process_without_a_launcher_is_not_a_worker(env):
@@ -108,6 +110,25 @@ def test_impossible_values_are_named(change, names):
         discover(env)
     assert [problem.field for problem in error.value.problems] == names
     assert {problem.rule for problem in error.value.problems} == {"launch.environment"}
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "said"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE", "is not set, although OMPI_COMM_WORLD_RANK is"),
+        ({"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE", "'two' is not a number"),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK", "1 is not below"),
+        ({"PMI_SIZE": "٣", "PMI_RANK": "0"}, "PMI_SIZE", "is not a number"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "MPI_LOCALNRANKS", "is not set, although PMI_SIZE, PMI_RANK is"),
+        ({"MPI_LOCALRANKID": "1"}, "PMI_SIZE", "is not set, although MPI_LOCALRANKID is"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS", "'x' is not a number"),
+    ],
+)
+def test_parts_of_a_launchers_variables_do_not_make_a_process_of_its_own(env, name, said):
+    """Each of several workers would train alone."""
+    [(field, message, _)] = problems_of(env)
+    assert field == name
+    assert said in message
 
 
 @pytest.mark.parametrize("name", sorted(HOROVODRUN.keys() - {"HOROVOD_RANK"}))
@@ -211,6 +232,9 @@ def test_ipv6_addresses_are_read():
         (tf_config("worker", 0, worker=["a:1", "b:2"], ps=["c:1"]), "tasks of the type ps"),
         (tf_config("worker", 0, worker=["a:1", "b"]), "names 'b', which is not host:port"),
         (tf_config("worker", 0, worker=["a:1", "b:99999"]), "not host:port"),
+        (tf_config("worker", 1, worker=["a:1"]), "says that this is worker 1, but there are only 1"),
+        (tf_config("worker", 1e400, worker=["a:1"]), "cannot convert float infinity to integer"),
+        ({"TF_CONFIG": '{"cluster":' + "[" * 100_000}, "is nested too deeply"),
     ],
 )
 def test_an_impossible_description_is_refused(env, said):

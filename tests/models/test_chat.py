@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.commands.generate import GenerateRequest, generate_text
 from llmtrain.errors import RecipeError
-from llmtrain.models.generate import Chat
+from llmtrain.models.inference.generate import Chat
 from tests.helpers.chat_tokenizers import case
 
 POSITIONS = 64

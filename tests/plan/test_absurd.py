@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -11,8 +14,8 @@ from pydantic import ValidationError
 
 from llmtrain.cluster import MOST_RANKS, Cluster
 from llmtrain.errors import DataError, RecipeError
+from llmtrain.plan import Plan, vocabulary
 from llmtrain.plan import model_facts as facts_module
-from llmtrain.plan import vocabulary
 from llmtrain.plan.hub import stored_file
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
@@ -20,6 +23,7 @@ from llmtrain.plan.stages import balance
 from llmtrain.recipe import LARGEST, ModelConfig
 from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
+from tests.helpers.small_plan import small_plan
 
 ROOT = Path(__file__).parents[2]
 H100 = Cluster(device="h100")
@@ -163,3 +167,20 @@ def test_an_unreachable_hub_is_queried_once(monkeypatch):
     with pytest.raises(RecipeError, match="cannot be reached"):
         model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("model.layers", 10**12, "of at most 100,000"),
+        ("model.hidden_size", 10**400, "is larger than 1e+30"),
+        ("recipe.parallel.pipeline", 1000, "fewer devices"),
+        ("batch.gradient_accumulation_steps", 0, "a smaller batch"),
+    ],
+)
+def test_a_plan_from_a_file_that_no_recipe_leads_to_is_refused(field, value, said):
+    document = small_plan().model_dump(mode="json")
+    *parts, last = field.split(".")
+    functools.reduce(dict.__getitem__, parts, document)[last] = value
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        Plan.model_validate_json(json.dumps(document))

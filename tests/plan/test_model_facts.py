@@ -1,9 +1,13 @@
 import json
+import os
 import random
+import socket
 
 import pytest
+from huggingface_hub import constants
 
 from llmtrain.errors import RecipeError
+from llmtrain.plan import hub
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.stages import attention_flops
@@ -275,3 +279,19 @@ def test_a_model_without_attention_has_facts_as_well():
     facts = model_facts(ModelConfig(architecture="mamba", config=config), None)
     assert (facts.heads, facts.kv_heads, facts.layers) == (0, 0, 2)
     assert attention_flops(facts, 128) == 0
+
+
+def test_a_hub_that_never_answers_is_asked_once(monkeypatch):
+    """Its client would try again for minutes, for each file."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        template = f"http://127.0.0.1:{silent.getsockname()[1]}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setattr(hub, "ANSWER_S", 0.1)
+        assert hub.hub_has("owner/name") is None
+    assert constants.is_offline_mode()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    hub.ask_first("owner/name")

@@ -68,3 +68,16 @@ def test_a_tunnel_may_have_another_port(server, host):
 @pytest.mark.parametrize("path", ["/../recipe.json", "/recipe.json", "/metrics.jsonl"])
 def test_nothing_but_the_page_is_served(server, path):
     assert _get(server, path)[0] == 404
+
+
+def test_a_closed_tab_prints_nothing(server, capsys):
+    for error, is_printed in (
+        (BrokenPipeError("closed"), False),
+        (ConnectionResetError("closed"), False),
+        (KeyError("x"), True),
+    ):
+        try:
+            raise error
+        except (OSError, KeyError):
+            server.handle_error(None, ("127.0.0.1", 1))
+        assert bool(capsys.readouterr().err) == is_printed

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import app
-from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.errors import CheckpointError, RecipeError, UserError
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.train import tasks
 from llmtrain.train.tasks import Score, ScoringError, TasksBeside, score_table, scores
@@ -129,6 +129,40 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
     )
     return folder
+
+
+MISTAKES = [
+    ("doc_to_text", '"{{text"', "own.yaml:6: TemplateSyntaxError"),
+    ("doc_to_text", "!function code.text", "code.py:2: KeyError: 'nothing'"),
+    ("doc_to_text", "!function code.nothing", "own.yaml:6: AttributeError"),
+    ("test_split", "nothing", "own.yaml:4: KeyError: 'nothing'"),
+    ("output_type", "[", "own.yaml:7: is not YAML"),
+    ("dataset_kwargs", "{data_files: {test: /nothing.jsonl}}", "own.yaml: FileNotFoundError"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), MISTAKES, ids=[words for _, _, words in MISTAKES])
+def test_a_mistake_in_a_task_is_named_with_file_and_line(key, value, words, task_folder, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from lm_eval.models.dummy import DummyLM
+
+    from llmtrain.train import harness
+
+    monkeypatch.setattr(harness, "load_model", lambda *_: (None, torch.nn.Linear(1, 1)))
+    monkeypatch.setattr(harness, "HFLM", lambda **_: DummyLM())
+    lines = (task_folder / "which_word.yaml").read_text().strip().splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith(f"{key}:"))
+    lines[place] = f"{key}: {value}"
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    (tmp_path / "code.py").write_text('def text(document):\n    return document["nothing"]\n')
+
+    def score() -> None:
+        manager = harness.tasks_of(["which_word"], tmp_path)
+        harness.results_of(tmp_path, ["which_word"], manager, tmp_path, None, 1)
+
+    with pytest.raises(UserError) as error:
+        score()
+    assert f"{tmp_path}/{words}" in error.value.report()
 
 
 def accuracy(folder: Path) -> float:

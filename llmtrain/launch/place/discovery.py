@@ -63,8 +63,9 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     elif launcher is not None:
         rank = _read(launcher, reader)
     else:
-        return None
-    if not reader.problems:
+        rank = None
+        _check_alone(reader)
+    if rank is not None and launcher is not None and not reader.problems:
         _check_numbers(launcher, rank, reader, argv)
     if reader.problems:
         raise RecipeError(reader.problems)
@@ -78,8 +79,23 @@ def _outer(env: Mapping[str, str]) -> Iterator[tuple[Launcher, Callable[[RankRea
             yield mpi, partial(read_mpi, mpi)
     if slurm_step.is_worker(env):
         yield slurm_step.LAUNCHER, slurm_step.read
-    if tf_config.describes_several(env.get(tf_config.VARIABLE, "")):
+    if tf_config.number_of_tasks(env.get(tf_config.VARIABLE, "")) not in (0, 1):
         yield tf_config.LAUNCHER, tf_config.read
+
+
+def _check_alone(reader: RankReader) -> None:
+    """Checks that no variables describe this process as one of several workers, which would each train alone."""
+    for mpi in MPIS:
+        if any(reader.env.get(name) for name in (mpi.rank, mpi.local_rank, mpi.world_size, mpi.local_world_size)):
+            size, rank = reader.number(mpi.world_size, least=1), reader.env.get(mpi.rank) and reader.number(mpi.rank)
+            if size > 1:
+                reader.text(mpi.markers[0])
+            elif rank and reader.env.get(mpi.world_size):
+                reader.refuse(mpi.rank, f"{rank} is not below {mpi.world_size}={size}")
+    if reader.env.get(slurm_step.MARKER):
+        reader.number(slurm_step.MARKER, least=1)
+    if tf_config.number_of_tasks(reader.env.get(tf_config.VARIABLE, "")) != 0:
+        tf_config.read(reader)
 
 
 def _counts_us(outer: Launcher, launcher: Launcher | None, env: Mapping[str, str]) -> bool:

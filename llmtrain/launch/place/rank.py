@@ -64,9 +64,12 @@ class Launcher:
     master_port: str = "MASTER_PORT"
 
 
-TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+TELLING = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"),
+)
 """Variables by which a process is recognised as a worker, for messages."""
-FIX = "start it with a launcher that sets all of them, or unset RANK, WORLD_SIZE and LOCAL_RANK to start workers here"
+FIX = "start it with a launcher that sets all of them, or unset those that are set to start workers here"
 FIRST_PORT, PORTS = 20000, 10000
 """Rank 0 listens on a port of this range if none was chosen; it depends on the job."""
 

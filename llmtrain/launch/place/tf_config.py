@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from llmtrain.errors import short
 from llmtrain.launch.place.rank import Launcher, Rank, RankReader
 
 VARIABLE = "TF_CONFIG"
@@ -19,13 +20,13 @@ ORDER = ("chief", "master", "worker")
 _FIX = 'it has the form {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def describes_several(text: str) -> bool:
-    """Whether it describes a cluster of more than one task; `read` reports a text that cannot be parsed."""
+def number_of_tasks(text: str) -> int | None:
+    """Returns how many tasks it describes; None if it cannot be parsed, which `read` reports."""
     try:
-        cluster = json.loads(text)["cluster"]
-        return sum(len(cluster.get(kind, [])) for kind in ORDER) > 1
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return bool(text.strip())
+        cluster = json.loads(text)["cluster"] if text.strip() else {}
+        return sum(len(tasks) for tasks in cluster.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def read(reader: RankReader) -> Rank:
@@ -34,8 +35,10 @@ def read(reader: RankReader) -> Rank:
         return _rank(json.loads(reader.env[VARIABLE]))
     except json.JSONDecodeError as error:
         message = f"is not JSON: {error.msg} at character {error.pos}"
-    except ValueError as error:
-        message = str(error)
+    except (ValueError, OverflowError) as error:
+        message = short(str(error))
+    except RecursionError:
+        message = "is nested too deeply"
     except (TypeError, KeyError, AttributeError):
         message = "does not have the required fields `cluster` and `task`"
     reader.refuse(VARIABLE, message, _FIX)

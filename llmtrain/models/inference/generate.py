@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
+from torch import Tensor
+from transformers import PreTrainedModel, TextStreamer
 
 from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
+from llmtrain.data.chat.limits import limited_templates
 from llmtrain.data.chat.spans import PROBE
 from llmtrain.data.chat.template import load_template
-from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.hub_names import naming_own_code
+from llmtrain.errors import CheckpointError, Problem, RecipeError
+from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
 from llmtrain.run_dir import RunDir
-from llmtrain.system.untrusted import utf8_name
 
 TOKENS = 256
 """Largest number of tokens of an answer, unless the model has few positions."""
+LEAST_TEMPERATURE = 1e-6
+"""At lower temperatures the most likely token is taken, as at 0; logits divided by them may be infinite."""
 
 
 def model_folder(path: Path) -> Path:
@@ -36,18 +39,18 @@ def model_folder(path: Path) -> Path:
 
 def sampling(temperature: float) -> dict[str, Any]:
     """Returns the arguments of `transformers` that sample from the 50 most likely tokens; 0 takes the most likely."""
-    return {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
+    if temperature < LEAST_TEMPERATURE:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 50}
 
 
 def load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     """Returns the tokenizer and the model of a folder.
 
     trust_remote_code: whether the model's own code may be run; a tokenizer's own code never is. Raises RecipeError if
-    there is such code and it may not be run.
+    there is such code and it may not be run, and CheckpointError for a folder that is damaged or incomplete.
     """
-    with utf8_name(folder) as named, naming_own_code(str(folder)):
-        tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-        return tokenizer, AutoModelForCausalLM.from_pretrained(named, trust_remote_code=trust_remote_code)
+    return load_tokenizer(folder), load_causal_lm(folder, trust_remote_code)
 
 
 def generate(
@@ -62,15 +65,25 @@ def generate(
 
     folder: of a model, or a run directory. Raises RecipeError if it contains no model, and as `load_model` does.
     """
-    tokenizer, model = load_model(model_folder(folder), trust_remote_code)
+    path = model_folder(folder)
+    tokenizer, model = load_model(path, trust_remote_code)
     device = device_for(model)
     model = model.to(device).eval()
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
-    with torch.random.fork_rng(devices=[device] if device == "cuda" else []):
+    with reading(path, "it cannot continue the text"), torch.random.fork_rng([device] if device == "cuda" else []):
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
+        check_rows(path, model, inputs["input_ids"])
         torch.manual_seed(seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature))
-    continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return continuation
+
+
+def check_rows(folder: Path, model: PreTrainedModel, ids: Tensor) -> None:
+    """Raises CheckpointError if the model has no embedding for one of the tokens."""
+    rows, largest = model.get_input_embeddings().weight.shape[0], int(ids.max())
+    if largest >= rows:
+        message = f"its tokenizer has a token {largest:,}, but its model only has embeddings for {rows:,}"
+        raise CheckpointError(Problem("model.vocabulary", str(folder), message, "use the model's own tokenizer"))
 
 
 def device_for(model: PreTrainedModel) -> str:
@@ -100,15 +113,17 @@ class Chat:
         does.
         """
         folder = model_folder(path)
+        self._folder, self._tokenizer = folder, load_tokenizer(folder)
         self._encoder = ChatEncoder(folder, load_template(None, folder))
-        self._tokenizer, model = load_model(folder, trust_remote_code)
+        model = load_causal_lm(folder, trust_remote_code)
         self._model = model.to(device_for(model)).eval()
         self._temperature = temperature
         self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63
         self._tokens = tokens or max(1, min(TOKENS, self._most // 4))
         self._said: list[Message] = [{"role": "system", "content": system}] if system else []
         self._first = len(self._said)
-        self._stops = self._ends()
+        with reading(folder, "the end of a turn cannot be found"), limited_templates():
+            self._stops = self._ends()
         torch.manual_seed(seed)
 
     def ask(self, text: str, write: Callable[[str], None]) -> int:
@@ -118,27 +133,30 @@ class Chat:
         RecipeError for a question that the template refuses or that is too long; the conversation is then unchanged.
         """
         said: list[Message] = [*self._said, {"role": "user", "content": text}]
-        ids = self._encoder.prompt(said)
         left_out = 0
-        while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
-            del said[self._first : self._first + 2]
-            left_out += 2
+        with limited_templates():
             ids = self._encoder.prompt(said)
+            while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
+                del said[self._first : self._first + 2]
+                left_out += 2
+                ids = self._encoder.prompt(said)
         room = min(self._tokens, self._most - len(ids))
         if room < 1:
             message = f"it has {len(ids):,} tokens, but the model has only {self._most:,} positions"
             raise RecipeError(Problem("generate.long", "question", message, "ask a shorter one"))
         inputs = torch.tensor([ids], device=self._model.device)
-        output = self._model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=room,
-            eos_token_id=self._stops,
-            pad_token_id=self._stops[0],
-            streamer=_Pieces(self._tokenizer, write),
-            **sampling(self._temperature),
-        )
-        answer = self._tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
+        with reading(self._folder, "it cannot answer"):
+            check_rows(self._folder, self._model, inputs)
+            output = self._model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=room,
+                eos_token_id=self._stops,
+                pad_token_id=self._stops[0],
+                streamer=_Pieces(self._tokenizer, write),
+                **sampling(self._temperature),
+            )
+            answer = self._tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
         self._said = [*said, {"role": "assistant", "content": answer}]
         return left_out
 

@@ -1,0 +1,1 @@
+"""Trained models in use: loaded with all checks, and continuing texts."""

@@ -1,0 +1,122 @@
+"""Reads models, adapters and tokenizers that others wrote, or refuses them with one message.
+
+For a damaged folder, `transformers`, PEFT and `tokenizers` raise anything, or fill in random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmtrain.errors import CheckpointError, Problem, UserError, reason
+from llmtrain.models.adapter import wrong_values
+from llmtrain.models.hub_names import few_of, naming_own_code
+from llmtrain.models.pretrained import is_finite, stored_as_integers
+from llmtrain.overrides.transformers import checked_loading
+from llmtrain.plan.hub import ask_first, stored_file
+from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
+
+AGAIN = "write or download it again"
+
+
+@contextmanager
+def reading(folder: Path | str, failed: str) -> Iterator[None]:
+    """Raises CheckpointError, which names the folder, for anything that a library raises while it reads or runs it.
+
+    failed: what did not work, such as `its tokenizer cannot be read`. Raises RecipeError like `naming_own_code`.
+    """
+    _check_files(Path(folder))
+    try:
+        with naming_own_code(str(folder)):
+            yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        message = f"{failed}: {type(error).__name__}: {reason(error)}"
+        raise CheckpointError(Problem("model.folder", str(folder), message, AGAIN)) from error
+
+
+def _check_files(folder: Path) -> None:
+    try:
+        if is_folder(folder):
+            require_regular_files(folder)
+    except OSError as error:
+        raise CheckpointError(Problem("model.folder", str(error.filename or folder), why(error))) from None
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a folder or hub repository; its own code is never run. Raises CheckpointError."""
+    with reading(folder, "its tokenizer or its config.json cannot be read"), utf8_name(Path(folder)) as named:
+        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(named), trust_remote_code=False)
+        return made
+
+
+def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """Returns the model of a folder, with the adapter if it holds one.
+
+    Raises CheckpointError unless the model and the adapter have exactly the weights that they need, as finite floating
+    point numbers, and RecipeError if there is code that may not be run.
+    """
+
+    def check(model: PreTrainedModel, source: str, differences: Any) -> None:
+        name = str(folder) if source == str(named) else source
+        if problems := list(_differences(name, model, differences)) or list(_wrong_values(name, model)):
+            raise CheckpointError(problems)
+
+    with reading(folder, "its model cannot be loaded"), utf8_name(folder) as named:
+        if (folder / "adapter_config.json").is_file():
+            import peft
+
+            lora = peft.PeftConfig.from_pretrained(str(named))
+            ask_first(str(lora.base_model_name_or_path), lora.revision)
+            if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
+                raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
+        with checked_loading(check):
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                str(named), trust_remote_code=trust_remote_code
+            )
+        return model
+
+
+def _differences(name: str, model: PreTrainedModel, found: Any) -> Iterator[Problem]:
+    """Yields how the weights of a model's files differ from those that it needs.
+
+    found: what `transformers` reports about them.
+    """
+    if found.missing_keys:
+        message = f"lacks {len(found.missing_keys)} of its model's weights: {few_of(sorted(found.missing_keys))}"
+        yield Problem("model.weights", name, message, AGAIN)
+    if found.mismatched_keys:
+        weight, here, needed = min(found.mismatched_keys)
+        message = (
+            f"{len(found.mismatched_keys)} of its weights have other shapes than its model's, such as '{weight}': "
+        )
+        yield Problem("model.weights", name, f"{message}{list(here)}, not {list(needed)}", AGAIN)
+    if found.unexpected_keys and not _is_part(name, model):
+        message = f"{len(found.unexpected_keys)} of its weights do not belong to its model: "
+        fix = "use the configuration that was written with the weights"
+        yield Problem("model.weights", name, message + few_of(sorted(found.unexpected_keys)), fix)
+    for error in (*found.error_msgs, *found.conversion_errors.values()):
+        yield Problem("model.weights", name, f"its weights cannot be loaded: {reason(ValueError(error))}", AGAIN)
+
+
+def _is_part(name: str, model: PreTrainedModel) -> bool:
+    """Whether a model is the text model of a larger one, whose other weights `transformers` leaves out."""
+    file = stored_file(name, "config.json")
+    return file is not None and read_json(file, dict[str, Any]).get("model_type") != model.config.model_type
+
+
+def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
+    """Yields which weights are not finite floating point numbers."""
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
+        message = f"{len(names)} of its weights are integers, not floating point numbers: {few_of(names)}"
+        yield Problem("model.weights", name, message, AGAIN)
+    if names := [name for name, one in model.named_parameters() if not is_finite(one)]:
+        message = f"{len(names)} of its weights contain NaN or infinity: {few_of(names)}"
+        yield Problem("model.weights", name, message, AGAIN)
