@@ -158,6 +158,8 @@ def _json_or_text(text: str) -> tuple[Any, str | None]:
     return value, json_fault(value)
 
 
+MOST_PROBLEMS = 50
+"""Largest number of wrong fields that are described one by one."""
 # A part that a recipe file creates on its own does not know its place in the recipe, but its class does.
 _PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer", "LoraConfig": "model.adapter"}
 
@@ -172,7 +174,11 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
     errors = error.errors(include_url=False)
     # For `str | TrainedTokenizer`, an object is meant as the latter, so the message that it is not a string is dropped.
     meant = [one for one in errors if not (one["loc"][-1:] == ("str",) and isinstance(one["input"], (dict, Part)))]
-    return [_problem(details, places.get(error.title, "")) for details in meant or errors]
+    found = meant or errors
+    problems = [_problem(details, places.get(error.title, "")) for details in found[:MOST_PROBLEMS]]
+    if len(found) > MOST_PROBLEMS:
+        problems.append(Problem("recipe.more", "recipe", f"{len(found) - MOST_PROBLEMS:,} more fields are wrong"))
+    return problems
 
 
 def _problem(details: Any, place: str) -> Problem:

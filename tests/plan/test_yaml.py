@@ -197,3 +197,27 @@ def test_the_line_for_torchrun_trains(written, tmp_path):
     trained = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], **environment)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+
+
+def test_chains_of_files_that_extend_one_another_have_an_end(tmp_path):
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    (tmp_path / "300.yaml").write_text("name: last\n")
+    with pytest.raises(RecipeError, match="at most 32 may"):
+        load_recipe(str(tmp_path / "0.yaml"), [])
+
+
+def test_many_wrong_fields_are_counted(tmp_path):
+    lines = "".join(f"field{number}: 1\n" for number in range(1000))
+    (tmp_path / "recipe.yaml").write_text(f"extends: {TINY}\n{lines}")
+    with pytest.raises(RecipeError, match="950 more fields are wrong") as error:
+        load_recipe(str(tmp_path / "recipe.yaml"), [])
+    assert len(error.value.problems) == 51
+
+
+def test_a_recipe_leaves_the_recursion_limit_as_it_was(tmp_path):
+    before = sys.getrecursionlimit()
+    text = TINY.read_text() + "\n\nimport sys\n\nsys.setrecursionlimit(200)\n"
+    (tmp_path / "low.py").write_text(text)
+    load_recipe(str(tmp_path / "low.py"), [])
+    assert sys.getrecursionlimit() == before

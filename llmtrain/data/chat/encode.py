@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
-from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, plain_contents, reject_reserved
+from llmtrain.data.chat.marks import CONTROL, Controls, Rendered, plain_contents, reject_reserved
 from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
 from llmtrain.data.chat.spans import MOST_SKELETONS, PARTS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
@@ -21,6 +21,9 @@ from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
+MOST_RENDERED = 1000
+"""Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
+for this number."""
 UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
 
 
@@ -136,8 +139,8 @@ class ChatEncoder:
 
     def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
         """text: what the template renders for the conversation without marks."""
-        if len(conversation.messages) > MOST_MESSAGES:
-            return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_MESSAGES:,} can be marked")
+        if len(conversation.messages) > MOST_RENDERED:
+            return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_RENDERED:,} can be marked")
         if isinstance(text, RowError):
             return text
         roles = tuple([message["role"] for message in conversation.messages])

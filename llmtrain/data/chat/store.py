@@ -16,6 +16,7 @@ import numpy as np
 from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.chat.conversation import Answered, Conversation, Layout, RowError
 from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
+from llmtrain.data.chat.limits import limited_templates
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
@@ -131,7 +132,7 @@ def tokenize_conversations(
     row: Document | None = None
     is_faulty = False
     most, labelled = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
-    with ExitStack() as stack:
+    with limited_templates(), ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, labelled, stack) for split in SPLITS}
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
         batches = prefetched(_batches(corpus, place, encoder, finder, counts))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
+from llmtrain.data.chat.limits import run_template
 from llmtrain.errors import DataError, Problem, reason
 from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template, read_tokenizer_config
 
@@ -112,6 +113,8 @@ class ChatTemplate:
             messages = [_with_text_arguments(message) for message in messages]
         try:
             texts, found = self._call([messages], tools, prompt, spans)
+        except DataError:  # it exceeds its limits
+            raise
         except Exception as error:  # a template is a program and can raise anything
             raise RowError(f"the chat template refuses it: {reason(error)}") from error
         return texts[0], list(found[0]) if found else []
@@ -121,7 +124,9 @@ class ChatTemplate:
     ) -> tuple[list[str], Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, found = render_jinja_template(
+        return run_template(
+            render_jinja_template,
+            sum(map(len, chats)),
             [list(messages) for messages in chats],
             tools=list(tools) or None,
             chat_template=_FIXED_DATE + self.source if self.writes_date else self.source,
@@ -129,7 +134,6 @@ class ChatTemplate:
             return_assistant_tokens_mask=spans,
             **self.special,
         )
-        return texts, found
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
+from llmtrain.data.chat.limits import limited_templates
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
@@ -121,7 +122,7 @@ class Chat:
         self._tokens = tokens or max(1, min(TOKENS, self._most // 4))
         self._said: list[Message] = [{"role": "system", "content": system}] if system else []
         self._first = len(self._said)
-        with reading(folder, "the end of a turn cannot be found"):
+        with reading(folder, "the end of a turn cannot be found"), limited_templates():
             self._stops = self._ends()
         torch.manual_seed(seed)
 
@@ -132,12 +133,13 @@ class Chat:
         RecipeError for a question that the template refuses or that is too long; the conversation is then unchanged.
         """
         said: list[Message] = [*self._said, {"role": "user", "content": text}]
-        ids = self._encoder.prompt(said)
         left_out = 0
-        while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
-            del said[self._first : self._first + 2]
-            left_out += 2
+        with limited_templates():
             ids = self._encoder.prompt(said)
+            while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
+                del said[self._first : self._first + 2]
+                left_out += 2
+                ids = self._encoder.prompt(said)
         room = min(self._tokens, self._most - len(ids))
         if room < 1:
             message = f"it has {len(ids):,} tokens, but the model has only {self._most:,} positions"

@@ -41,11 +41,13 @@ def users_program(path: Path, what: str, prefix: str = "") -> Iterator[None]:
     are passed on.
     """
     _running.append(path)
+    depth = sys.getrecursionlimit()
     try:
         with _handled_interruptions():
             yield from _reported(path, what, prefix)
     finally:
         _running.pop()
+        sys.setrecursionlimit(depth)
 
 
 def _reported(path: Path, what: str, prefix: str) -> Iterator[None]:

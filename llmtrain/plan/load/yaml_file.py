@@ -22,7 +22,9 @@ from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
 
 OWN_KEYS = ("extends", "variants", "cluster")
 """Top-level keys in addition to the fields of a recipe."""
-LARGEST_FILE = 2**20
+MOST_EXTENDED = 32
+"""Length of the longest chain of files that extend one another."""
+LARGEST_FILE = 2**18
 """Size limit of a file in bytes. A recipe has a few hundred."""
 
 
@@ -109,6 +111,9 @@ class YamlRecipe:
             raise RecipeError(Problem("recipe.value", place, "is not the path of a recipe", "extends: tiny.py:zero3"))
         name, _, variant = spec.partition(":")
         path = self.path.parent / name
+        if len(extending) > MOST_EXTENDED:
+            message = f"is the {MOST_EXTENDED + 1}th file that extends another; at most {MOST_EXTENDED} may"
+            raise RecipeError(Problem("recipe.extends", place, message, "merge some of them into one"))
         if path.resolve() in extending:
             raise RecipeError(Problem("recipe.extends", place, f"'{spec}' itself extends this file"))
         try:
