@@ -23,7 +23,7 @@ from llmtrain.checkpoint.manifest import (
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan import Plan
 from llmtrain.plan.optimizers import optimizer_of
-from llmtrain.recipe import OptimConfig
+from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.run_dir import RunDir, forbidden_changes
 from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
 from llmtrain.system.untrusted import UNREADABLE, why
@@ -93,9 +93,14 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
     return None
 
 
-def check_data(checkpoint: Path, key: str) -> TrainerState:
-    """Returns the position in a checkpoint. Raises CheckpointError if it was trained on other data than `key`'s."""
+def check_data(checkpoint: Path, key: str, recipe: Recipe | None = None) -> TrainerState:
+    """Returns the position in a checkpoint. Raises CheckpointError if it was trained on other data than `key`'s.
+
+    recipe: of the run that continues. If it has other sources, its run directory has accepted them (`--allow-change`).
+    """
     state = read_state(checkpoint)
+    if state.data != key and recipe and read_plan(checkpoint).recipe.data.sources != recipe.data.sources:
+        state.data = key
     if state.data != key:
         message = "was trained on other data: the corpus, the tokenizer or the packing has changed since"
         fix = "restore the data, or start a new run with another --run-dir"

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
-from llmtrain.run_dir import MAY_CHANGE
+from llmtrain.run_dir import MAY_CHANGE, ON_REQUEST
 
 Values = dict[str, Any]
 WORKERS = "workers"
@@ -37,9 +37,12 @@ class Segment:
 
 def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> list[Segment]:
     """Returns the history of a run that continues after `step` under a plan."""
-    fields = {name: value for name, value in plan.recipe.dotted().items() if MAY_CHANGE.fullmatch(name)}
+    declared = plan.recipe.dotted()
+    fields = {name: one for name, one in declared.items() if MAY_CHANGE.fullmatch(name) or ON_REQUEST.fullmatch(name)}
     values = {**fields, WORKERS: plan.workers}
-    if history and history[-1].values == values:
+    last = history[-1].values if history else {}
+    # Earlier checkpoints lack some of these fields, which could not change then.
+    if history and values == {**{name: one for name, one in values.items() if ON_REQUEST.fullmatch(name)}, **last}:
         return history
     return [*(one for one in history if one.step < step), Segment(step, samples, values)]
 

@@ -65,7 +65,7 @@ def restore(
     data: key of the prepared data. The plan may differ from the one that it was written under; its ranks then draw
     other random numbers. Raises CheckpointError if the data or the frozen weights differ, before anything is loaded.
     """
-    state = check_data(folder, data)
+    state = check_data(folder, data, plan.recipe)
     check_base(folder, state.base, base_of(plan))
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:

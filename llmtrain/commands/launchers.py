@@ -28,7 +28,7 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     declared, written_for = request.load()
     machine = request.cluster(written_for)
     folder = request.folder(declared).path.absolute()
-    plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
+    plan = startable(declared, machine, RunDir(folder, tuple(request.allow_change)), request.resume, machine.world_size)
     check_tool(tool, plan)
     print_plan(plan)
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
@@ -91,7 +91,8 @@ def enqueue(request: TrainRequest) -> None:
     path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
     for choice in options.sweep:
         varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
-        startable(varied, cluster, RunDir(path / choice.replace("/", "_")), resume, cluster.world_size)
+        own = RunDir(path / choice.replace("/", "_"), folder.allowed)
+        startable(varied, cluster, own, resume, cluster.world_size)
     if not options.sweep:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -52,6 +52,14 @@ class TrainRequest:
             "that checkpoint."
         ),
     ] = "auto"
+    allow_change: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FIELD",
+            help="Continue the run although this field has another value than at its start, such as optim.lr or "
+            "data.sources. Repeatable.",
+        ),
+    ] = field(default_factory=list)
     max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None
     max_restarts: Annotated[
         int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
@@ -129,7 +137,8 @@ class TrainRequest:
     def arguments(self) -> tuple[str, ...]:
         """A worker's options after the recipe, without the run directory."""
         steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
-        return (*self.sets, "--resume", self.resume, *steps)
+        changes = (part for one in self.allow_change for part in ("--allow-change", one))
+        return (*self.sets, "--resume", self.resume, *changes, *steps)
 
     def script(self, path: str) -> tuple[str, ...]:
         """Returns the arguments with which a launcher's Python runs a worker, without the run directory.
@@ -160,7 +169,8 @@ class TrainRequest:
         """Returns the run directory: the one given, or the default for the recipe."""
         from llmtrain.run_dir import RunDir, default_run_dir
 
-        return RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)
+        folder = RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)
+        return replace(folder, allowed=tuple(self.allow_change))
 
 
 def train_recipe(request: TrainRequest) -> None:
@@ -175,10 +185,12 @@ def train_recipe(request: TrainRequest) -> None:
     stop_by_exception()
     from llmtrain.commands.launchers import HERE, check_options, launch
     from llmtrain.launch import discover
+    from llmtrain.run_dir import check_allowed
 
     outlive_the_terminal()
     rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
     check_options(request, rank)
+    check_allowed(request.allow_change)
     if request.dry_run or request.launcher not in HERE:
         launch(request)
     else:

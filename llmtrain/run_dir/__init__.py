@@ -12,16 +12,16 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
+from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError, shown
 from llmtrain.plan.plan import KernelChoice, Plan
-from llmtrain.recipe import Recipe
+from llmtrain.recipe import Recipe, TrainedTokenizer
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import installed_version, own_cores
 from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
@@ -38,6 +38,13 @@ MAY_CHANGE = re.compile(
     r"|parallel\.(pipeline_schedule|pipeline_chunks|hierarchical_partition)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
     r"|kernels\.(blocks|loss|matmul|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
+)
+
+# A run may be continued with other values of these fields if its user permits it: the state of the optimizer and the
+# tokens stay valid, but the run is no longer the one that its recipe declared at the start.
+ON_REQUEST = re.compile(
+    r"optim\.(lr|betas(\.\d+)?|eps|weight_decay|schedule|warmup_steps|decay_steps|min_lr_ratio|clip_grad_norm)"
+    r"|data\.sources(\..*)?"
 )
 
 PACKAGES = (
@@ -95,6 +102,8 @@ class RunDir:
     """Paths of a run directory, and the files that declare the run: recipe, plan, ds_config, environment, launch."""
 
     path: Path
+    allowed: tuple[str, ...] = ()
+    """The fields with which the run may be continued with other values, at its user's request."""
 
     recipe_file = _Inside("recipe.json")
     """The recipe."""
@@ -272,7 +281,7 @@ class RunDir:
             return self._foreign()
         if not self._started():
             return []  # There is nothing to continue yet, so a corrected recipe may use the folder.
-        return forbidden_changes(self.read_recipe(), recipe, f"the run in {self.path}")
+        return forbidden_changes(self.read_recipe(), recipe, f"the run in {self.path}", self.allowed)
 
     def _foreign(self) -> list[Problem]:
         """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves behind."""
@@ -299,23 +308,59 @@ def _identity(file: Path) -> str:
     return name
 
 
-def forbidden_changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
+def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str] = ()) -> list[Problem]:
     """Returns a problem for each change of a recipe that a started run may not have.
 
-    what: describes the run or the file that has the old recipe.
+    what: describes the run or the file that has the old recipe. allowed: fields, or parts of the recipe, whose change
+    the user permits.
     """
     before, now = old.dotted(), new.dotted()
-    fields = [*now, *(field for field in before if field not in now)]
-    return [
-        Problem(
-            "run_dir.recipe",
-            field,
-            f"{what} was started with {before.get(field)!r}, but the recipe now has {now.get(field)!r}",
-            "restore the value to continue the run, or start another run with --run-dir",
-        )
-        for field in fields
-        if before.get(field) != now.get(field) and not _may_change(field, new)
+    fields = [field for field in {**now, **before} if before.get(field) != now.get(field)]
+    problems = []
+    for field in fields:
+        lack = _lack(field, new)
+        is_asked = any(field == one or field.startswith(f"{one}.") for one in allowed)
+        if _may_change(field, new) or (is_asked and not lack):
+            continue
+        fix = "restore the value to continue the run, or start another run with --run-dir"
+        if is_asked:
+            fix = f"--allow-change cannot permit this: {lack}; {fix}"
+        elif not lack:
+            name = "data.sources" if field.startswith("data.sources") else field
+            fix += f"; --allow-change {name} continues the run with the new value"
+        message = f"{what} was started with {before.get(field)!r}, but the recipe now has {now.get(field)!r}"
+        problems.append(Problem("run_dir.recipe", field, message, fix))
+    return problems
+
+
+def check_allowed(allowed: Sequence[str]) -> None:
+    """Raises RecipeError for fields that `--allow-change` cannot permit to change."""
+    problems = [
+        Problem("run_dir.allow_change", "--allow-change", f"{shown(one)} {message}", fix)
+        for one in allowed
+        for message, fix in [
+            ("may change without this option", "leave it out")
+            if MAY_CHANGE.fullmatch(one)
+            else (f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources")
+        ]
+        if not ON_REQUEST.fullmatch(one)
     ]
+    if problems:
+        raise RecipeError(problems)
+
+
+OTHER_STATE = "the state of the run belongs to its value, or is not affected by it"
+
+
+def _lack(field: str, recipe: Recipe) -> str:
+    """Returns why a run cannot be continued with another value of a field; empty if it can."""
+    if not ON_REQUEST.fullmatch(field):
+        return OTHER_STATE
+    if field.startswith("data.") and isinstance(recipe.data.tokenizer, TrainedTokenizer):
+        return "the tokenizer is trained on the sources, so the tokens would have other meanings"
+    if field.startswith("data.") and recipe.train.epochs is not None:
+        return "with train.epochs, the number of steps depends on the sources"
+    return ""
 
 
 def _may_change(field: str, recipe: Recipe) -> bool:

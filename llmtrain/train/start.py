@@ -98,7 +98,7 @@ class LocalStart:
                 console.print(reason, highlight=False, soft_wrap=True)
                 return Exit.DONE
             if checkpoint:
-                check_data(checkpoint, prepared.key)
+                check_data(checkpoint, prepared.key, plan.recipe)
             Schedule.of(plan, prepared, dp_rank=0)  # refuses data shorter than a batch before anything is started
             folder.create(plan, render(plan))
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)

@@ -73,6 +73,13 @@ def test_other_data_are_refused(run):
         check_data(_of(run), "another key")
 
 
+def test_other_sources_that_the_run_has_accepted_are_taken(run, plan):
+    other = plan.recipe.with_(**{"data.sources": [{"name": "other"}]})
+    assert check_data(_of(run), "another key", other).data == "another key"
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        check_data(_of(run), "another key", plan.recipe)
+
+
 def test_a_missing_or_shortened_file_is_named(run, plan):
     first, second = sorted((_of(run) / "engine").glob("rank_*.safetensors"))
     first.unlink()

@@ -2,12 +2,21 @@ import json
 import os
 import stat
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.plan import KernelChoice
-from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, identity_of
+from llmtrain.run_dir import (
+    MAY_CHANGE,
+    RunDir,
+    check_allowed,
+    default_run_dir,
+    environment,
+    forbidden_changes,
+    identity_of,
+)
 from llmtrain.system.durable import write_atomically
 from tests.helpers.small_plan import small_plan
 
@@ -74,6 +83,57 @@ def test_another_recipe_is_refused_once_the_run_has_trained(run, plan):
     assert "data.sources.1.name" in found
     assert "train.max_steps" not in found
     assert run.read_plan() == plan
+
+
+IMPORTED = {"data.tokenizer": "a/tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed", "refused_fields"),
+    [
+        ({"optim.lr": 2e-3}, ["optim.lr"], set()),
+        ({"optim.lr": 2e-3, "optim.weight_decay": 0.2}, ["optim.lr"], {"optim.weight_decay"}),
+        ({"data.sources": [{"name": "other"}]}, ["data.sources"], set()),
+        ({"optim.name": "lion"}, ["optim.lr"], {"optim.name"}),
+    ],
+)
+def test_a_run_is_continued_with_other_values_at_its_users_request(changes, allowed, refused_fields, run, plan):
+    plan = plan.model_copy(update={"recipe": plan.recipe.with_(**IMPORTED)})
+    run.create(plan, DS_CONFIG)
+    run.metrics_file.write_text('{"step": 1}\n')
+    asked = replace(run, allowed=tuple(allowed))
+    changed = plan.model_copy(update={"recipe": plan.recipe.with_(**changes)})
+    if refused_fields:
+        assert set(refused(asked, plan, **changes)) == refused_fields
+        return
+    assert all("--allow-change" in one.fix for one in forbidden_changes(plan.recipe, changed.recipe, "it"))
+    asked.create(changed, DS_CONFIG)
+    run.create(changed, DS_CONFIG)  # from now on it is the run's own value
+    with pytest.raises(RecipeError):
+        run.check(plan.recipe)
+
+
+def test_other_sources_are_refused_if_tokens_or_steps_depend_on_them(plan):
+    allowed, other = ("data.sources",), {"data.sources": [{"name": "other"}]}
+    trained = plan.recipe.with_(**{"data.tokenizer": {"vocab_size": 512}})
+    (problem,) = forbidden_changes(trained, trained.with_(**other), "it", allowed)
+    assert "the tokenizer is trained on the sources" in problem.fix
+    (problem,) = forbidden_changes(
+        plan.recipe.with_(**IMPORTED, **EPOCHS), plan.recipe.with_(**IMPORTED, **EPOCHS, **other), "it", allowed
+    )
+    assert "with train.epochs" in problem.fix
+
+
+EPOCHS = {"train.epochs": 2, "train.max_steps": None}
+
+
+@pytest.mark.parametrize("name", ["model.config.hidden_size", "optim.name", "optim.lrr", "data.tokenizer"])
+def test_only_some_changes_can_be_permitted(name):
+    with pytest.raises(RecipeError, match="cannot be permitted"):
+        check_allowed([name, "optim.lr"])
+    with pytest.raises(RecipeError, match="may change without this option"):
+        check_allowed(["train.max_steps"])
+    check_allowed(["optim.lr", "data.sources", "data.sources.0.weight"])
 
 
 def test_the_message_shows_both_values(run, plan):

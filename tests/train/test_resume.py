@@ -132,6 +132,18 @@ def test_another_layout_continues(small_recipe, uninterrupted, interrupted):
         assert ours[2:] == pytest.approx(theirs[2:], rel=1e-5)  # gradient norm, rate, tokens, samples
 
 
+@pytest.mark.slow
+def test_another_learning_rate_continues_with_the_optimizers_state(small_recipe, uninterrupted, interrupted):
+    changed = ("--set", "optim.lr=1e-4", "--allow-change", "optim.lr")
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, *changed)
+    assert result.returncode == 0, result.stderr
+    assert "→ 0.0001" in result.stdout
+    ours, theirs = ([line for line in metrics(run) if "loss" in line] for run in (interrupted, uninterrupted))
+    assert ours[10]["loss"] == theirs[10]["loss"]
+    assert ours[10]["lr"] < theirs[10]["lr"]
+    assert json.loads((interrupted / "history.json").read_text())[-1]["values"]["optim.lr"] == 1e-4
+
+
 @pytest.mark.breadth
 def test_another_global_batch_continues_with_the_next_samples(small_recipe, uninterrupted, interrupted):
     """The cursor counts samples, the schedule steps: neither jumps."""
