@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
+from llmtrain.plan.families import TEXT_PARTS
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -162,6 +163,22 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "model.text_part",
+    "For some models of several modalities, the causal LM of transformers is only their text model.",
+    "read",
+    refuses=False,
+)
+def text_part(draft: Draft) -> Iterator[Fault]:
+    """Notes that the towers for images, sound or video are neither trained nor exported."""
+    if draft.recipe.model.pretrained is not None and draft.facts is not None and draft.facts.model_type in TEXT_PARTS:
+        message = (
+            f"{draft.facts.model_type} has parts for other inputs than text, which are not loaded; checkpoints and "
+            "exports contain the text model alone"
+        )
+        yield Fault("model.pretrained", message, "use the export as a text model")
+
+
+@rule(
     "data.documents_mixed",
     "A recurrence or a convolution carries state from one packed document to the next, whatever the attention mask.",
     "run",
@@ -279,6 +296,7 @@ RULES = (
     rotary_length,
     rotary_follows,
     without_gradient,
+    text_part,
     documents_mixed,
     conversations_mixed,
     attention_device,
