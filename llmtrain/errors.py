@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+FLOAT_DIGITS = 12
+"""Number of digits of a float that a message shows."""
 MOST_SHOWN = 200
 """Number of characters of a value that a message shows."""
 USER_OF_URL = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
@@ -177,8 +179,10 @@ def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
 
 
 def shown(value: object) -> str:
-    """Formats a value for a message: on one line, and truncated."""
+    """Formats a value for a message: on one line, and truncated; a float without the last digits of its rounding."""
     try:
+        if isinstance(value, float) and len(repr(value)) > FLOAT_DIGITS:
+            return f"{value:.{FLOAT_DIGITS}g}"
         return short(repr(value))
     except Exception:  # nesting beyond the interpreter's limit, an integer with thousands of digits, a faulty __repr__
         return f"a value of type {type(value).__name__}"

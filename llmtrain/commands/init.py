@@ -224,7 +224,7 @@ def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, hel
     if kind in OBJECTIVES:
         fields["objective"] = {"name": OBJECTIVES[kind]}
     rate = 2e-3 if model is None else 1e-4 if lora else 1e-5
-    fields["optim"] = {"lr": float(f"{rate / 10:g}") if kind in OBJECTIVES else rate, "warmup_steps": 10}
+    fields["optim"] = {"lr": float(f"{rate / 10:.6g}") if kind in OBJECTIVES else rate, "warmup_steps": 10}
     fields["batch"] = {"global_batch_size": 8, "micro_batch_size": 1 if model else 2}
     fields["train"] = {"max_steps": 200} if kind == "text" else {"epochs": 1}
     if held_out:

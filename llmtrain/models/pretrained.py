@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.hub_names import Incoming, aliases, empty_model, few_of
+from llmtrain.plan.families import TEXT_PARTS
 from llmtrain.plan.hub import INDEX, SINGLE
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
@@ -107,7 +108,8 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     if source.config.get("tie_word_embeddings") is False:
         incoming.untie()
     own = {name: group for name, group in aliases(model).items() if name == group[0]}
-    problems = wrong_names(source, [name for name in own if not incoming.has(name)], incoming.unused, len(own))
+    unused = () if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
+    problems = wrong_names(source, [name for name in own if not incoming.has(name)], unused, len(own))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tables = _tables(model) if source.kept_rows else frozenset()
     wrong = [

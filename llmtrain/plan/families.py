@@ -371,6 +371,9 @@ EXPERT_PRESETS = {
 }
 """Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
 
+TEXT_PARTS = frozenset(("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"))
+"""Model types of several modalities of which `transformers` builds only the text model as causal LM."""
+
 _IN_REGIONS = (
     "arcee aria_text cohere cohere2 cohere2_moe cohere_compass_text cwm dots1 ernie4_5 ernie4_5_moe exaone4 "
     "flex_olmo gemma gemma2 gemma3_text gemma4_unified_text glm glm4 glm4_moe gpt_neox granite granite_swa "

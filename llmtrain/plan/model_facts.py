@@ -7,6 +7,7 @@ device: its shapes exist, its weights do not.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -56,6 +57,7 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
 _REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 LARGEST_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
+FAMILIES_PAGE = "docs/reference/families.md lists the causal language models"
 MOST_LAYERS = 1_000
 """Largest number of decoder layers of a model: each is examined by itself."""
 TRIED_TOKENS = 512
@@ -422,6 +424,7 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
     """Returns the facts of a family that the arithmetic does not cover."""
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in given:
@@ -429,7 +432,12 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
             fix = "--set model.trust_remote_code=true"
             raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
         message = f"'{model_type}' is not an architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
-        raise RecipeError(Problem("model.architecture", "model.architecture", message))
+        raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in given:
+        known_names = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+        close = f"; the nearest that has one: {', '.join(known_names)}" if known_names else ""
+        message = f"'{model_type}' has no causal language model in transformers{close}"
+        raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
     config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | COMMON_KEYS
     if "text_config" not in known:  # otherwise that part has them
@@ -454,7 +462,7 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
             # Its first forward pass would call `torch.clamp` without a bound.
             raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
-        message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
+        message = f"transformers cannot build '{model_type}': {type(error).__name__}: {reason(error)}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
     return _facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
 

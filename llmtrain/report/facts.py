@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain.errors import shown
 from llmtrain.metrics.progress import compact, duration, four_digits
 from llmtrain.plan.described import model_line, split_lines
 from llmtrain.predict.memory import memory_of
@@ -204,6 +205,7 @@ def _sources(recipe: dict[str, Any]) -> str:
 def _optimizer(recipe: dict[str, Any]) -> str:
     names = ("name", "lr", "schedule", "warmup_steps", "weight_decay")
     given = {name: recipe.get(f"optim.{name}") for name in names}
+    given = {name: shown(one) if isinstance(one, float) else one for name, one in given.items()}
     return ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in given.items() if value)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
+from llmtrain.plan.families import TEXT_PARTS
 from llmtrain.plan.hub import INDEX, SINGLE
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.recipe import TrainedTokenizer
@@ -229,6 +230,22 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "model.text_part",
+    "For some models of several modalities, the causal LM of transformers is only their text model.",
+    "read",
+    refuses=False,
+)
+def text_part(draft: Draft) -> Iterator[Fault]:
+    """Notes that the towers for images, sound or video are neither trained nor exported."""
+    if draft.recipe.model.pretrained is not None and draft.facts is not None and draft.facts.model_type in TEXT_PARTS:
+        message = (
+            f"{draft.facts.model_type} has parts for other inputs than text, which are not loaded; checkpoints and "
+            "exports contain the text model alone"
+        )
+        yield Fault("model.pretrained", message, "use the export as a text model")
+
+
+@rule(
     "data.documents_mixed",
     "A recurrence, a convolution or an indexer lets packed documents influence each other, under any mask.",
     "run",
@@ -349,6 +366,7 @@ RULES = (
     rotary_follows,
     without_gradient,
     router_loss,
+    text_part,
     documents_mixed,
     conversations_mixed,
     attention_device,

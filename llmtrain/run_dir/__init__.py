@@ -328,7 +328,10 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
         elif not lack:
             name = "data.sources" if field.startswith("data.sources") else field
             fix += f"; --allow-change {name} continues the run with the new value"
-        message = f"{what} was started with {before.get(field)!r}, but the recipe now has {now.get(field)!r}"
+        old_value, new_value = shown(before.get(field)), shown(now.get(field))
+        if old_value == new_value:  # they differ in the last digits
+            old_value, new_value = repr(before.get(field)), repr(now.get(field))
+        message = f"{what} was started with {old_value}, but the recipe now has {new_value}"
         problems.append(Problem("run_dir.recipe", field, message, fix))
     return problems
 

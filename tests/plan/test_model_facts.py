@@ -295,3 +295,15 @@ def test_a_hub_that_never_answers_is_asked_once(monkeypatch):
     assert constants.is_offline_mode()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     hub.ask_first("owner/name")
+
+
+@pytest.mark.parametrize("name", ["clip_text_model", "t5", "nothing"])
+def test_a_model_that_is_no_causal_lm_is_refused_in_two_lines(name, tmp_path):
+    """transformers lists the names of all classes instead."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(RecipeError) as error:
+        model_facts(ModelConfig(pretrained=str(tmp_path)), None)
+    (problem,) = error.value.problems
+    assert problem.rule == "model.architecture"
+    assert "docs/reference/families.md" in problem.fix
+    assert len(str(problem)) < 300

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.families import TEXT_PARTS
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
 from llmtrain.rules import resolve
+from llmtrain.rules.model import text_part
 from tests.helpers.small_plan import small_plan
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -63,3 +70,17 @@ def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
         model_facts(ModelConfig(architecture="dbrx", config={**sizes, "attn_config": attention}), 99)
     clipped = {**sizes, "attn_config": {**attention, "clip_qkv": 8.0}}
     assert model_facts(ModelConfig(architecture="dbrx", config=clipped), 99).layers == 2
+
+
+def test_wrappers_of_which_only_the_text_model_is_loaded_are_noted(tmp_path):
+    for name, mapped in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in TEXT_PARTS:
+            own = getattr(transformers, mapped).config_class
+            assert own is CONFIG_MAPPING[name].sub_configs["text_config"], name
+    draft = SimpleNamespace(
+        recipe=SimpleNamespace(model=SimpleNamespace(pretrained="a/name")), facts=SimpleNamespace(model_type="llama4")
+    )
+    (fault,) = text_part.check(draft)
+    assert "contain the text model alone" in fault.message
+    draft.facts.model_type = "llama"
+    assert not list(text_part.check(draft))

@@ -15,6 +15,7 @@ from llmtrain.checkpoint.contents import TrainerState, changed_values, course
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
+from llmtrain.plan.families import TEXT_PARTS
 from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
@@ -33,7 +34,7 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
     recipe = plan.recipe
     train, evaluation = _last_lines(metrics, state.step)
     rows = [
-        ("model", f"{plan.model.model_type}, {plan.model.parameters:,} parameters, {dtype}"),
+        ("model", f"{_model_type(plan)}, {plan.model.parameters:,} parameters, {dtype}"),
         ("started from", portable(recipe.model.pretrained) if recipe.model.pretrained else "random weights"),
         ("data", "; ".join(f"{portable(one.name)} (weight {one.weight:g})" for one in recipe.data.sources)),
         ("sequence length", f"{recipe.data.sequence_length:,} tokens"),
@@ -116,6 +117,12 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
         if of_part is not None:
             rows.append((f"evaluation loss, {portable(name)}", f"{of_part:.4f} nats per {unit}"))
     return rows
+
+
+def _model_type(plan: Plan) -> str:
+    """Returns the model type, and whether the weights are only a part of the pretrained model."""
+    is_part = plan.recipe.model.pretrained is not None and plan.model.model_type in TEXT_PARTS
+    return f"{plan.model.model_type}{' (the text model alone)' if is_part else ''}"
 
 
 def _batches(plan: Plan, state: TrainerState) -> str:

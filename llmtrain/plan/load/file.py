@@ -8,6 +8,7 @@ from typing import Protocol
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 from llmtrain.recipe import Recipe
+from llmtrain.system.untrusted import is_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml")
 
@@ -45,7 +46,8 @@ def check_variant(path: Path, variant: str, known: list[str]) -> None:
     """Raises RecipeError if the file does not define this variant."""
     if variant not in known:
         listing = f"variants: {', '.join(known)}" if known else "it has none"
-        message = f"has no variant '{variant}'{nearest(variant, known)}"
+        function = "" if is_yaml(path.name) else f", which would be the function recipe_{variant}()"
+        message = f"has no variant '{variant}'{function}{nearest(variant, known)}"
         raise RecipeError(Problem("recipe.variant", str(path), message, listing))
 
 
