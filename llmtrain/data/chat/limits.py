@@ -66,7 +66,7 @@ class _Process:
         self._process.join()
 
 
-class _State:
+class _Shared:
     """What all threads share: rows are rendered in a thread of their own."""
 
     contexts = 0
@@ -77,19 +77,19 @@ class _State:
 @contextmanager
 def limited_templates() -> Iterator[None]:
     """Limits the time and the memory of each call of a template within the context, in all threads."""
-    _State.contexts += 1
+    _Shared.contexts += 1
     try:
         yield
     finally:
-        _State.contexts -= 1
-        if not _State.contexts:
+        _Shared.contexts -= 1
+        if not _Shared.contexts:
             _end_worker()
 
 
 def _end_worker() -> None:
-    if _State.worker is not None:
-        _State.worker.end()
-        _State.worker = None
+    if _Shared.worker is not None:
+        _Shared.worker.end()
+        _Shared.worker = None
 
 
 def run_template(render: Render, messages: int, *arguments: Any, **options: Any) -> tuple[list[str], Any]:
@@ -98,12 +98,12 @@ def run_template(render: Render, messages: int, *arguments: Any, **options: Any)
     messages: number of messages to render. Raises what `render` raises, or TemplateRefusedError, and DataError for a
     template that exceeds the limits.
     """
-    if not _State.contexts:
+    if not _Shared.contexts:
         return render(*arguments, **options)
-    with _State.lock:
-        _State.worker = _State.worker or _Process(render)
+    with _Shared.lock:
+        _Shared.worker = _Shared.worker or _Process(render)
         try:
-            return _State.worker.call(messages, arguments, options)
+            return _Shared.worker.call(messages, arguments, options)
         except DataError:
             _end_worker()
             raise
