@@ -39,4 +39,4 @@ def test_a_limited_template_renders_the_same_in_every_thread():
         with pytest.raises(RowError, match="division by zero"):
             ChatTemplate("{{ 1 / 0 }}").render(MESSAGES)
         assert template.render(MESSAGES) == "ab"
-    assert limits._State.worker is None
+    assert limits._Shared.worker is None
