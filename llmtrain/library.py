@@ -11,9 +11,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -121,28 +121,31 @@ def train(
     resume: str | PathLike[str] = "auto",
     max_steps: int | None = None,
     max_restarts: int = 0,
+    allow_change: Sequence[str] = (),
 ) -> RunData:
     """Trains a recipe on this machine in separate processes, and returns the run.
 
     nproc: number of workers; by default one per GPU, or one on a CPU. run_dir: by default `runs/NAME`. resume: `auto`
     continues from the newest checkpoint, `never` starts anew, and a folder is the checkpoint to continue from.
-    max_steps: step after which to stop. max_restarts: how many times a job that died is restarted. Call this function
-    in the main thread: on a signal, the run saves and stops, and StoppedError is raised. Raises other UserErrors for
+    max_steps: step after which to stop. max_restarts: how many times a job that died is restarted. allow_change:
+    fields that may have other values than at the start of the run, such as `optim.lr`. Call this function in the main
+    thread: on a signal, the run saves and stops, and StoppedError is raised. Raises other UserErrors for
     recipes that cannot be started and for workers that died.
     """
     from llmtrain.launch import discover
     from llmtrain.plan.load import declared
-    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.run_dir import RunDir, check_allowed, default_run_dir
     from llmtrain.train.start import LocalStart
 
     _check_call("train", nproc=nproc, max_steps=max_steps, max_restarts=max_restarts)
+    check_allowed(allow_change)
     if rank := discover(os.environ, sys.argv):
         message = f"starts workers, but {rank.launcher} has started this process as a worker"
         raise RecipeError(Problem("library.worker", "llmtrain.train", message, f"{rank.launcher} mine.py"))
     wanted, _ = declared(recipe)
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, variant_of(recipe))
     start = LocalStart(
-        load=lambda: (wanted, folder),
+        load=lambda: (wanted, replace(folder, allowed=tuple(allow_change))),
         nproc=nproc,
         resume=os.fspath(resume),
         max_steps=max_steps,

@@ -113,6 +113,10 @@ def merge(
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
+    if _unties(adapter, empty):
+        model = model.model_copy(update={"config": {"tie_word_embeddings": False}})
+        config = configuration_of(model, model.config)
+        empty = empty_model(config, weights, trust_remote_code)
     packed = read_quantized(adapter) if into == "trained" else frozenset()
     weights_of_base = read_pretrained(model, config)
     with reading(adapter, "it cannot be added to its base"):
@@ -128,6 +132,12 @@ def merge(
         write_configuration(empty, folder)
         text.save_pretrained(folder)
         write_weights(Outgoing(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
+
+
+def _unties(adapter: Path, base: PreTrainedModel) -> bool:
+    """Whether an adapter holds an embedding and a head that its base ties, because it was trained with both."""
+    names = {name.removeprefix(FILE_PREFIX) for name in _opened(adapter).keys()}  # noqa: SIM118
+    return any(len(group) > 1 and names.issuperset(group) for group in aliases(base).values())
 
 
 def _generation(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:

@@ -33,6 +33,7 @@ CASES = {
     "dora": ({}, {**LINEAR, "r": 4, "use_dora": True}),
     "patterns": ({}, {**LINEAR, "r": 4, "rank_pattern": {"0.self_attn.q_proj": 2}, "alpha_pattern": {"o_proj": 3}}),
     "saved": (UNTIED, {**LINEAR, "r": 4, "modules_to_save": ["lm_head", "norm"]}),
+    "tied tables": ({}, {**LINEAR, "r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}),
     "transposed": (GPT2, {"target_modules": ["c_attn", "mlp.c_proj"], "r": 4}),
     "transposed dora": (GPT2, {"target_modules": ["c_attn", "c_fc"], "r": 4, "use_dora": True}),
 }
