@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -32,7 +33,7 @@ from llmtrain.commands.train import train_recipe
 from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
 from llmtrain.system.host import MOST_WORKERS, limit_spinning
-from llmtrain.system.stops import Stopped, before_the_first_step, leave, say
+from llmtrain.system.stops import before_the_first_step, leave, say, stop_behind
 from llmtrain.system.streams import print_as_is, take_any_text
 
 if TYPE_CHECKING:
@@ -96,19 +97,17 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
     completion.prepare_completion()
     limit_spinning(os.environ)
     try:
-        _check_surroundings()
-        try:
-            program(arguments)
-        finally:
-            if sys.stdout is not None:  # a recipe may have closed it
-                sys.stdout.flush()
+        with _ended_by_a_stop():
+            _check_surroundings()
+            try:
+                program(arguments)
+            finally:
+                if sys.stdout is not None:  # a recipe may have closed it
+                    sys.stdout.flush()
     except StoppedError as error:
         sys.exit(error.exit_code)
     except UserError as error:
         refuse(error)
-    except Stopped as stopped:
-        say(before_the_first_step(stopped.number))
-        leave(Exit.RESUME)
     except (BrokenPipeError, SystemExit) as end:
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
@@ -120,6 +119,18 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
         _drop_output()
         print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
+
+
+@contextmanager
+def _ended_by_a_stop() -> Iterator[None]:
+    """Ends the process if a signal is behind an error, whatever the error became on its way."""
+    try:
+        yield
+    except BaseException as error:
+        if stop := stop_behind(error):
+            say(before_the_first_step(stop.number))
+            leave(Exit.RESUME)
+        raise
 
 
 def run_script(recipe: Callable[[], Recipe]) -> None:

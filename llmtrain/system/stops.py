@@ -42,6 +42,24 @@ class Stopped(BaseException):
         self.number = number
 
 
+def stop_behind(error: BaseException) -> Stopped | None:
+    """Returns the stop that led to an error, if there was one.
+
+    Code that was interrupted may raise another error instead: `type()` wraps what `__set_name__` raises (until Python
+    3.12), and so do libraries.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Stopped):
+            return one
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            waiting += [one.__cause__, one.__context__]
+    return None
+
+
 def before_the_first_step(number: int) -> str:
     """Returns the message for a run that has nothing to save."""
     return f"stopped on {signal.Signals(number).name} before the first step; the same command starts the run again"

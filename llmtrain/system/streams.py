@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from llmtrain.errors import UserError
+from llmtrain.system.stops import Stopped
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -86,7 +87,7 @@ def quiet_libraries() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_wanted = not isinstance(error, UserError | KeyboardInterrupt)
+        is_wanted = not isinstance(error, UserError | KeyboardInterrupt | Stopped)
         raise
     finally:
         _redirect(own)

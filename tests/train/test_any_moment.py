@@ -181,6 +181,37 @@ def test_a_stop_that_the_interpreter_ignores_is_raised_again(number):
     assert (done.stdout, done.stderr, done.returncode) == (f"{int(number)}\n", "", 0)
 
 
+WRAPPED = """
+import os, signal, sys, typer
+from llmtrain.cli import main
+from llmtrain.errors import UserError
+from llmtrain.system.stops import stop_by_exception
+class Part:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGTERM)
+program = typer.Typer(pretty_exceptions_enable=False)
+@program.command()
+def train(kind: str):
+    stop_by_exception()
+    if kind == "class":
+        type("Whole", (), {"part": Part()})
+    try:
+        Part().__set_name__(None, "")
+    except BaseException:
+        raise UserError("a file cannot be read") from None
+main(sys.argv[1:], program)
+"""
+"""A signal arrives where another error is raised in place of its own."""
+
+
+@pytest.mark.parametrize("kind", ["class", "user's error"])
+def test_a_stop_that_became_another_error_is_a_stop(kind):
+    """Python 3.11 wraps what `__set_name__` raises, in a RuntimeError."""
+    done = subprocess.run([sys.executable, "-c", WRAPPED, kind], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr == "stopped on SIGTERM before the first step; the same command starts the run again\n"
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.breadth)]
 )
