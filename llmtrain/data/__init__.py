@@ -5,6 +5,7 @@ Importing this package loads none of `torch`, `transformers` and `datasets`; eac
 
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, compare_with_hashes, find_prepared, prepare
 from llmtrain.data.progress import Progress
+from llmtrain.data.prompts import encode_prompts
 from llmtrain.data.report import data_summary, notes, report
 from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
 from llmtrain.data.samples import NO_TARGET
@@ -24,6 +25,7 @@ __all__ = [
     "TokenStore",
     "compare_with_hashes",
     "data_summary",
+    "encode_prompts",
     "find_prepared",
     "notes",
     "prepare",

@@ -7,7 +7,7 @@ and all ranks agree on it, so they all make the same number of passes. Global ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from llmtrain.data import NO_TARGET, MicroBatch, Prepared
-from llmtrain.data.chat.encode import ChatEncoder
 from llmtrain.engines import Engine
-from llmtrain.errors import DataError, Problem
 from llmtrain.models.inference.generate import LEAST_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
@@ -37,27 +35,15 @@ Sample = tuple[str, str]
 class Sampler:
     """Continues the prompts of a recipe. All ranks make one, and call it together."""
 
-    def __init__(self, plan: Plan, prepared: Prepared) -> None:
-        """Raises DataError for prompts that leave no room in a sequence."""
+    def __init__(self, plan: Plan, prepared: Prepared, prompts: Sequence[Sequence[int]]) -> None:
+        """prompts: token ids of the recipe's prompts, each shorter than a sequence."""
         self._config, self._seed = plan.recipe.samples, plan.recipe.train.seed
         self._length, self._rows = prepared.sequence_length, plan.batch.micro_batch_size
         self._has_one_shape = plan.has_one_shape
         self._vocab_size, self._stops = prepared.vocab_size, set(prepared.stop_ids)
         with utf8_name(prepared.tokenizer_dir) as named:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-        self._prompts = [self._encoded(prompt, prepared) for prompt in self._config.prompts]
-        problems = [
-            Problem(
-                "samples.long",
-                f"samples.prompts.{number}",
-                f"it has {len(ids):,} tokens, which leave no room in a sequence of {self._length:,}",
-                "shorten it",
-            )
-            for number, ids in enumerate(self._prompts)
-            if len(ids) >= self._length
-        ]
-        if problems:
-            raise DataError(problems)
+        self._prompts = prompts
 
     def continued(self, engine: Engine, beat: Callable[[], object] = lambda: None) -> list[Sample]:
         """Returns the prompts with their continuations. beat: called after each token."""
@@ -65,15 +51,6 @@ class Sampler:
         for first in range(0, len(self._prompts), self._rows):
             found += self._together(engine, first, beat)
         return list(zip(self._config.prompts, found, strict=True))
-
-    def _encoded(self, prompt: str, prepared: Prepared) -> list[int]:
-        """Returns the tokens of a text to continue or, if the training data are conversations, of a question."""
-        if prepared.chat_template:
-            return ChatEncoder(prepared.tokenizer_dir, prepared.chat_template).prompt(
-                [{"role": "user", "content": prompt}]
-            )
-        ids: list[int] = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
-        return ids or [prepared.eos_id]
 
     def _together(self, engine: Engine, first: int, beat: Callable[[], object]) -> list[str]:
         """Continues as many prompts as a micro-batch has rows."""

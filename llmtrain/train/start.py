@@ -72,7 +72,7 @@ class LocalStart:
     def _launch(self, plan: Plan, folder: RunDir, template: Template | None) -> int:
         """Checks the pipeline's stages, prepares the data, and runs the workers."""
         from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
-        from llmtrain.data import Progress, Schedule, prepare, report, with_steps
+        from llmtrain.data import Progress, Schedule, encode_prompts, prepare, report, with_steps
         from llmtrain.ds_config import render
         from llmtrain.launch.local import common_environment
         from llmtrain.launch.tools import check_tool
@@ -100,7 +100,9 @@ class LocalStart:
                 return Exit.DONE
             if checkpoint:
                 check_data(checkpoint, prepared.key, plan.recipe)
-            Schedule.of(plan, prepared, dp_rank=0)  # refuses data shorter than a batch before anything is started
+            # Refused before anything is written or started: data shorter than a batch, prompts without room.
+            Schedule.of(plan, prepared, dp_rank=0)
+            encode_prompts(plan.recipe, prepared)
             folder.create(plan, render(plan))
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
             with caught_signals():

@@ -130,9 +130,10 @@ class _Worker:
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """Runs the whole life of a worker."""
-        from llmtrain.data import Progress, prepare, with_steps
+        from llmtrain.data import Progress, encode_prompts, prepare, with_steps
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
+        prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
             from llmtrain.runtime.distributed import agreed_secret, init_process_group, store
             from llmtrain.tune.kernels import with_kernels
@@ -143,11 +144,12 @@ class _Worker:
             plan = with_kernels(with_steps(self.plan, prepared), device, self.rank, status.update)
             settled = replace(self, secret=secret, plan=plan)
         settled._note_kernels()
-        return settled._train(prepared, device, ds_config, resume, max_steps)
+        return settled._train(prepared, prompts, device, ds_config, resume, max_steps)
 
     def _train(
         self,
         prepared: Prepared,
+        prompts: list[list[int]],
         device: torch.device,
         ds_config: dict[str, object],
         resume: str,
@@ -198,7 +200,7 @@ class _Worker:
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
-        beside = self._beside(prepared, state)
+        beside = self._beside(prepared, prompts, state)
         stopped = self._fit(partial(self._attempt, engine, data, saver, state, stop_step, beside), engine, saver, state)
         engine.close()
         dist.destroy_process_group()
@@ -221,8 +223,8 @@ class _Worker:
             self._report()
         return Exit.DONE
 
-    def _beside(self, prepared: Prepared, state: TrainerState) -> Beside:
-        """Returns the outputs that show the model's progress. Raises DataError for prompts that are too long."""
+    def _beside(self, prepared: Prepared, prompts: list[list[int]], state: TrainerState) -> Beside:
+        """Returns the outputs that show the model's progress. prompts: token ids of texts to continue."""
         from llmtrain.train.loop import Beside
         from llmtrain.train.sampling import Sampler
         from llmtrain.train.tasks import TasksBeside
@@ -230,7 +232,7 @@ class _Worker:
         recipe = self.plan.recipe
         scores = self.rank.is_main and recipe.tasks.every_steps
         return Beside(
-            Sampler(self.plan, prepared) if recipe.samples.every_steps else None,
+            Sampler(self.plan, prepared, prompts) if prompts else None,
             TasksBeside(self.run_dir, recipe.tasks.every_steps, state.step) if scores else None,
         )
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmtrain.data import encode_prompts
 from llmtrain.models import model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.train.sampling import Sampler
@@ -48,7 +49,7 @@ def _run(rank: int, ranks: int, fields: dict, prepared, samples: bool) -> tuple[
     micro = {"batch.micro_batch_size": GLOBAL_BATCH * shared // (2 * ranks)}
     plan = plan_of(tiny_recipe(**micro, **SAMPLES, **VARIED, **fields), ranks)
     engine = engine_of(plan)
-    sampler = Sampler(plan, prepared)
+    sampler = Sampler(plan, prepared, encode_prompts(plan.recipe, prepared))
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
     part = (engine.data_parallel_rank, plan.data_parallel_size)
     found = []

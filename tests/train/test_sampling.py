@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from llmtrain.data import encode_prompts
+from llmtrain.data.chat import limits
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import DataError
 from llmtrain.train.sampling import COLUMNS, Sampler
@@ -47,7 +51,8 @@ def prepared(tmp_path_factory):
 
 def sampler_of(prepared, *prompts: str, **fields: object) -> Sampler:
     asked = {"samples.every_steps": 1, "samples.prompts": list(prompts), "samples.tokens": 6}
-    return Sampler(small_plan(**asked | fields), prepared)
+    plan = small_plan(**asked | fields)
+    return Sampler(plan, prepared, encode_prompts(plan.recipe, prepared))
 
 
 def texts(prepared, engine, *prompts: str, **fields: object) -> list[str]:
@@ -95,6 +100,30 @@ def test_prompts_of_a_conversation_model_are_questions(prepared):
 def test_a_prompt_without_room_is_refused(prepared):
     with pytest.raises(DataError, match=r"samples\.prompts\.1.*128 tokens"):
         sampler_of(prepared, "1", " ".join(["7"] * 128))
+
+
+FAULTY = {
+    "{{ raise_exception('no questions') }}": r"samples\.prompts\.0.*no questions",
+    "{% set found = namespace(n=0) %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set found.n = found.n + 1 %}{% endfor %}{% endfor %}": "does not end within",
+}
+
+
+@pytest.mark.parametrize("template", FAULTY)
+def test_a_template_that_cannot_render_a_prompt_is_refused(prepared, monkeypatch, template):
+    monkeypatch.setattr(limits, "CPU_S", 0)
+    chats = SimpleNamespace(**vars(prepared) | {"chat_template": load_template(template, prepared.tokenizer_dir)})
+    with pytest.raises(DataError, match=FAULTY[template]):
+        sampler_of(chats, "1", "2")
+
+
+def test_a_prompt_without_room_is_refused_before_a_run_begins(small_recipe, tmp_path):
+    changes = ["--set", "samples.every_steps=5", "--set", f'samples.prompts=["{"word " * 900}"]']
+    command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([*command, "--nproc", "1", *changes], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: samples.prompts.0: it has 2,701 tokens, which leave no room")
+    assert not (tmp_path / "run").exists()
 
 
 def _of_rank(rank: int, prepared) -> list[str]:
