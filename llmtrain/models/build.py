@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
-from llmtrain.models.hub_names import naming_own_code
+from llmtrain.models.hub_names import empty_model, naming_own_code
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
@@ -234,8 +234,15 @@ def check_weights(recipe: Recipe) -> None:
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Raises RecipeError if the recipe's model does not have what is to be trained, or cannot have its adapters."""
-    adapter.trained_part(recipe, model_configuration(recipe))
+    """Raises RecipeError if the recipe's model does not have what is to be trained, or cannot have its adapters.
+
+    The weights of a pretrained adapter are read and compared with the model's.
+    """
+    config = model_configuration(recipe)
+    trained = adapter.trained_part(recipe, config)
+    if recipe.model.adapter and recipe.model.adapter.pretrained is not None:
+        whole = empty_model(config, torch.float32, recipe.model.trust_remote_code)
+        adapter.apply_adapter(freeze_unreached(whole), trained, recipe)
 
 
 class StageBuilder(Protocol):
