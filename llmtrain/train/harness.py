@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.models.inference.generate import device_for, load_model
+from llmtrain.plan.hub import ask_hub
 from llmtrain.train.own_tasks import broken_files, check_files, reported_mistakes
 from llmtrain.train.tasks import Results
 
@@ -61,7 +62,9 @@ def results_of(
     otherwise, such as for documents that cannot be loaded, and as `load_model` does.
     """
     tokenizer, loaded = load_model(model, trust_remote_code)
+    loaded.tie_weights = lambda: None  # HFLM ties once more, also an embedding and a head that were trained apart
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
+    ask_hub()
     with reported_mistakes(names, include_path):
         found = lm_eval.simple_evaluate(
             harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000

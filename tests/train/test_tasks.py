@@ -5,9 +5,15 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from rich.console import Console
@@ -15,10 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.models import build_model
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.train import tasks
 from llmtrain.train.tasks import Score, ScoringError, TasksBeside, score_table, scores
+from tests.helpers.batches import VOCAB, tiny_recipe
 from tests.helpers.commands import llmtrain
+from tests.helpers.word_tokenizer import write_word_tokenizer
 
 RESULTS = {
     "arc": {"acc,none": 0.25, "acc_stderr,none": 0.05, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"},
@@ -177,6 +186,67 @@ def accuracy(folder: Path) -> float:
 
     right = [likelihood(text, first) > likelihood(text, second) for text, (first, second) in QUESTIONS]
     return sum(right) / len(right)
+
+
+def test_tables_that_an_adapter_holds_apart_are_not_tied_again(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from llmtrain.train import harness
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    build_model(tiny_recipe(), torch.float32, torch.device("cpu")).save_pretrained(base)
+    both = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), both)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(adapter)
+    write_word_tokenizer(adapter, VOCAB)
+    seen = []
+    monkeypatch.setattr(harness.lm_eval, "simple_evaluate", lambda scored, **_: seen.append(scored) or {"results": {}})
+    harness.results_of(adapter, [], None, None, None, 1)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(seen[0].model(ids).logits, model(ids).logits)
+
+
+SCORE = """
+import sys
+import torch
+from lm_eval.models.dummy import DummyLM
+from llmtrain.errors import UserError
+from llmtrain.train import harness
+harness.load_model = lambda *_: (None, torch.nn.Linear(1, 1))
+harness.HFLM = lambda **_: DummyLM()
+own = harness.Path(sys.argv[1])
+try:
+    harness.results_of(own, ["which_word"], harness.tasks_of(["which_word"], own), own, None, 1)
+except UserError as error:
+    print(error.report())
+"""
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_asked_once(task_folder, tmp_path):
+    """Each of its clients would try again for minutes."""
+    pytest.importorskip("lm_eval")
+    lines = (task_folder / "which_word.yaml").read_text().splitlines()
+    lines = ["dataset_path: owner/name" if line.startswith("dataset_path") else line for line in lines]
+    (tmp_path / "own.yaml").write_text("\n".join(line for line in lines if "data_files" not in line))
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        found = subprocess.run(
+            [sys.executable, "-c", SCORE, str(tmp_path)],
+            env={**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        silent.setblocking(False)
+        asked = 0
+        with suppress(BlockingIOError):
+            while silent.accept():
+                asked += 1
+    assert "own.yaml:3: ConnectionError: Couldn't reach 'owner/name'" in found.stdout, found.stderr
+    assert asked == 1
 
 
 @pytest.mark.breadth
