@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -92,3 +95,49 @@ def test_hooks_of_pre_commit_are_valid():
     command = [sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> list[Path]:
+    """The sdist, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--outdir", folder, ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_distributions_pass_the_check_of_the_index(distributions):
+    assert [file.suffix for file in distributions] == [".whl", ".gz"]
+    command = [sys.executable, "-m", "twine", "check", "--strict", *distributions]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_links_to_the_repository_and_trains_its_recipes(distributions, tmp_path):
+    """In a new environment that sees only the dependencies of this one, and outside of the checkout."""
+    venv.create(tmp_path / "env")
+    [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    own |= {"OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(tmp_path / "cache")}
+
+    def run(*command: object) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    python, program = tmp_path / "env/bin/python", tmp_path / "env/bin/llmtrain"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", distributions[0])
+    text = run(python, "-c", "import importlib.metadata as found; print(found.metadata('llmtrain').get_payload())")
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    names = [path.stem for path in sorted((ROOT / "recipes").glob("*.py"))]
+    assert re.findall(r"^\w+", run(program, "recipe", "list"), re.MULTILINE) == names
+    short = ["train.max_steps=2", "optim.warmup_steps=1", "data.tokenizer.vocab_size=512"]
+    said = run(program, "train", "tiny", *(word for field in short for word in ("--set", field)))
+    assert "trained 2 steps" in said
+    assert (tmp_path / "runs/tiny/export/model.safetensors").exists()
