@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -76,16 +78,43 @@ def test_commands_in_the_documents_exist():
             assert name in known, f"{document.name}: llmtrain {name}"
 
 
-def test_readme_shows_what_the_commands_print():
-    blocks = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
-    for command, shown in blocks:
-        program, *arguments = command.split()
+def _blocks(page: str) -> list[tuple[str, str]]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/planning.md", "docs/guides/lint.md"])
+def test_pages_show_what_the_commands_print(page):
+    assert _blocks(page)
+    for command, shown in _blocks(page):
+        program, *arguments = shlex.split(command)
         assert program == "llmtrain"
         result = subprocess.run(
             [sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, cwd=ROOT
         )
         assert result.stdout + result.stderr == shown
+
+
+def test_output_in_a_page_is_tested():
+    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert {page for page in pages if _blocks(page)} == {"docs/guides/planning.md", "docs/guides/lint.md"}
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first_run.md"])
+def test_the_steps_on_a_page_are_those_that_were_measured(page):
+    lines = (ROOT / "benchmarks/results/tiny_metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = [json.loads(line) for line in lines]
+    known = {f"step {one['step']}/300  loss {one['loss']:.4f}" for one in measured if "loss" in one}
+    known |= {f"step {one['step']}  eval loss {one['eval_loss']:.4f}" for one in measured if "eval_loss" in one}
+    shown = re.findall(
+        r"^step \d+(?:/300  |  eval )loss [\d.]+", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(shown) > 3
+    assert set(shown) <= known
 
 
 def _tool(name):
