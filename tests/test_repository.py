@@ -78,12 +78,15 @@ def test_commands_in_the_documents_exist():
             assert name in known, f"{document.name}: llmtrain {name}"
 
 
+WITH_OUTPUT = [f"docs/guides/{name}.md" for name in ("lint", "planning", "troubleshooting")]
+
+
 def _blocks(page: str) -> list[tuple[str, str]]:
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/planning.md", "docs/guides/lint.md"])
+@pytest.mark.parametrize("page", ["README.md", *WITH_OUTPUT])
 def test_pages_show_what_the_commands_print(page):
     assert _blocks(page)
     for command, shown in _blocks(page):
@@ -97,7 +100,17 @@ def test_pages_show_what_the_commands_print(page):
 
 def test_output_in_a_page_is_tested():
     pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert {page for page in pages if _blocks(page)} == {"docs/guides/planning.md", "docs/guides/lint.md"}
+    assert {page for page in pages if _blocks(page)} == {*WITH_OUTPUT}
+
+
+def test_errors_of_troubleshooting_exist():
+    text = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "llmtrain").rglob("*.py"))
+    assert len(re.findall(r"^### ", text, re.MULTILINE)) >= 15
+    assert [rule for rule in re.findall(r"\[([a-z_]+\.[a-z_0-9]+)\]", text) if f'"{rule}"' not in sources] == []
+    titles = re.findall(r"^### (.*)", text, re.MULTILINE)
+    shown = re.sub(r"^### .*", "", text, flags=re.MULTILINE)
+    assert [title for title in titles if not all(part in shown for part in re.split(" ?… ?", title))] == []
 
 
 def test_readme_is_short():
