@@ -191,6 +191,11 @@ def test_every_part_of_a_recipe_is_exported():
     assert all(hasattr(llmtrain, name) for name in llmtrain.__all__)
 
 
+def test_every_function_of_the_library_is_in_the_reference():
+    text = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    assert [name for name in llmtrain.__all__ if name.islower() and not re.search(rf"\b{name}\b", text)] == []
+
+
 @pytest.mark.slow
 def test_type_checkers_find_the_installed_package(tmp_path):
     """From another folder, as in a user's project: an editable install must be a path, not an import hook."""
