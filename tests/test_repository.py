@@ -60,7 +60,7 @@ def test_the_oldest_versions_are_the_lower_bounds_of_the_dependencies():
 
 
 def test_every_link_of_the_documents_exists():
-    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
