@@ -113,6 +113,14 @@ def test_errors_of_troubleshooting_exist():
     assert [title for title in titles if not all(part in shown for part in re.split(" ?… ?", title))] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/design/decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_has_at_most_ten_lines(page):
+    text = page.read_text(encoding="utf-8")
+    decisions = [one for block in text.split("\n\n") for one in re.split(r"^(?=- )", block, flags=re.MULTILINE)]
+    assert [one for one in decisions if len(one.splitlines()) > 10] == []
+    assert f"(decisions/{page.name})" in (ROOT / "docs/design/decisions.md").read_text(encoding="utf-8")
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
