@@ -66,9 +66,9 @@ class Engine(HasState, Protocol):
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """Returns row of the batch → logits [vocab] of the token after the only position that has a label, in fp32.
+        """Returns the logits of the next token by row of the batch, each [vocab] in fp32.
 
-        Each row has one label, which marks the position. Every rank gets the same batch, and returns the rows whose
+        A row has one label, at the last token of its text. Every rank gets the same batch, and returns the rows whose
         logits it computes. Each row is returned by at least one rank.
         """
 

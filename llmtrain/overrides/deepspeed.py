@@ -300,7 +300,7 @@ def gradients_in_order(optimizer: Any) -> None:
 
 
 def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """ZeRO 1 and 2.
+    """Makes the current stream wait for the reductions of ZeRO 1 and 2.
 
     A gradient that is larger than a bucket is reduced where it is. ZeRO-2 of DeepSpeed 0.19.8 frees it if another rank
     keeps it, while the reduction may not even have begun, and the backward pass uses its memory again.
