@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
 
@@ -162,35 +161,6 @@ def test_pictures_are_up_to_date(tmp_path):
     _tool("render_pictures").drawn(tmp_path)
     for drawn in tmp_path.iterdir():
         assert (ROOT / "docs/pictures" / drawn.name).read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
-
-
-def test_class_names_are_unique_and_packages_have_few_files():
-    classes, folders = Counter(), Counter()
-    for path in (ROOT / "llmtrain").rglob("*.py"):
-        classes.update(node.name for node in _tree(path).body if isinstance(node, ast.ClassDef))
-        folders[path.parent] += 1
-    assert [name for name, count in classes.items() if count > 1] == []
-    assert max(folders.values()) <= 16
-
-
-def test_names_of_imported_functions_are_unique():
-    """The command line and the library name what they call; rules are called through their table."""
-    defined, imported = defaultdict(set), set()
-    for path in (ROOT / "llmtrain").rglob("*.py"):
-        module, tree = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), _tree(path)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                defined[node.name].add(module)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                imported |= {(node.module, alias.name) for alias in node.names}
-    fronts = {"llmtrain", "llmtrain.cli", "llmtrain.library"}
-    shared = {
-        name: modules
-        for name, found in defined.items()
-        if len(modules := {one for one in found - fronts if (one, name) in imported}) > 1
-    }
-    assert shared == {}
 
 
 def test_every_part_of_a_recipe_is_exported():

@@ -52,7 +52,7 @@ PLAIN_LOSS = {"compiled": "chunked", "liger": "chunked"}
 
 
 class Change(Part):
-    """Something that the small plan has less of, or has in another way."""
+    """A setting that is smaller or different in the small plan."""
 
     what: str
     """Its name."""

@@ -1,8 +1,7 @@
-"""The interface between the training loop and the engines, and the optimizer step that most of them share.
+"""The interface between the training loop and the engines.
 
-Its unit is a whole optimizer step, because a pipeline engine offers no smaller one: it interleaves the forward and
-backward passes of several micro-batches. The others accumulate, take the norm and the verdict, and update, all by
-`take_step`.
+Its unit is a whole optimizer step, because a pipeline offers no smaller one: it interleaves the forward and backward
+passes of several micro-batches. `train_step` of each engine reads as accumulate, norm, guard, update.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.guard import Measured
 from llmtrain.engines.state.save_load import HasState
 from llmtrain.models import Objective
 
@@ -34,6 +32,16 @@ class StepResult:
     router_loss: Tensor | None = None
     """[2]: the sum of the router's losses of this rank's micro-batches, times their coefficient, and the number of
     micro-batches; None for a model without. `loss` does not contain it."""
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What is known after the passes of a step, besides the gradients."""
+
+    loss: Tensor
+    """This rank's share of the mean loss over the terms of the global batch; a scalar."""
+    router_loss: Tensor | None
+    """As in `StepResult`."""
 
 
 class Engine(HasState, Protocol):
@@ -58,9 +66,9 @@ class Engine(HasState, Protocol):
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """Returns row of the batch → logits [vocab] of the token after the only position that has a label, in fp32.
+        """Returns the logits of the next token by row of the batch, each [vocab] in fp32.
 
-        Each row has one label, which marks the position. Every rank gets the same batch, and returns the rows whose
+        A row has one label, at the last token of its text. Every rank gets the same batch, and returns the rows whose
         logits it computes. Each row is returned by at least one rank.
         """
 
@@ -79,60 +87,6 @@ class Engine(HasState, Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings with which the engine actually runs, for the run's record."""
-
-
-class Passes(Protocol):
-    """The parts of a step that `take_step` leaves to an engine. All ranks call every method."""
-
-    device: torch.device
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-
-    def start(self) -> None:
-        """Puts the model in training mode, and clears the gradients."""
-
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
-
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
-
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
-
-    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Accumulates the gradients of a micro-batch."""
-
-    def finish(self, loss: Tensor) -> Measured:
-        """Takes the norm of the gradients, the guard's verdict and, if that allows it, the update.
-
-        loss: this rank's share of the mean over all terms.
-        """
-
-
-def take_step(engine: Passes, batch: StepBatch) -> StepResult:
-    """Makes one update from the mean loss over all terms of the global batch: its target tokens, or its examples."""
-    lr = engine.learning_rate
-    engine.start()
-    total = torch.zeros((), device=engine.device)
-    router_loss = None
-    for index, micro_batch in enumerate(batch.micro_batches, start=1):
-        is_last = index == len(batch.micro_batches)
-        with engine.passing(is_last):
-            loss_sum, auxiliary = engine.forward(micro_batch)
-            loss = engine.weigh(loss_sum, batch.terms)
-            if auxiliary is not None:
-                loss = loss + engine.weigh_auxiliary(auxiliary) / len(batch.micro_batches)
-                router_loss = with_router_loss(router_loss, auxiliary)
-            engine.backward(loss, is_last)
-        total += loss_sum.detach()
-    measured = engine.finish(total / batch.terms)
-    return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, router_loss=router_loss)
 
 
 def with_router_loss(total: Tensor | None, auxiliary: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,21 +94,13 @@ class Guard:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         # How far a logarithm of loss or norm may always exceed its mean, whatever the deviation.
         self._always = torch.tensor([0.0, math.log(config.spike_norm_ratio)], dtype=torch.float64, device=device)
-        self._verdict = torch.zeros((), device=device)
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Makes a fused torch optimizer skip rejected updates. Raises TypeError for an optimizer that is not fused."""
-        if not all(group.get("fused") for group in optimizer.param_groups):
-            raise TypeError(
-                f"{type(optimizer).__name__} is not fused: it would apply every update, even if the guard skips it"
-            )
-        optimizer.register_step_pre_hook(self._before_update)
 
     @torch.no_grad()
-    def judge(self, measured: Measured, overflowed: Tensor | None = None) -> None:
-        """Takes the verdict on a step before its update, in few operations: their overhead counts on a small model.
+    def judge(self, measured: Measured, overflowed: Tensor | None = None) -> Tensor:
+        """Decides on a step before its update; returns 1 to skip the update, or 0: a scalar on the device.
 
-        overflowed: whether a loss scaler drops the step by itself; None without a loss scaler.
+        It takes few operations, because their overhead counts on a small model. overflowed: whether a loss scaler drops
+        the step by itself; None without a loss scaler.
         """
         values = torch.stack([measured.loss, measured.grad_norm]).double()
         limits = self._limits()
@@ -127,7 +118,7 @@ class Guard:
         self._taken = torch.where(dropped | no_logarithm, self._taken, taken)
         self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped[None]])[None]])
         self._total = self._total + skipped
-        self._verdict = dropped.float()
+        return dropped.float()
 
     def read(self) -> Skipped:
         """Returns the updates that were skipped so far; waits for the device."""
@@ -156,14 +147,6 @@ class Guard:
         """Sets the total, so that a run that rolls back to a checkpoint keeps its count of skipped steps."""
         self._total = torch.full_like(self._total, total)
 
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Passes the verdict to the optimizer, which with ZeRO begins more than once in a step."""
-        if isinstance(optimizer, torch.optim.SGD):
-            _make_momentum(optimizer)
-        # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
-        held = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
-        optimizer.found_inf = self._verdict.to(next(held, self._device))  # type: ignore[attr-defined]
-
     def _limits(self) -> Tensor:
         """Returns the largest allowed loss and norm; NaN if they are unknown."""
         if not self._config.spike_sigma:
@@ -171,6 +154,23 @@ class Guard:
         sigma, mean = torch.std_mean(self._taken.log(), dim=0, correction=0)
         above = self._config.spike_sigma * sigma.clamp_min(SMALLEST_SIGMA)
         return (mean + torch.maximum(above, self._always)).exp()
+
+
+def check_fused(optimizer: Optimizer) -> None:
+    """Raises TypeError for an optimizer that is not fused, which does not read `found_inf`."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not fused: it would apply every update, even if the guard skips it"
+        )
+
+
+def skip_if(verdict: Tensor, optimizer: Optimizer) -> None:
+    """Makes the next step of a fused optimizer change nothing if the guard's verdict is 1."""
+    if isinstance(optimizer, torch.optim.SGD):
+        _make_momentum(optimizer)
+    # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
+    held = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.found_inf = verdict.to(next(held, verdict.device))  # type: ignore[attr-defined]
 
 
 def over_ranks(loss: Tensor, grad_norm: Tensor, copies: int = 1) -> Measured:

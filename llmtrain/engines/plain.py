@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import StepResult, take_step
+from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
 from llmtrain.engines.forward import forward, next_logits, objective_of
-from llmtrain.engines.guard import Guard, Measured
+from llmtrain.engines.guard import Guard, Measured, check_fused, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
@@ -145,7 +145,7 @@ class PlainLoop(HasState):
         own = held(self.optimizer, self.masters)
         locate_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
         self.guard = Guard(recipe.guard, self.device)
-        self.guard.watch(self.optimizer)
+        check_fused(self.optimizer)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -153,9 +153,38 @@ class PlainLoop(HasState):
         return self.distribution.place[0]
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Takes one update from the mean over all terms of all micro-batches of all ranks."""
+        """Makes one update, if the guard allows it, from the mean over all terms of all micro-batches of all ranks."""
         estimate_divergence(self, [batch])
-        return take_step(self, batch)
+        lr = self.learning_rate
+        passed = self._accumulate(batch)
+        trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        limit = self.recipe.optim.clip_grad_norm or float("inf")
+        grad_norm = self.distribution.clip(trained, limit, self.device)
+        measured = self.distribution.measure(passed.loss, grad_norm)
+        skip_if(self.guard.judge(measured), self.optimizer)
+        self.distribution.step(self.optimizer)
+        self._round_masters()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return StepResult(measured.loss, measured.grad_norm, lr, passed.router_loss)
+
+    def _accumulate(self, batch: StepBatch) -> Accumulated:
+        """Accumulates the gradients of this rank's micro-batches."""
+        if not self.model.training:  # visiting every module costs as much as a small update
+            self.distribution.module.train()
+        if self.objective:
+            self.objective.begin()
+        total, router_loss = torch.zeros((), device=self.device), None
+        for index, micro_batch in enumerate(batch.micro_batches, start=1):
+            with self.distribution.passing(is_last=index == len(batch.micro_batches)):
+                loss_sum, auxiliary = self._forward(micro_batch)
+                loss = self.distribution.weigh(loss_sum, batch.terms)
+                if auxiliary is not None:
+                    loss = loss + self.distribution.weigh_auxiliary(auxiliary) / len(batch.micro_batches)
+                    router_loss = with_router_loss(router_loss, auxiliary)
+                self._backward(loss)
+            total += loss_sum.detach()
+        return Accumulated(total / batch.terms, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -163,31 +192,12 @@ class PlainLoop(HasState):
         rate: float = self.optimizer.param_groups[0]["lr"]
         return rate
 
-    def start(self) -> None:
-        """Puts the model in training mode."""
-        if not self.model.training:  # visiting every module costs as much as a small update
-            self.distribution.module.train()
-        if self.objective:
-            self.objective.begin()
-
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes."""
-        return self.distribution.passing(is_last)
-
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
         with autocast(self.recipe.parallel.precision, self.device.type):
             return self.distribution.forward(micro_batch, self.device)
 
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
-        return self.distribution.weigh(loss_sum, terms)
-
-    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
-        return self.distribution.weigh_auxiliary(auxiliary)
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
+    def _backward(self, loss: Tensor) -> None:
         """Accumulates the gradients of a micro-batch; those of master weights in fp32."""
         loss.backward()  # type: ignore[no-untyped-call]
         for weight, master in self.masters.items():
@@ -195,18 +205,6 @@ class PlainLoop(HasState):
                 gradient = weight.grad.float()
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 weight.grad = None
-
-    def finish(self, loss: Tensor) -> Measured:
-        """Clips the gradients, takes the verdict, and steps the optimizer and the schedule."""
-        trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        limit = self.recipe.optim.clip_grad_norm or float("inf")
-        measured = self.distribution.measure(loss, self.distribution.clip(trained, limit, self.device))
-        self.guard.judge(measured)
-        self.distribution.step(self.optimizer)
-        self._round_masters()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return measured
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -217,7 +215,7 @@ class PlainLoop(HasState):
         total = torch.zeros((), device=self.device)
         with self.averaged():
             for micro_batch in batch.micro_batches:
-                total += self.forward(micro_batch)[0]
+                total += self._forward(micro_batch)[0]
             return self.distribution.sum(total) / batch.terms
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:

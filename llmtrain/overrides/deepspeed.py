@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from deepspeed import ops
@@ -32,6 +32,8 @@ from llmtrain.overrides import replaced
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan.axes import used
 from llmtrain.recipe import ParallelConfig, Precision
+
+T = TypeVar("T")
 
 
 def forget_groups() -> None:
@@ -141,14 +143,14 @@ def reduce_among_several(engine: DeepSpeedEngine) -> None:
     engine.allreduce_no_retain = reduce
 
 
-def clip_by(engine: DeepSpeedEngine, norm: Callable[[], Tensor]) -> None:
-    """Clips the gradients of an engine that keeps no norm, with fp32 weights at ZeRO-0, by `norm`.
+def clip_by(engine: DeepSpeedEngine, norm: Tensor) -> None:
+    """Makes the next step of an engine that keeps no norm, with fp32 weights at ZeRO-0, clip by `norm`.
 
     DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
     """
 
     def clip() -> None:
-        nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm())
+        nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm)
 
     engine.clip_fp32_gradients = clip
 
@@ -179,13 +181,6 @@ class NormWithLoss:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3) -> None:
         self._optimizer = optimizer
-        self.share: Callable[[], Tensor] = partial(torch.zeros, ())
-        """Returns this rank's share of the loss; set before the update."""
-        self._loss: Tensor | None = None
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            optimizer.scaled_global_norm = self._take
-        else:
-            optimizer._get_norm_groups = lambda: [self._take()]
 
     @classmethod
     def of(cls, optimizer: Any, parallel: ParallelConfig) -> NormWithLoss | None:
@@ -198,47 +193,54 @@ class NormWithLoss:
             return None
         return None if on_host or any(axis.divides_weights for axis in used(parallel)) else cls(optimizer)
 
-    def take_loss(self) -> Tensor | None:
-        """Returns the loss of all ranks, once per step; None if DeepSpeed dropped the step before it took a norm."""
-        loss, self._loss = self._loss, None
-        return loss
+    def take(self, share: Tensor) -> Tensor:
+        """Takes the norm that DeepSpeed uses in its next step; returns the loss of all ranks.
 
-    def _take(self) -> Tensor:
-        """Returns the norm, which includes the loss scale; −1 if it is not finite."""
+        The norm includes the loss scale, and is −1 if it is not finite. share: this rank's share of the loss.
+        """
         parts = [part for group in self._optimizer.averaged_gradients.values() for part in group]
         own = [part for part in parts if not getattr(part, "_zero_padding", False)]
-        share = self.share()
         sums = torch.stack([squared_norm(own, share.device), share.double()])
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        self._loss = sums[1].float()
         norm = sums[0].sqrt().float()
         _mark_invalid(norm)
-        return norm
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            self._optimizer.scaled_global_norm = lambda: norm
+        else:
+            self._optimizer._get_norm_groups = lambda: [norm]
+        return sums[1].float()
 
 
-class VerdictWithinStep:
-    """Calls `judge` within a step of DeepSpeed, which has no other place between the norm and the update."""
+def step_with_verdict(
+    step: Callable[[], object],
+    optimizer: Optimizer,
+    decide: Callable[[Tensor | None], tuple[T, Tensor]],
+    apply: Callable[[Tensor, Optimizer], object],
+    device: torch.device,
+) -> tuple[T, Tensor]:
+    """Runs a step of DeepSpeed, and calls `decide` between the gradient norm and the update; returns its result.
 
-    def __init__(self, optimizer: Optimizer, judge: Callable[[Tensor | None], object], device: torch.device) -> None:
-        """optimizer: the one that DeepSpeed wraps. judge: gets 1 for an overflow or 0; None if neither is known."""
-        self._judge = judge
-        self._device = device
-        self._is_taken = False
-        optimizer.register_step_pre_hook(self._before)
+    Both lie within the step. `FP16_Optimizer`, `BF16_Optimizer` and ZeRO with offload take the norm there, and a loss
+    scaler, DeepSpeed's or torch's, knows only there whether the gradients overflow. The optimizer that DeepSpeed wraps
+    begins after that, with ZeRO more than once. optimizer: this one. decide: gets 1 for an overflow or 0, or None if
+    neither is known; returns what was measured, and the verdict. apply: hands the verdict to the optimizer.
+    """
+    decided: list[tuple[T, Tensor]] = []
 
-    def run(self, step: Callable[[], object]) -> None:
-        """Runs a step, and calls `judge` once, although with ZeRO the optimizer begins more than once."""
-        self._is_taken = False
-        step()
-        if not self._is_taken:  # a loss scaler has dropped the update, which is not a fault of the run
-            self._judge(torch.ones((), device=self._device))
-
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_taken:
-            self._is_taken = True
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if not decided:
             scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
-            self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
+            decided.append(decide(optimizer.found_inf if scaled else None))  # type: ignore[attr-defined]
+        apply(decided[0][1], optimizer)
+
+    hook = optimizer.register_step_pre_hook(before)
+    try:
+        step()
+    finally:
+        hook.remove()
+    # A loss scaler has dropped an update that did not begin, which is not a fault of the run.
+    return decided[0] if decided else decide(torch.ones((), device=device))
 
 
 @contextmanager
@@ -298,7 +300,7 @@ def gradients_in_order(optimizer: Any) -> None:
 
 
 def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """ZeRO 1 and 2.
+    """Makes the current stream wait for the reductions of ZeRO 1 and 2.
 
     A gradient that is larger than a bucket is reduced where it is. ZeRO-2 of DeepSpeed 0.19.8 frees it if another rank
     keeps it, while the reduction may not even have begun, and the backward pass uses its memory again.
@@ -435,10 +437,14 @@ def accumulating(engine: Any) -> Iterator[None]:
         optimizer.fill_grad_accum_attribute()
 
 
-def finish_step(engine: Any) -> None:
-    """Reduces the gradients of a pipeline over its ranks and updates, as DeepSpeed's schedules do at their end."""
+def reduce_pipeline(engine: Any) -> None:
+    """Reduces the gradients of a pipeline over its ranks, as DeepSpeed's schedules do after the last pass."""
     engine._exec_reduce_tied_grads()
     engine._exec_reduce_grads()
+
+
+def step_pipeline(engine: Any) -> None:
+    """Makes the update of a pipeline, as DeepSpeed's schedules do at their end."""
     engine._exec_optimizer_step()
 
 

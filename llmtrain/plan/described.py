@@ -69,7 +69,7 @@ def _loss(plan: Plan) -> str:
         return "Liger's fused loss"
     how = ", compiled" if plan.recipe.kernels.loss == "compiled" else ""
     is_twice = recomputes_loss(plan.recipe) and not is_one_chunk(plan)
-    twice = ", the head's product computed again in the backward pass" if is_twice else ""
+    twice = ", logits recomputed in the backward pass" if is_twice else ""
     return f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}"
 
 

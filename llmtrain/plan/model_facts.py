@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.plan.built_model import decoder_lists, has_expert_modules, parameters_of, weights_of, without_gradient
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
 from llmtrain.plan.hub import hub_has, is_path
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.plan.trained import with_trained
-from llmtrain.plan.weights import Weight, Weights, runs_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.untrusted import UNREADABLE, expanded, is_folder, read_json, why
 
@@ -60,8 +60,6 @@ LARGEST_SIZE = 2**31 - 1
 FAMILIES_PAGE = "docs/reference/families.md lists the causal language models"
 MOST_LAYERS = 1_000
 """Largest number of decoder layers of a model: each is examined by itself."""
-TRIED_TOKENS = 512
-"""Length of the sequence with which a model is tried; windows and strides of tokens have to fit into it."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_SIZES = (
     *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
@@ -467,67 +465,6 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
     return _facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
 
 
-CHOOSERS = {
-    "axk2": "self_attn.indexer",
-    "deepseek_v32": "self_attn.indexer",
-    "deepseek_v4": "self_attn.compressor.indexer",
-    "glm_moe_dsa": "self_attn.indexer",
-    "hy_v4": "self_attn.indexer",
-    "qwen4_exp_text": "self_attn.indexer",
-}
-"""Family → the module in each decoder layer whose parameters have no gradient. No other family of `transformers` that
-only reads texts has such parameters (`tests/models/test_frozen_families.py`)."""
-
-
-def without_gradient(config: Any) -> tuple[str, ...]:
-    """Returns the names of the trained parameters of a causal LM that the loss of texts does not depend on.
-
-    These are indexers of sparse attention (`CHOOSERS`). Models that have parts for other inputs, such as the vision
-    tower of Gemma 3, and those that come with their own code, are tried; if a forward pass needs values, for example
-    to see which experts its tokens have chosen, nothing is found. config: of `transformers`; models that come with
-    their own code are registered (`pretrained_configuration`).
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    chooser = CHOOSERS.get(config.model_type)
-    if chooser is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
-        return ()
-    key = type(config), config.to_json_string(use_diff=False)
-    if key not in _tried:
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config)
-        names = tuple(name for name, _ in built.named_parameters() if f".{chooser}." in name)
-        _tried[key] = names if chooser else _without_gradient(built)
-    return _tried[key]
-
-
-_tried: dict[tuple[type, str], tuple[str, ...]] = {}
-
-
-def _without_gradient(built: Any) -> tuple[str, ...]:
-    """Returns the names for a model without weights."""
-    import torch
-
-    tokens = torch.zeros((1, TRIED_TOKENS), dtype=torch.int64, device="meta")
-    mask = torch.ones((1, 1, TRIED_TOKENS, TRIED_TOKENS), dtype=torch.bool, device="meta")
-    for dtype in (torch.float32, torch.bfloat16):  # torch has no products of groups on the meta device in fp32
-        trained = {name: one for name, one in built.to(dtype).named_parameters() if one.requires_grad}
-        for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions
-            try:
-                with torch.device("meta"):
-                    output = built.train()(input_ids=tokens, position_ids=tokens, use_cache=False, **more)
-                auxiliary = getattr(output, "aux_loss", None)
-                total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
-                gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-            except Exception:
-                # A foreign forward method may raise anything if tensors have no values; a worker will show whether it
-                # runs.
-                continue
-            return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
-    return ()
-
-
 def _facts_of(built: Any, model_type: str) -> ModelFacts:
     """Returns the facts of a model object. `parameters()` yields a tied weight once."""
     config = built.config.get_text_config()
@@ -540,7 +477,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
     )
     met = _int(config, "num_experts_per_tok") or experts
-    in_experts = [_size(layer, ".experts.") for layer in layers]
+    in_experts = [parameters_of(layer, ".experts.") for layer in layers]
     idle = [inside - inside * met // experts if experts else 0 for inside in in_experts]
     return ModelFacts(
         model_type=model_type,
@@ -549,7 +486,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         embedding_parameters=embedding.numel(),
         largest_parameter=max(parameter.numel() for parameter in built.parameters()),
         layers=len(layers) or config.num_hidden_layers,
-        layer_parameters=tuple(_size(layer) for layer in layers),
+        layer_parameters=tuple(parameters_of(layer) for layer in layers),
         layer_idle_parameters=tuple(idle),
         hidden_size=config.hidden_size,
         heads=heads,
@@ -562,77 +499,12 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         experts_per_token=met if experts else 0,
         text_model_type="" if config is built.config else config.model_type,
         router_loss_off=_router_loss_off(config.to_dict()) if experts else 0.0,
-        expert_modules=_has_expert_modules(built),
+        expert_modules=has_expert_modules(built),
         dropout=tuple(dropout_of(config.to_dict()).items()),
         tied_embeddings=head is not None and head.weight is embedding,
-        weights=_weights_of(built, layers) if layers else None,
+        weights=weights_of(built, layers) if layers else None,
         source="meta device",
     )
-
-
-def _weights_of(built: Any, layers: list[Any]) -> Weights:
-    """Returns the parameters of a model object by part; parameters that several parts share count in the first."""
-    seen: set[int] = set()
-
-    def new(named: Iterable[tuple[str, Any]]) -> list[Weight]:
-        found = []
-        for name, parameter in named:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append(Weight(name=name, shape=tuple(parameter.shape)))
-        return found
-
-    whole = {id(parameter): name for name, parameter in built.named_parameters()}
-
-    def outside(module: Any) -> list[Weight]:
-        return new((whole[id(parameter)], parameter) for _, parameter in module.named_parameters())
-
-    embedding = outside(built.get_input_embeddings())
-    runs = runs_of(new(layer.named_parameters()) for layer in layers)
-    projection = built.get_output_embeddings()
-    head = outside(projection) if projection is not None else []
-    return Weights(
-        prefix=next(iter(decoder_lists(built))),
-        embedding=tuple(embedding),
-        runs=runs,
-        outside=tuple(new(built.named_parameters())),
-        head=tuple(head or embedding),
-        tied=not head,
-    )
-
-
-def decoder_lists(model: Any) -> dict[str, Any]:
-    """Returns the lists of modules that may be a model's decoder layers, by name; exactly one for a chain of layers.
-
-    These are the lists outside of other lists, with the lowest depth, that have as many layers as the configuration
-    says (or any number, if none has that many).
-    """
-    from torch import nn
-
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
-    }
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    matching = {name: module for name, module in lists.items() if len(module) == count} or lists
-    depth = min((name.count(".") for name in matching), default=0)
-    return {name: module for name, module in matching.items() if name.count(".") == depth}
-
-
-def _has_expert_modules(model: Any) -> bool:
-    """Whether a module of a model has a list of experts, each of which is a module."""
-    from torch import nn
-
-    return any(
-        isinstance(module, nn.ModuleList) and "expert" in name.rpartition(".")[2]
-        for name, module in model.named_modules()
-    )
-
-
-def _size(module: Any, within: str = "") -> int:
-    """Returns the number of parameters of a module, or of those parts whose name contains `within`."""
-    return sum(parameter.numel() for name, parameter in module.named_parameters() if within in name)
 
 
 def _int(config: Any, key: str) -> int | None:

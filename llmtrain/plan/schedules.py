@@ -133,9 +133,9 @@ class PipelineSchedule:
         return min(self.forwards_ahead(rank), self.chunks * micro_batches)
 
     def forwards_ahead(self, rank: int) -> int:
-        """Returns the number of forward passes of a rank before its first backward pass, if there are as many.
+        """Returns the number of warm-up forward passes of a rank: those before its first backward pass.
 
-        Not of the zero bubble schedule.
+        A step with fewer micro-batches has fewer. The zero bubble schedule has another number.
         """
         ahead = self.ranks - rank
         return ahead if self.chunks == 1 else 2 * ahead - 1 + (self.chunks - 1) * self.ranks

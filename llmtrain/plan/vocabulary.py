@@ -7,7 +7,8 @@ when the data are prepared, which also checks that it counts as many.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,11 +16,11 @@ from typing import Any, NoReturn
 from llmtrain.errors import DataError, Problem, RecipeError, shown
 from llmtrain.plan.hub import stored_file
 from llmtrain.plan.model_facts import pretrained_config
+from llmtrain.plan.template_limits import TEMPLATE_FIELD, TemplateRefusedError, limited_templates, run_template
 from llmtrain.recipe import NewTokens, Recipe
 from llmtrain.system.untrusted import UNREADABLE, expanded, is_file, read_json, read_text, why
 
 FIELD = "model.new_tokens"
-TEMPLATE_FIELD = "data.chat_template"
 DEFAULT = "default"
 """Name of the template that is used without tools, if a tokenizer has several."""
 MULTIPLE = 128
@@ -92,20 +93,28 @@ def control_tokens(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(CONTROL.findall("\n".join([template, *_rendered(template)]))))
 
 
-def _rendered(template: str) -> Iterator[str]:
-    """Yields what a template makes of short conversations, without those that it refuses."""
+def _rendered(template: str) -> list[str]:
+    """Returns what a template makes of short conversations, without those that it refuses.
+
+    Raises DataError for a template that exceeds the limits.
+    """
+    plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # a tag of `transformers` alone
+    found = []
+    with limited_templates():
+        for messages in PROBES:
+            with suppress(TemplateRefusedError):
+                found += run_template(_render, len(messages), plain, messages)[0]
+    return found
+
+
+def _render(template: str, messages: Sequence[Mapping[str, str]]) -> tuple[list[str], None]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # a tag of `transformers` alone
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"strftime_now": lambda _: "", "raise_exception": _refuse, "bos_token": "", "eos_token": ""}
-    for messages in PROBES:
-        try:
-            yield environment.from_string(plain).render(messages=messages, tools=None, add_generation_prompt=True)
-        except Exception:  # a template is a program: what it raises can be anything
-            continue
+    return [environment.from_string(template).render(messages=messages, tools=None, add_generation_prompt=True)], None
 
 
 def _refuse(message: str) -> NoReturn:

@@ -16,7 +16,7 @@ RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
 
 @rule(
     "expert.router_noise",
-    "The engine's router adds no noise, and only mentions that in its log.",
+    "AutoEP's router ignores `router_jitter_noise`, with no more than a line in its log.",
     "run",
     axis=EXPERT,
 )

@@ -147,7 +147,7 @@ def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
         yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
 
 
-@rule("model.positions", "A table of learned positions has no row beyond its end.", "arithmetic")
+@rule("model.positions", "A sequence is at most as long as the table of learned positions.", "arithmetic")
 def positions(draft: Draft) -> Iterator[Fault]:
     """Refuses sequences longer than the table of learned positions."""
     facts, length = draft.facts, draft.recipe.data.sequence_length

@@ -19,7 +19,7 @@ def whole_pairs(draft: Draft) -> Iterator[Fault]:
         message = "`concat` cuts sequences anywhere, but completions are never split"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
     if data.packing == "none" and draft.recipe.objective.compares_pairs:
-        message = "`none` leaves no boundaries within a sequence, but both conversations of a pair lie in one"
+        message = "with `none` a sequence is one document, but a pair is two conversations in one sequence"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
     if data.too_long == "cut_turns":
         message = "`cut_turns` is not possible: completions are read whole, and those that are too long are dropped"

@@ -94,8 +94,8 @@ class ReferenceLoop:
         together: bool = False,
         rounds: bool = True,
     ) -> None:
-        """weights: the initial weights, by the names of `state_dict`, and of adapters by those of PEFT's files; what is
-        missing has the values that the recipe names.
+        """weights: the initial weights by their names in `state_dict`, and those of adapters by their names in PEFT's
+        files. Weights that are missing are initialized as the recipe says.
 
         micro_batch_size: sequences per backward pass; default: the recipe's. A router's loss is a mean within them.
         together: whether to run the documents of a micro-batch in one pass, padded at their end. No token sees later

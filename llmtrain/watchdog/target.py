@@ -30,8 +30,9 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def prepare_end() -> None:
-    """Prepares this process, whose log is its standard error, for `Target`.
+    """Installs the handlers in this rank by which its watchdog dumps stacks and ends it.
 
+    Stacks are written to standard error, which is the rank's log.
     The kernel passes the number of a signal to its handler, so `_exit` itself, as the handler of signal 5, ends the
     process with code 5. This runs no Python code, so a thread that holds the GIL forever cannot prevent it.
     """

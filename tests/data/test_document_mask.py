@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.data import MicroBatch, Schedule, prepare
-from tests.helpers.small_corpora import MakeRecipe
+from llmtrain.data import MicroBatch, prepare
+from tests.helpers.small_corpora import MakeRecipe, whole_schedule
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
@@ -29,15 +29,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 def first_batch(make_recipe: MakeRecipe, corpus_file: Path, **data: object) -> MicroBatch:
     prepared = prepare(make_recipe(corpus_file, sequence_length=64, **data))
-    schedule = Schedule(
-        prepared,
-        seed=1,
-        global_batch_size=8,
-        micro_batch_size=8,
-        gradient_accumulation_steps=1,
-        dp_rank=0,
-        dp_size=1,
-    )
+    schedule = whole_schedule(prepared)
     return schedule.train_batch(0).micro_batches[0]
 
 

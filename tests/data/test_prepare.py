@@ -19,12 +19,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from llmtrain.cli import app
-from llmtrain.data import Prepared, Progress, Schedule, compare_with_hashes, data_summary, notes, prepare, report
+from llmtrain.data import Prepared, Progress, compare_with_hashes, data_summary, notes, prepare, report
 from llmtrain.data.samples import filled_share
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import short_names
-from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
+from tests.helpers.small_corpora import MakeRecipe, make_texts, whole_schedule, write_jsonl
 
 PREPARE = """
     import json, sys, time
@@ -291,16 +291,7 @@ def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path
 
 def read_all(prepared: Prepared) -> None:
     """Reads what a run reads."""
-    schedule = Schedule(
-        prepared,
-        seed=1,
-        global_batch_size=8,
-        micro_batch_size=8,
-        gradient_accumulation_steps=1,
-        dp_rank=0,
-        dp_size=1,
-        epochs=1,
-    )
+    schedule = whole_schedule(prepared, epochs=1)
     read = 0
     for batch in schedule.train_batches(0):
         if (read := read + batch.samples) >= prepared.train_sequences:
@@ -447,15 +438,7 @@ def test_the_summary_counts_the_epochs_of_each_source(
     recipe = recipe.with_(**{"train.max_steps": 40})
     prepared = prepare(recipe)
     epochs = [source["epochs"] for source in data_summary(prepared, recipe)["sources"]]
-    drawn = Schedule(
-        prepared,
-        seed=1,
-        global_batch_size=8,
-        micro_batch_size=8,
-        gradient_accumulation_steps=1,
-        dp_rank=0,
-        dp_size=1,
-    ).sample_ids(0, 320)[0]
+    drawn = whole_schedule(prepared).sample_ids(0, 320)[0]
     for number, source in enumerate(prepared.sources):
         assert epochs[number] == int((drawn == number).sum()) / len(source.train)
     assert epochs[0] < 1 < epochs[1]

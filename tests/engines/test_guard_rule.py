@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.engines.guard import Guard, Measured, finite_or_infinite
+from llmtrain.engines.guard import Guard, Measured, check_fused, finite_or_infinite, skip_if
 from llmtrain.engines.optim import locate_matrices, torch_optimizer
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
@@ -33,18 +33,18 @@ class Steps:
         locate_matrices(self.optimizer, self.optimizer, held(self.optimizer), lambda _: place, tiny_recipe(), CPU)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
         self.optimizer.register_step_pre_hook(self._judge_scaled)
-        self.guard.watch(self.optimizer)
+        check_fused(self.optimizer)
 
     def _judge_scaled(self, optimizer, *_) -> None:
         """As under DeepSpeed: what torch's scaler has found is known when the optimizer begins."""
         if hasattr(optimizer, "grad_scale"):
-            self.guard.judge(self.measured, optimizer.found_inf)
+            skip_if(self.guard.judge(self.measured, optimizer.found_inf), optimizer)
 
     def take(self, loss: float = 2.0, grad_norm: float = 1.0, gradient: float = 1.0) -> bool:
         """A step; whether it changed anything at all."""
         before = self.everything()
         self.weight.grad = torch.full_like(self.weight, gradient)
-        self.guard.judge(Measured(torch.tensor(loss), torch.tensor(grad_norm)))
+        skip_if(self.guard.judge(Measured(torch.tensor(loss), torch.tensor(grad_norm))), self.optimizer)
         self.optimizer.step()
         after = self.everything()
         return before.keys() != after.keys() or any(not torch.equal(before[key], after[key]) for key in before)
@@ -220,7 +220,7 @@ def test_the_overflow_mark_of_deepspeed_is_not_a_norm():
 def test_an_optimizer_that_cannot_skip_updates_is_refused():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with pytest.raises(TypeError, match="AdamW is not fused"):
-        Guard(GuardConfig(), CPU).watch(optimizer)
+        check_fused(optimizer)
 
 
 class NoReading(TorchDispatchMode):

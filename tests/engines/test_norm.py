@@ -46,25 +46,24 @@ def _norms_of(ranks: int, fields: dict[str, object]) -> list[tuple[float, float,
     plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 2, **fields}), ranks)
     engine = engine_of(plan)
     optimizer, kind = engine.engine.optimizer, type(engine.engine.optimizer)
-    taken, reduce, sums, found = engine._norm_with_loss._take, dist.all_reduce, [], []
+    take, reduce, sums, found = engine._norm_with_loss.take, dist.all_reduce, [], []
 
     def counted(*arguments, **options):
         sums.append(arguments)
         return reduce(*arguments, **options)
 
-    def both():
+    def both(share):
         own = combine_grad_norm_groups(kind._get_norm_groups(optimizer)) if of_3 else kind.scaled_global_norm(optimizer)
         sums.clear()
         dist.all_reduce = counted
-        norm = taken()
+        loss = take(share)
         dist.all_reduce = reduce
+        norm = optimizer._get_norm_groups()[0] if of_3 else optimizer.scaled_global_norm()
         found.append((norm.item(), own.item(), len(sums)))
-        return norm
+        return loss
 
-    if of_3 := plan.parallel.zero_stage == 3:
-        optimizer._get_norm_groups = lambda: [both()]
-    else:
-        optimizer.scaled_global_norm = both
+    of_3 = plan.parallel.zero_stage == 3
+    engine._norm_with_loss.take = both
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
     for step in range(2):
         result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.data_parallel_size))

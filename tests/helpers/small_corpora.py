@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from llmtrain.data import Prepared, Schedule
 from llmtrain.recipe import Recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -61,3 +62,9 @@ def write_tokenizer(folder: Path, bos: bool = False, **config: Any) -> Path:
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in fields.items() if v}))
     return folder
+
+
+def whole_schedule(prepared: Prepared, epochs: int | None = None) -> Schedule:
+    """The batches of one rank: 8 sequences in one micro-batch."""
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
+    return Schedule(prepared, seed=1, dp_rank=0, dp_size=1, epochs=epochs, **sizes)

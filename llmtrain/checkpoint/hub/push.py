@@ -127,7 +127,7 @@ def _answers(name: str, again: str = "") -> Iterator[None]:
 
 
 def _answer(error: BaseException) -> BaseException:
-    """Returns the error in which the hub's answer is, or the first one."""
+    """Returns the error in a chain of causes that carries the hub's HTTP response; `error` itself if none does."""
     one: BaseException | None = error
     while one is not None:
         if hasattr(one, "response"):

@@ -16,7 +16,6 @@ import numpy as np
 from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.chat.conversation import Answered, Conversation, Layout, RowError
 from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
-from llmtrain.data.chat.limits import limited_templates
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
@@ -24,6 +23,7 @@ from llmtrain.data.sources.corpus import ConversationCorpus, held_out
 from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.template_limits import limited_templates
 
 FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""

@@ -7,7 +7,7 @@ axis, the engine still has data parallelism and ZeRO.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import PreTrainedModel
 
-from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.engine import StepResult
+from llmtrain.data import MicroBatch
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
 
@@ -74,37 +72,8 @@ class EngineAxis:
     def before_backward(self) -> None:
         """Runs before the backward pass of each micro-batch."""
 
-    # These methods replace what the engine does with a batch. They return None to leave it to the engine.
-
-    def train_step(self, batch: StepBatch) -> StepResult | None:
-        """Accumulates this rank's micro-batches and updates once."""
-        return None
-
-    def evaluate(self, batch: StepBatch) -> Tensor | None:
-        """Returns this rank's sum of losses."""
-        return None
-
-    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor] | None:
-        """Returns the logits of the token after the position with a label, by row."""
-        return None
-
-    def sum_over_replicas(self, value: Tensor) -> Tensor | None:
-        """Returns the sum of a value over the ranks that compute different parts of it; changes the value."""
-        return None
-
-    # These methods describe which rank holds what.
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The module with this rank's weights; None if it is the one that DeepSpeed trains."""
-        return None
-
-    def models(self) -> list[tuple[PreTrainedModel, bool]] | None:
-        """Returns the model of each stage of this rank, and whether the loss is computed from its output.
-
-        Returns None if the rank has the layers of the whole model.
-        """
-        return None
+    # These methods describe which rank holds what. Only one axis of an engine has each of `grid`, `replicas`, `slices`,
+    # `copies` and `named_weights` (`owner`), as of `build`; each weight is divided by one axis.
 
     @property
     def grid(self) -> Any:
@@ -130,16 +99,9 @@ class EngineAxis:
         """Returns this rank's portion of a parameter or buffer of the model; None if this axis does not divide it."""
         return None
 
-    def tied_copy(self, name: str) -> tuple[int, int]:
-        """Returns (index, number of copies) of a parameter that several stages hold."""
-        return 0, 1
-
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Returns the whole weight, assembled from what the ranks hold; `own` is this rank's part."""
         return own
-
-    def sum_squares(self, square: Tensor) -> None:
-        """Adds the squared norms of gradients that other ranks hold, in place."""
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the Hugging Face name of a parameter or buffer of the engine's model."""
@@ -155,3 +117,11 @@ class EngineAxis:
     def describe(self) -> dict[str, Any]:
         """Returns what this rank holds, for the run's record."""
         return {}
+
+
+def owner(axes: Sequence[EngineAxis], name: str) -> EngineAxis | None:
+    """Returns the axis that has a responsibility of the engine; None if none has it. Raises ValueError for two."""
+    found = [axis for axis in axes if getattr(type(axis), name) is not getattr(EngineAxis, name)]
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(type(axis).__name__ for axis in found)} both have {name}")
+    return found[0] if found else None

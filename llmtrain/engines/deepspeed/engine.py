@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import torch
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion, owner
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import StepResult, take_step
+from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
 from llmtrain.engines.forward import (
     check_kernels,
     documents_known,
@@ -30,7 +31,7 @@ from llmtrain.engines.forward import (
     objective_of,
     use_kernels,
 )
-from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
+from llmtrain.engines.guard import Guard, Measured, check_fused, finite_or_infinite, over_ranks, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
@@ -61,7 +62,6 @@ from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gra
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
-    VerdictWithinStep,
     clip_by,
     counted_by_another_stage,
     gradients_in_order,
@@ -70,14 +70,13 @@ from llmtrain.overrides.deepspeed import (
     loss_scalers,
     no_host_checks,
     reduce_among_several,
+    step_with_verdict,
     weights_changed,
 )
 from llmtrain.overrides.peft import adapters_without_weight
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
-
-T = TypeVar("T")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
@@ -133,13 +132,17 @@ class DeepSpeedEngine(HasState):
         self.plan = plan
         self.device = device
         self.axes = axes
+        self._pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
+        self._grid, self._groups, self._sliced, self._copied, self._renamed = (
+            owner(axes, name) for name in ("grid", "replicas", "slices", "copies", "named_weights")
+        )
         recipe = plan.recipe
         leave_muon_eager()
         check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
         self.module = self._build(ds_config)
-        self.model: Any = _first(axis.model for axis in axes) or self.module
+        self.model: Any = self._pipeline.model if self._pipeline else self.module
         for model, has_head in self.models():
             # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
             use_recomputation(model, recipe.parallel)
@@ -148,33 +151,29 @@ class DeepSpeedEngine(HasState):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
                 layer.register_forward_pre_hook(give_input_gradient, with_kwargs=True)
-        self._own_norm: Tensor | None = None
         models = (model for model, _ in self.models())
         groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))
         for axis in axes:
             groups = axis.parameter_groups(groups)
-        grid = _first(axis.grid for axis in axes)
-        if grid is not None:
-            initialise = partial(initialise, mpu=grid)
+        if self._grid:
+            initialise = partial(initialise, mpu=self._grid.grid)
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
             self.engine = initialise(self.module, groups, plan, ds_config, device)
         self._prepared_by = prepared_by
         reduce_among_several(self.engine)
         gradients_in_order(self.engine.optimizer)
-        if not plan.stages:  # the rules allow no clipping in a pipeline at ZeRO-0
-            clip_by(self.engine, self._norm_of_step)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
-        self.objective = objective_of(recipe, _first(axis.slices for axis in axes))
+        self.objective = objective_of(recipe, self._sliced.slices if self._sliced else None)
         locate_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
-        self._verdict = VerdictWithinStep(self.engine.basic_optimizer, self._judge, device)
-        self.guard.watch(self.engine.basic_optimizer)
+        check_fused(self.engine.basic_optimizer)
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
         """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
-        if (built := _first(axis.build(ds_config) for axis in self.axes)) is not None:
+        builder = owner(self.axes, "build")
+        if builder and (built := builder.build(ds_config)) is not None:
             return built
         recipe = self.plan.recipe
         dtype = weight_dtype(recipe.parallel.precision)
@@ -184,7 +183,7 @@ class DeepSpeedEngine(HasState):
 
     def models(self) -> list[tuple[PreTrainedModel, bool]]:
         """Returns the model, or that of each stage of this rank, and whether the loss is computed from its output."""
-        return _first(axis.models() for axis in self.axes) or [(self.model, True)]
+        return self._pipeline.models() if self._pipeline else [(self.model, True)]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -192,11 +191,49 @@ class DeepSpeedEngine(HasState):
         return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Accumulates this rank's micro-batches and updates once."""
+        """Accumulates this rank's micro-batches, takes the norm, lets the guard decide, and updates once."""
         estimate_divergence(self, [batch])
+        lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            done = _first(axis.train_step(batch) for axis in self.axes)
-            return take_step(self, batch) if done is None else done
+            passed = self._pipeline.accumulate(batch) if self._pipeline else self._accumulate(batch)
+            own_norm = self._replicated_grad_norm()
+            if own_norm is not None:
+                clip_by(self.engine, own_norm)
+            loss = self._norm_with_loss.take(passed.loss) if self._norm_with_loss else None
+
+            @torch.no_grad()
+            def decide(overflowed: Tensor | None) -> tuple[Measured, Tensor]:
+                norm = self._norm_of_step() if own_norm is None else own_norm
+                if loss is None:
+                    measured = over_ranks(passed.loss, norm, copies=self.plan.parallel.tensor)
+                else:
+                    measured = Measured(loss, finite_or_infinite(norm))
+                return measured, self.guard.judge(measured, overflowed)
+
+            step = self._pipeline.step if self._pipeline else self.engine.step
+            measured, _ = step_with_verdict(step, self.engine.basic_optimizer, decide, skip_if, self.device)
+        return StepResult(measured.loss, measured.grad_norm, lr, passed.router_loss)
+
+    def _accumulate(self, batch: StepBatch) -> Accumulated:
+        """Accumulates the gradients of this rank's micro-batches."""
+        if not self.model.training:  # visiting every module costs as much as a small update
+            self.engine.train()
+        if self.objective:
+            self.objective.begin()
+        total, router_loss = torch.zeros((), device=self.device), None
+        for index, micro_batch in enumerate(batch.micro_batches, start=1):
+            loss_sum, auxiliary = self._forward(micro_batch)
+            loss = self.weigh(loss_sum, batch.terms)
+            if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
+                loss = loss + auxiliary / len(batch.micro_batches)
+                router_loss = with_router_loss(router_loss, auxiliary)
+            for axis in self.axes:
+                axis.before_backward()
+            self.engine.backward(loss, scale_wrt_gas=False)
+            if index < len(batch.micro_batches):
+                self.engine.step()  # counts the micro-batch; only the step after the last one updates
+            total += loss_sum.detach()
+        return Accumulated(total / batch.terms, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -204,18 +241,7 @@ class DeepSpeedEngine(HasState):
         rate: float = self.engine.get_lr()[0]
         return rate
 
-    def start(self) -> None:
-        """Puts the model in training mode."""
-        if not self.model.training:  # visiting every module costs as much as a small update
-            self.engine.train()
-        if self.objective:
-            self.objective.begin()
-
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes; DeepSpeed itself knows which micro-batch is the last."""
-        return nullcontext()
-
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
         with documents_known(micro_batch):
             return forward(self.engine, self.model, self.slice(micro_batch), self.device, self.objective)
@@ -224,55 +250,20 @@ class DeepSpeedEngine(HasState):
         """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
         return loss_sum * (self.plan.holders / terms)
 
-    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns it as it is: DeepSpeed averages gradients over ranks."""
-        return auxiliary
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Accumulates the gradients of a micro-batch."""
-        for axis in self.axes:
-            axis.before_backward()
-        self.engine.backward(loss, scale_wrt_gas=False)
-        if not is_last:
-            self.engine.step()
-
-    def finish(self, loss: Tensor) -> Measured:
-        """Runs the DeepSpeed step, which computes the norm and updates the weights."""
-        self._own_norm = self._replicated_grad_norm()
-        return self.judged(lambda: loss, self.engine.step)
-
-    def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
-        """Runs a step of DeepSpeed. The verdict is taken within it, because only DeepSpeed knows when to update.
-
-        loss: returns this rank's share of the loss; called once the norm is known.
-        """
-        self._loss = loss
-        if self._norm_with_loss is not None:
-            self._norm_with_loss.share = loss
-        self._verdict.run(step)
-        self._own_norm = None
-        return self._measured
-
-    @torch.no_grad()
-    def _judge(self, overflowed: Tensor | None) -> None:
-        self._measured = self._measure(self._loss())
-        self.guard.judge(self._measured, overflowed)
-
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Returns the mean loss over the terms of all ranks."""
         if self.objective:
             self.objective.begin()
         with self.averaged(), self._active():
-            total = _first(axis.evaluate(batch) for axis in self.axes)
-            total = self._evaluate(batch) if total is None else total
+            total = self._pipeline.evaluate(batch) if self._pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
         with self._active():
-            if (found := _first(axis.next_logits(batch) for axis in self.axes)) is not None:
-                return found
+            if self._pipeline:
+                return self._pipeline.next_logits(batch)
             self.engine.eval()
             with documents_known(batch):
                 return next_logits(self.engine, self.model, self.slice(batch), self.device)
@@ -286,7 +277,7 @@ class DeepSpeedEngine(HasState):
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
-            total += self.forward(micro_batch)[0]
+            total += self._forward(micro_batch)[0]
         return total
 
     def pieces(self) -> Iterator[list[Piece]]:
@@ -351,7 +342,7 @@ class DeepSpeedEngine(HasState):
             # The passes of `reference_model` may leave layers that ZeRO-3 is still prefetching, and cannot release
             # before they have arrived ("Cannot partition a param in flight").
             self.engine.empty_partition_cache()
-        named = _first(axis.named_weights(self._whole) for axis in self.axes)
+        named = self._renamed.named_weights(self._whole) if self._renamed else None
         with self.averaged():
             for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
                 yield weight_name(name), weight.cpu()
@@ -390,19 +381,10 @@ class DeepSpeedEngine(HasState):
             batch = axis.slice(batch)
         return batch
 
-    def _measure(self, loss: Tensor) -> Measured:
-        """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
-        if self._own_norm is None:
-            self._own_norm = self._replicated_grad_norm()
-        norm = self._norm_of_step()
-        if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
-            return Measured(known, finite_or_infinite(norm))
-        return over_ranks(loss, norm, copies=self.plan.parallel.tensor)
-
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
-        if (total := _first(axis.sum_over_replicas(value) for axis in self.axes)) is not None:
-            return total
+        if self._pipeline:
+            return self._pipeline.sum_over_replicas(value)
         if self.plan.holders > 1:
             dist.all_reduce(value, group=self._replicas)
         return value
@@ -433,29 +415,29 @@ class DeepSpeedEngine(HasState):
             if group is not None:
                 dist.all_reduce(square, group=group)
         total = torch.stack(list(squares.values())).sum()
-        for axis in self.axes:
-            axis.sum_squares(total)
+        if self._pipeline:
+            self._pipeline.sum_squares(total)
         return total.sqrt().float()
 
     def _norm_of_step(self) -> Tensor:
-        """Returns the norm of the gradients: the one that was taken here, or else DeepSpeed's."""
-        if self._own_norm is not None:
-            return self._own_norm
+        """Returns the norm that DeepSpeed has taken."""
         return torch.as_tensor(last_norm(self.engine.optimizer), device=self.device, dtype=torch.float32)
 
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of the model as this one; None for all ranks."""
-        return _first(axis.replicas for axis in self.axes)
+        return self._groups.replicas if self._groups else None
 
     @property
     def _copies(self) -> tuple[int, int]:
         """(index, number) of this rank among the ranks of its replica that hold equal copies of undivided weights."""
-        group = _first(axis.copies for axis in self.axes)
-        return (0, 1) if group is None else _place_in(group)
+        return _place_in(self._copied.copies) if self._copied else (0, 1)
 
     def _portion(self, name: str, tensor: Tensor) -> Portion | None:
-        return _first(axis.portion(name, tensor) for axis in self.axes)
+        found = [portion for axis in self.axes if (portion := axis.portion(name, tensor))]
+        if len(found) > 1:
+            raise ValueError(f"several axes divide {name}")
+        return found[0] if found else None
 
     def _untrained_portion(self, name: str, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
         portion = self._portion(name, tensor)
@@ -465,8 +447,8 @@ class DeepSpeedEngine(HasState):
         portion, copy = self._portion(name, parameter), (0, 1)
         if self.plan.parallel.zero_stage == 0:  # ZeRO's shards are not copies of each other
             copy = _place_in(portion.replicas if portion else self._replicas)
-        for axis in self.axes:
-            copy = multiplied(copy, axis.tied_copy(name))
+        if self._pipeline:
+            copy = multiplied(copy, self._pipeline.tied_copy(name))
         if portion is None:
             return self._hugging_face_name(name), Region.whole(shape_of(parameter)), multiplied(copy, self._copies)
         return self._hugging_face_name(name), portion.region, copy
@@ -487,11 +469,6 @@ class DeepSpeedEngine(HasState):
         for axis in self.axes:
             weight = axis.whole(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
         return weight
-
-
-def _first(found: Iterable[T | None]) -> T | None:
-    """Returns the first value that is not None."""
-    return next((one for one in found if one is not None), None)
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

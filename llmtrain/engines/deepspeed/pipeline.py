@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
-from llmtrain.engines.engine import StepResult, with_router_loss
+from llmtrain.engines.engine import Accumulated, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
@@ -31,7 +31,7 @@ from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.exchanges import GroupRanks
-from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, finish_step
+from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.runtime.agree import broadcast
@@ -116,11 +116,17 @@ class PipelineAxis(SlicedAxis):
             partial(accumulating, engine.engine),
         )
 
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """Runs one schedule over this replica's micro-batches, with one update."""
-        lr = self._engine.learning_rate
-        measured = self._engine.judged(lambda: self._total / batch.terms, lambda: self._train(batch))
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, router_loss=self._router_loss)
+    def accumulate(self, batch: StepBatch) -> Accumulated:
+        """Runs one schedule over this replica's micro-batches, and reduces their gradients."""
+        if not self.model.training:
+            self._engine.engine.train()
+        self.passes.train(batch.micro_batches, self._begin(batch), self._loss)
+        reduce_pipeline(self._engine.engine)
+        return Accumulated(self._total / batch.terms, self._router_loss)
+
+    def step(self) -> None:
+        """Makes the update."""
+        step_pipeline(self._engine.engine)
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
@@ -201,12 +207,6 @@ class PipelineAxis(SlicedAxis):
         if self._engine.objective:
             self._engine.objective.begin()
         return [self._engine.slice(one) for one in batch.micro_batches]
-
-    def _train(self, batch: StepBatch) -> None:
-        if not self.model.training:
-            self._engine.engine.train()
-        self.passes.train(batch.micro_batches, self._begin(batch), self._loss)
-        finish_step(self._engine.engine)
 
     def _loss(self, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
         """Runs the last stage; returns the loss whose gradients DeepSpeed averages, scaled if the engine scales it.

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmtrain.data.chat import limits
 from llmtrain.data.chat.conversation import Conversation, RowError
-from llmtrain.data.chat.limits import limited_templates
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import DataError
+from llmtrain.plan import template_limits as limits
+from llmtrain.plan.template_limits import limited_templates
+from llmtrain.plan.vocabulary import control_tokens
 
 MESSAGES = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -23,6 +24,13 @@ def test_a_template_that_exceeds_its_limits_is_refused(source, monkeypatch):
     with limited_templates(), pytest.raises(DataError, match="does not end within 0 s") as error:
         ChatTemplate(source).render_each([Conversation(MESSAGES, (True, True))])
     assert error.value.problems[0].field == "data.chat_template"
+
+
+def test_a_template_whose_tokens_a_plan_looks_for_is_limited_as_well(monkeypatch):
+    monkeypatch.setattr(limits, "CPU_S", 0)
+    with pytest.raises(DataError, match="does not end within 0 s"):
+        control_tokens(ENDLESS)
+    assert limits._Shared.worker is None
 
 
 def test_a_text_that_is_too_long_is_refused(monkeypatch):

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.plan.vocabulary import TEMPLATE_FIELD
 
+TEMPLATE_FIELD = "data.chat_template"
 CPU_S = 10
 """Processor time of a call, in seconds, and MESSAGES_PER_S more messages take a second more."""
 MESSAGES_PER_S = 200
@@ -37,17 +37,19 @@ class TemplateRefusedError(Exception):
 class _Process:
     """A process that renders."""
 
-    def __init__(self, render: Render) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, far = context.Pipe()
-        self._process = context.Process(target=_serve, args=(render, far, self._pipe), daemon=True)
+        self._process = context.Process(target=_serve, args=(far, self._pipe), daemon=True)
         self._process.start()
         far.close()
 
-    def call(self, messages: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[str], Any]:
+    def call(
+        self, render: Render, messages: int, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[list[str], Any]:
         """Raises TemplateRefusedError, or DataError if the process exceeded its limits, after which it is gone."""
         seconds = CPU_S + messages // MESSAGES_PER_S
-        self._pipe.send((seconds, arguments, options))
+        self._pipe.send((render, seconds, arguments, options))
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -93,23 +95,23 @@ def _end_worker() -> None:
 
 
 def run_template(render: Render, messages: int, *arguments: Any, **options: Any) -> tuple[list[str], Any]:
-    """Calls `render` of `transformers`, in a limited process within `limited_templates`.
+    """Calls `render`, a function of a module, in a limited process within `limited_templates`.
 
-    messages: number of messages to render. Raises what `render` raises, or TemplateRefusedError, and DataError for a
-    template that exceeds the limits.
+    render: returns the texts, and the spans of turns or None. messages: number of messages to render. Raises what
+    `render` raises, or TemplateRefusedError, and DataError for a template that exceeds the limits.
     """
     if not _Shared.contexts:
         return render(*arguments, **options)
     with _Shared.lock:
-        _Shared.worker = _Shared.worker or _Process(render)
+        _Shared.worker = _Shared.worker or _Process()
         try:
-            return _Shared.worker.call(messages, arguments, options)
+            return _Shared.worker.call(render, messages, arguments, options)
         except DataError:
             _end_worker()
             raise
 
 
-def _serve(render: Render, pipe: Connection, other: Connection) -> None:
+def _serve(pipe: Connection, other: Connection) -> None:
     """Answers calls until the other end of the pipe is closed."""
     other.close()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -119,7 +121,7 @@ def _serve(render: Render, pipe: Connection, other: Connection) -> None:
     _limit(resource.RLIMIT_DATA, _data_bytes() + MORE_BYTES)
     while True:
         try:
-            seconds, arguments, options = pipe.recv()
+            render, seconds, arguments, options = pipe.recv()
         except (EOFError, ConnectionError):
             os._exit(0)
         used = resource.getrusage(resource.RUSAGE_SELF)
