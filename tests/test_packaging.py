@@ -83,7 +83,11 @@ def test_one_address_of_the_repository_is_used():
     """That of `project.urls`, in which OWNER stands for an account until the repository is public."""
     address = PROJECT["urls"]["Repository"]
     owner = address.removeprefix("https://github.com/")
-    assert all(one.startswith(address) for one in PROJECT["urls"].values())
+    lint = tomllib.loads((ROOT / "packages/lint/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert all(one.startswith(address) for one in [*PROJECT["urls"].values(), *lint["urls"].values()])
+    substitutions = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]
+    for one in substitutions["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        assert f"com/{owner}/" in one["replacement"]
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         assert set(re.findall(r"[\w.-]+/llmtrain(?=@v)|github\.com/[\w.-]+/llmtrain", page.read_text())) <= {
             owner,
