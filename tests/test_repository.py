@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -57,7 +59,7 @@ def test_the_oldest_versions_are_the_lower_bounds_of_the_dependencies():
 
 
 def test_every_link_of_the_documents_exists():
-    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
@@ -75,16 +77,64 @@ def test_commands_in_the_documents_exist():
             assert name in known, f"{document.name}: llmtrain {name}"
 
 
-def test_readme_shows_what_the_commands_print():
-    blocks = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
-    for command, shown in blocks:
-        program, *arguments = command.split()
+WITH_OUTPUT = [f"docs/guides/{name}.md" for name in ("lint", "planning", "troubleshooting")]
+
+
+def _blocks(page: str) -> list[tuple[str, str]]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", *WITH_OUTPUT])
+def test_pages_show_what_the_commands_print(page):
+    assert _blocks(page)
+    for command, shown in _blocks(page):
+        program, *arguments = shlex.split(command)
         assert program == "llmtrain"
         result = subprocess.run(
             [sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, cwd=ROOT
         )
         assert result.stdout + result.stderr == shown
+
+
+def test_output_in_a_page_is_tested():
+    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert {page for page in pages if _blocks(page)} == {*WITH_OUTPUT}
+
+
+def test_errors_of_troubleshooting_exist():
+    text = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "llmtrain").rglob("*.py"))
+    assert len(re.findall(r"^### ", text, re.MULTILINE)) >= 15
+    assert [rule for rule in re.findall(r"\[([a-z_]+\.[a-z_0-9]+)\]", text) if f'"{rule}"' not in sources] == []
+    titles = re.findall(r"^### (.*)", text, re.MULTILINE)
+    shown = re.sub(r"^### .*", "", text, flags=re.MULTILINE)
+    assert [title for title in titles if not all(part in shown for part in re.split(" ?… ?", title))] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/design/decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_has_at_most_ten_lines(page):
+    text = page.read_text(encoding="utf-8")
+    decisions = [one for block in text.split("\n\n") for one in re.split(r"^(?=- )", block, flags=re.MULTILINE)]
+    assert [one for one in decisions if len(one.splitlines()) > 10] == []
+    assert f"(decisions/{page.name})" in (ROOT / "docs/design/decisions.md").read_text(encoding="utf-8")
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first_run.md"])
+def test_the_steps_on_a_page_are_those_that_were_measured(page):
+    lines = (ROOT / "benchmarks/results/tiny_metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = [json.loads(line) for line in lines]
+    known = {f"step {one['step']}/300  loss {one['loss']:.4f}" for one in measured if "loss" in one}
+    known |= {f"step {one['step']}  eval loss {one['eval_loss']:.4f}" for one in measured if "eval_loss" in one}
+    shown = re.findall(
+        r"^step \d+(?:/300  |  eval )loss [\d.]+", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(shown) > 3
+    assert set(shown) <= known
 
 
 def _tool(name):
@@ -117,6 +167,11 @@ def test_every_part_of_a_recipe_is_exported():
     parts = {name for name, item in vars(recipe).items() if isinstance(item, type) and issubclass(item, recipe.Part)}
     assert parts - {"Part"} <= set(llmtrain.__all__)
     assert all(hasattr(llmtrain, name) for name in llmtrain.__all__)
+
+
+def test_every_function_of_the_library_is_in_the_reference():
+    text = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    assert [name for name in llmtrain.__all__ if name.islower() and not re.search(rf"\b{name}\b", text)] == []
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.helpers.launching_doc import TEXT, shell_lines
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_RUN = (ROOT / "docs/tutorials/first_run.md").read_text(encoding="utf-8")
 SHORT = ["--set", "train.max_steps=4", "--set", "optim.warmup_steps=1"]
 """Added to each command that trains."""
 LONGER = ["--set", "train.max_steps=6", "--set", "optim.warmup_steps=1"]
@@ -50,7 +51,7 @@ def _run(line: str, folder: Path, *more: str) -> str:
 
 
 def _own_commands() -> list[str]:
-    return [line for line in re.findall(r"`(llmtrain [^`]+)`", README) if "mine" in line]
+    return [line for line in re.findall(r"`(llmtrain [^`]+)`", FIRST_RUN) if "mine" in line]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def own_folder(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_readme_recipe_trains_continues_and_generates(own_folder):
+def test_the_recipe_of_the_readme_trains_continues_and_generates(own_folder):
     lines = [line for line in _own_commands() if "runs/" not in line or "export" in line]
     assert len(lines) == 4
     for line in lines:
@@ -72,7 +73,7 @@ def test_the_readme_recipe_trains_continues_and_generates(own_folder):
 
 
 @pytest.mark.breadth
-def test_the_other_readme_commands_run(own_folder):
+def test_the_other_commands_of_the_first_run_work(own_folder):
     lines = [line for line in _own_commands() if "--run-dir" in line]
     assert len(lines) == 3
     for line in lines:

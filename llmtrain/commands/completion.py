@@ -57,13 +57,13 @@ def prepare_completion() -> None:
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Returns the recipe files and folders that complete a text; after a colon, the variants of the file."""
-    from llmtrain.plan.load.file import SUFFIXES
+    """Returns the recipes, files and folders that complete a text; after a colon, the variants of the file."""
+    from llmtrain.plan.load.file import SUFFIXES, located, shipped_recipes
 
     path, colon, variant = incomplete.partition(":")
     try:
         if colon:
-            return [f"{path}:{name}" for name in _variants(Path(path)) if name.startswith(variant)]
+            return [f"{path}:{name}" for name in variants(Path(located(path))) if name.startswith(variant)]
         folder, _, beginning = path.rpartition("/")
         shown = f"{folder}/" if folder or path.startswith("/") else ""
         entries = sorted(Path(shown or ".").iterdir())
@@ -71,12 +71,13 @@ def recipes(incomplete: str) -> list[str]:
         folders = [f"{entry.name}/" for entry in entries if entry.is_dir()]
         hidden = beginning.startswith(".")
         names = [name for name in files + folders if name.startswith(beginning) and (hidden or name[0] != ".")]
-        return [shown + name for name in names]
+        named = [] if shown else [name for name in shipped_recipes() if name.startswith(beginning)]
+        return [*named, *(shown + name for name in names)]
     except (OSError, ValueError, SyntaxError, TypeError, UserError):  # an incomplete word is no error
         return []
 
 
-def _variants(path: Path) -> list[str]:
+def variants(path: Path) -> list[str]:
     """Returns the variants that a file defines, without running the recipe or reading what it extends."""
     from llmtrain.system.untrusted import is_yaml, read_text
 

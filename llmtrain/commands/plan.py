@@ -20,10 +20,19 @@ if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
 
 
+def _located(spec: str) -> str:
+    from llmtrain.plan.load import located
+
+    return located(spec)
+
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py or NAME.yaml.", autocompletion=completion.recipes
+        metavar="RECIPE[:VARIANT]",
+        help="Recipe file, NAME.py or NAME.yaml, or the name of a recipe that `llmtrain recipe list` shows.",
+        autocompletion=completion.recipes,
+        callback=_located,
     ),
 ]
 SetOption = Annotated[

@@ -1,15 +1,32 @@
-"""`llmtrain recipe`: shows what a recipe resolves to; prints the schema of YAML recipes."""
+"""`llmtrain recipe`: lists and shows recipes; prints the schema of YAML recipes."""
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Annotated
 
 import typer
 
+from llmtrain.commands import completion
 from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
 
-app = typer.Typer(help="Show a recipe, or the schema of recipes.", no_args_is_help=True)
+app = typer.Typer(help="List recipes, or show a recipe or the schema of recipes.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """List the recipes that come with llmtrain, with their variants.
+
+    All commands take these names in place of a file, such as tiny or tiny:zero3.
+    """
+    from llmtrain.plan.load import shipped_recipes
+
+    for name, file in shipped_recipes().items():
+        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        print(f"{name:22}{said.partition(chr(10))[0]}")
+        if variants := completion.variants(file):
+            print(f"{'':22}variants: {', '.join(variants)}")
 
 
 @app.command("show")

@@ -14,8 +14,11 @@ import typer
 from typer.main import get_command
 
 from llmtrain.cli import app
+from llmtrain.commands.completion import assignments
 from llmtrain.errors import RecipeError
-from llmtrain.recipe import Recipe, parse_assignments
+from llmtrain.plan.load import declared
+from llmtrain.recipe import LoraConfig, Recipe, parse_assignments
+from llmtrain.recipe.other_names import OURS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,8 +45,10 @@ def _commands(shell: str) -> Iterator[list[str]]:
 
 
 def _in_blocks(page: Path) -> Iterator[list[str]]:
-    """Yields the commands of the page's shell blocks."""
+    """Yields the commands of the page's shell blocks, except for those that are shown with the error for a field."""
     for kind, block in re.findall(r"^ *```(sh|console)\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        if "[recipe.field]" in block:  # compared with what the command prints by tests/test_repository.py
+            continue
         yield from _commands(block if kind == "sh" else "\n".join(re.findall(r"^\$ (.*)", block, flags=re.MULTILINE)))
 
 
@@ -106,3 +111,29 @@ def test_unknown_commands_and_options_are_found():
 def test_unknown_fields_are_found(tiny):
     words = ["train", "mine.py", "--set", "optim.no_such_field=1", "--set", "optim.lr=0.1"]
     assert _unknown_fields(tiny, words) == ["optim.no_such_field"]
+
+
+COMING_FROM = (ROOT / "docs/guides/coming_from.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (`.*?) \| (.*?) \| (.*) \|$", COMING_FROM, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "note"), ROWS, ids=[row[0] for row in ROWS])
+def test_settings_of_others_become_fields_that_exist(theirs, ours, note, tiny):
+    """Those that error messages translate become the same ones on the page."""
+    fields = {name.removesuffix("=") for name in assignments("")}
+    named = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?:=([^`]*))?`", ours + note)
+    assert {field for field, _ in named} <= fields
+    with_adapter = tiny.with_(**{"model.pretrained": "folder", "model.architecture": None, "model.config": {}})
+    with_adapter = with_adapter.with_(**{"model.adapter": LoraConfig(rank=8)})
+    for field, value in named:
+        if value:
+            with_adapter.with_(**parse_assignments([f"{field}={value}"]))
+    for name in re.findall(r"`(\w+)", theirs):
+        assert OURS.get(name, "") in ours
+
+
+def test_the_recipe_of_the_page_for_others_is_valid(tmp_path):
+    [text] = re.findall(r"^```yaml\n(.*?)^```", COMING_FROM, re.DOTALL | re.MULTILINE)
+    (tmp_path / "sft.yaml").write_text(text)
+    recipe, _ = declared(tmp_path / "sft.yaml")
+    assert (recipe.model.adapter.rank, recipe.train.epochs, recipe.parallel.precision) == (16, 3, "bf16")

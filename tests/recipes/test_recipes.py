@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from llmtrain.cli import app
 from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import model_parallel_size
-from llmtrain.plan.load import PythonRecipe, load_recipe
+from llmtrain.plan.load import PythonRecipe, declared, load_recipe, shipped_recipes
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import lacking
 from llmtrain.predict.time import predict
@@ -131,6 +134,7 @@ from pathlib import Path
 import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
 from llmtrain.lint import examine
 from llmtrain.ds_config import render
+from llmtrain.cli import app
 from llmtrain.cluster import Cluster
 from llmtrain.rules import resolve
 from llmtrain.plan.axes import model_parallel_size
@@ -157,3 +161,14 @@ def test_tiny_runs_on_any_number_of_workers(workers):
     recipe, _ = load_recipe(str(ROOT / "recipes/tiny.py"), [])
     plan = resolve(recipe, Cluster(devices_per_node=workers))
     assert plan.batch.gradient_accumulation_steps * workers == 4
+
+
+def test_recipes_are_listed_and_found_by_name():
+    """By commands and from Python; a file or a folder of the same name does not matter."""
+    listed = CliRunner().invoke(app, ["recipe", "list"]).stdout
+    assert [*shipped_recipes()] == [line.split()[0] for line in listed.splitlines() if line[0] != " "]
+    assert "variants: zero3, bf16, verify, moe" in listed
+    assert declared("tiny:zero3") == load_recipe(f"{ROOT}/recipes/tiny.py:zero3", [])
+    assert "zero_stage: 3" in CliRunner().invoke(app, ["recipe", "show", "tiny:zero3"]).stdout
+    with pytest.raises(RecipeError, match=r"tinny: does not exist; did you mean 'tiny'\?(.|\n)*llmtrain recipe list"):
+        declared("tinny")

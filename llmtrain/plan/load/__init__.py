@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, UserError
-from llmtrain.plan.load.file import RecipeFile, check_file
+from llmtrain.plan.load.file import RecipeFile, check_file, located, shipped_recipes
 from llmtrain.plan.load.python_file import PythonRecipe, is_running
 from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe, parse_assignments
@@ -21,7 +21,9 @@ __all__ = [
     "declared",
     "is_running",
     "load_recipe",
+    "located",
     "open_recipe",
+    "shipped_recipes",
     "with_lines",
     "with_variant",
 ]
@@ -52,12 +54,12 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
 
 
 def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[Recipe, Cluster | None]:
-    """Returns a recipe and the cluster that it was written for, from a recipe's file or from a recipe object.
+    """Returns a recipe and the cluster that it was written for, from a recipe's file or name, or from a recipe object.
 
     variant: as for `with_variant`.
     """
     if not isinstance(recipe, Recipe):
-        spec = os.fspath(recipe)
+        spec = located(os.fspath(recipe))
         return load_recipe(with_variant(spec, variant) if variant else spec, [])
     if recipe != _loaded:
         _lines.clear()

@@ -1,4 +1,4 @@
-"""The interface of all kinds of recipe files, and the checks that they share."""
+"""The interface of all kinds of recipe files, the checks that they share, and the recipes that come with llmtrain."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ class RecipeFile(Protocol):
 
     def lines(self, variant: str = "") -> dict[str, str]:
         """Returns dotted field name → file and line, as far as they are known."""
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Returns name → file of the recipes that come with llmtrain: within the package, or beside it in a checkout."""
+    package = Path(__file__).parents[2]
+    folder = next((one for one in (package / "recipes", package.parent / "recipes") if one.is_dir()), None)
+    return {file.stem: file for file in sorted(folder.glob("*.py"))} if folder else {}
+
+
+def located(spec: str) -> str:
+    """Returns `FILE[:VARIANT]` for `NAME[:VARIANT]` of a recipe that comes with llmtrain; else the spec.
+
+    The suffix of files tells both apart.
+    """
+    name, colon, variant = spec.partition(":")
+    file = shipped_recipes().get(name)
+    return f"{file}{colon}{variant}" if file else spec
 
 
 def check_file(path: Path) -> None:
@@ -61,8 +78,11 @@ def _no_such_file(path: Path) -> Problem:
     folder = path.parent
     if not folder.is_dir():
         return Problem("recipe.file", str(path), f"does not exist: there is no folder '{folder}'")
-    known = _recipes_in(folder)
-    return Problem("recipe.file", str(path), f"does not exist{nearest(path.name, known)}", _listing(folder))
+    if path.name == str(path) and not path.suffix:
+        known, listing = [*shipped_recipes()], "llmtrain recipe list shows those that come with llmtrain"
+    else:
+        known, listing = _recipes_in(folder), _listing(folder)
+    return Problem("recipe.file", str(path), f"does not exist{nearest(path.name, known)}", listing)
 
 
 def _recipes_in(folder: Path) -> list[str]:
