@@ -49,31 +49,22 @@ from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, overwrites_logits, recomputes_loss
 from llmtrain.recipe import Recipe
 
-_known: Documents | None = None
-"""Documents of the current batch; None if they are unknown."""
-
 
 @contextmanager
 def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
     """Makes all masks within the context keep documents apart; yields the known documents.
 
     batch: whole sequences, as the data provided them. If its documents are unknown, as for a batch on a device, the
-    context changes nothing. An inner context changes nothing either: slices of a sequence have the mask and the
-    boundaries of the whole sequence.
+    context changes nothing.
     """
-    global _known
-    if _known is not None or batch.documents is None:
-        yield _known
+    if batch.documents is None:
+        yield None
         return
-    _known = batch.documents
-    try:
-        with (
-            document_indices(_find),
-            mask_arguments(partial(_with_positions, batch.position_ids)),
-        ):
-            yield _known
-    finally:
-        _known = None
+    with (
+        document_indices(partial(_find, batch.documents)),
+        mask_arguments(partial(_with_positions, batch.position_ids)),
+    ):
+        yield batch.documents
 
 
 def bounds_for(
@@ -97,10 +88,9 @@ def _with_positions(
     return embeddings, positions
 
 
-def _find(position_ids: Tensor) -> Tensor | None:
+def _find(known: Documents, position_ids: Tensor) -> Tensor | None:
     """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
-    assert _known is not None
-    if not _known.several:
+    if not known.several:
         return None
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)
@@ -178,13 +168,16 @@ def forward(
     batch: MicroBatch,
     device: torch.device,
     objective: Objective | None = None,
+    whole: MicroBatch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
     The sum is over target tokens, or over the pairs or completions of an objective. call: the engine, or whatever else
-    stands for the model. No attention mask is passed: `transformers` finds the boundaries of packed documents in
-    `position_ids`, which restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without
-    masks receives the boundaries as arguments.
+    stands for the model. whole: the sequences of which `batch` is a slice; default: `batch`.
+
+    No attention mask is passed: `transformers` finds the boundaries of packed documents in `position_ids`, which
+    restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without masks receives the
+    boundaries as arguments.
     """
     labels = batch.labels.to(device, non_blocking=True)
     inputs = {
@@ -194,8 +187,9 @@ def forward(
     }
     if chunked_loss(model):
         inputs["targets"] = labels
-    with documents_known(batch) as documents:
-        output = call(**inputs, **bounds_for(model, batch, device, documents))
+    whole = whole or batch
+    with documents_known(whole) as documents:
+        output = call(**inputs, **bounds_for(model, whole, device, documents))
     result = output.loss_sum if "targets" in inputs else output.logits
     loss_sum = loss_of(result, labels, model, batch.completions, objective)
     auxiliary = getattr(output, "aux_loss", None)
@@ -207,17 +201,24 @@ def forward(
 
 @torch.no_grad()
 def next_logits(
-    call: Callable[..., Any], model: PreTrainedModel, batch: MicroBatch, device: torch.device
+    call: Callable[..., Any],
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    device: torch.device,
+    whole: MicroBatch | None = None,
 ) -> dict[int, Tensor]:
-    """Returns what `Engine.next_logits` returns, for the rows of which this rank holds the position with a label."""
-    place = Places.of(batch.labels)
-    with documents_known(batch) as documents:
+    """Returns what `Engine.next_logits` returns, for the rows of which this rank holds the position with a label.
+
+    whole: as for `forward`.
+    """
+    place, whole = Places.of(batch.labels), whole or batch
+    with documents_known(whole) as documents:
         output = call(
             input_ids=batch.input_ids.to(device),
             position_ids=batch.position_ids.to(device),
             use_cache=False,
             **place.arguments(model, device),
-            **bounds_for(model, batch, device, documents),
+            **bounds_for(model, whole, device, documents),
         )
     return place.rows_of(output.logits)
 

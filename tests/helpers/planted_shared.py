@@ -85,15 +85,15 @@ def wrong_norm(patch):
 
 def no_document_mask(patch):
     """Positions restart in each document, but attention does not."""
-    patch.setattr(forward, "_find", lambda position_ids: None)
+    patch.setattr(forward, "_find", lambda known, position_ids: None)
 
 
 def late_document_mask(patch):
     """The first token of each document belongs to the previous document."""
     original = forward._find
 
-    def late(position_ids):
-        found = original(position_ids)
+    def late(known, position_ids):
+        found = original(known, position_ids)
         return None if found is None else found.roll(1, dims=1)
 
     patch.setattr(forward, "_find", late)

@@ -25,7 +25,6 @@ from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
 from llmtrain.engines.forward import (
     check_kernels,
-    documents_known,
     forward,
     next_logits,
     objective_of,
@@ -243,8 +242,8 @@ class DeepSpeedEngine(HasState):
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
-        with documents_known(micro_batch):
-            return forward(self.engine, self.model, self.slice(micro_batch), self.device, self.objective)
+        own = self.slice(micro_batch)
+        return forward(self.engine, self.model, own, self.device, self.objective, micro_batch)
 
     def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
@@ -265,8 +264,7 @@ class DeepSpeedEngine(HasState):
             if self._pipeline:
                 return self._pipeline.next_logits(batch)
             self.engine.eval()
-            with documents_known(batch):
-                return next_logits(self.engine, self.model, self.slice(batch), self.device)
+            return next_logits(self.engine, self.model, self.slice(batch), self.device, batch)
 
     def rewards(self) -> Tensor | None:
         """Returns the sums of the last batch's rewards over all ranks."""
