@@ -69,9 +69,11 @@ OF_MICRO_BATCH = (kernels.fp8, layout.divides, pipeline.interleaved)
 ZeRO stage only."""
 OF_RECOMPUTATION = recompute.RULES
 """Rules that depend on the recomputation. None of them depends on the size of a micro-batch."""
+OF_SPLIT = tuple(one for one in layout.RULES if one not in OF_MICRO_BATCH)
+"""Rules that are asked once for the degrees and the schedule."""
 FIRST = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
 """Rules that refuse most layouts. They are asked first."""
-OF_LAYOUT = (*FIRST, *(one for one in LEGALITY if one not in (*FIRST, *OF_MICRO_BATCH, *OF_RECOMPUTATION)))
+OF_LAYOUT = tuple(one for one in dict.fromkeys((*FIRST, *LEGALITY)) if one not in (*OF_MICRO_BATCH, *OF_RECOMPUTATION))
 """Rules that are asked once for each layout."""
 NOT_COMPUTED = (HIERARCHY, *OFFLOADS, NVME_PATH)
 """Fields on which `LeastTime` does not depend."""
@@ -253,7 +255,7 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
     groups = sorted({recipe.parallel.hierarchical_partition, cluster.devices_per_node} - {1})
     for split in degrees(cluster.world_size, facts.layers, facts.experts):
         draft = Draft(changed(recipe, split), cluster, facts)
-        if not allowed(draft, layout.RULES):
+        if not allowed(draft, OF_SPLIT):
             continue
         assert draft.data_parallel_size is not None, "the rules of layout have refused the rest"
         micro_batches, of_stage = _micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()

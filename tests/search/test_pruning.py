@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.cluster import DEVICES, Cluster
+from llmtrain.plan.draft import Draft
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import MemoryCache, Shortage, lacking, memory_of
@@ -13,7 +14,8 @@ from llmtrain.predict.time import LeastTime, predict
 from llmtrain.rules import assemble
 from llmtrain.search import search
 from llmtrain.search.search import MOST, MOST_MISSES, legal_layouts, legal_plans, search_plans, timed_plans
-from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, ZERO_STAGE
+from llmtrain.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, ZERO_STAGE, changed
+from tests.helpers.random_plans import cases
 
 
 def _case(name: str, devices: int, device: str, gib: int, marks=(), **fields: object):
@@ -112,3 +114,25 @@ def test_the_search_finds_what_an_exhaustive_one_finds(recipe, cluster):
     assert [one.time for one in result.best] == best
     assert [one.time for one in result.slower] == slower
     assert [(one.time, one.why) for one in result.too_large] == too_large
+
+
+def test_rules_that_are_asked_once_do_not_depend_on_what_varies():
+    """Micro-batches vary within a layout, recomputation as well; micro-batches also with what is offloaded."""
+    changes = [{MICRO_BATCH: 3}, {"parallel.checkpoint_every": 4}, {"parallel.offload_activations": True}]
+    changes += [{"parallel.activation_checkpointing": kind} for kind in ("none", "selective", "full")]
+    places = [{"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}, {"parallel.zero_stage": 3}]
+    checked = [
+        (search.OF_LAYOUT, changes),
+        (search.OF_MICRO_BATCH, [*changes[1:], places[0]]),
+        (search.OF_RECOMPUTATION, [changes[0], *places]),
+    ]
+    refused = set()
+    for case in cases(3, 20, [1, 2, 4]):
+        draft = case.draft
+        for rules, fields in ((rules, fields) for rules, varied in checked for fields in varied):
+            other = Draft(changed(draft.recipe, fields), draft.cluster, draft.facts)
+            for rule in rules:
+                is_refused = rule.refuses and any(rule.faults(draft))
+                refused |= {rule.id} if is_refused else set()
+                assert is_refused == (rule.refuses and any(rule.faults(other))), (rule.id, fields)
+    assert len(refused) > 5
