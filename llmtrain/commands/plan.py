@@ -175,7 +175,9 @@ def _write(folder: Path, planned: library.Planned) -> list[str]:
 
 def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
     """Prints the fastest legal plans."""
-    from llmtrain.predict import lacking
+    from functools import partial
+
+    from llmtrain.predict import MemoryCache, lacking
     from llmtrain.search.search import search_plans
     from llmtrain.search.search_report import document, lines
 
@@ -184,5 +186,5 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
         raise RecipeError(
             Problem("search.write", "--write", message, "choose one, and write it with its --set options")
         )
-    result = search_plans(declared, cluster, lacking)
+    result = search_plans(declared, cluster, partial(lacking, cache=MemoryCache()))
     print(json.dumps(document(result), indent=2) if request.as_json else "\n".join(lines(result)))

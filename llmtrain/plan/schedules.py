@@ -113,6 +113,15 @@ class PipelineSchedule:
         # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
         return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
 
+    @property
+    def least_idle(self) -> float:
+        """Lower bound for the waits of a step, in units of the time that a rank computes for a micro-batch.
+
+        Exact for schedules with whole backward passes. If they are split, the rank of stage `ranks` − 1 waits for that
+        many forward passes, a third of its passes, before it begins.
+        """
+        return (self.ranks - 1) / ((3 if self.splits_backward else 1) * self.chunks)
+
     def message_waits(self, micro_batches: int, message: float, forward: float) -> float:
         """Returns by how much messages between ranks lengthen a step.
 
@@ -183,16 +192,31 @@ def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Ma
 @lru_cache(maxsize=256)
 def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     if schedule.name == "zero_bubble":
-        # Some orders are longer than 1F1B unless all passes take equally long, so each is compared at both paces.
         shown = min(micro_batches, _enough(schedule))
-        chosen = min(
-            product(PACES, (0, 1)),
-            key=lambda one: sum(
-                _idle(schedule, _ZeroBubble(schedule, shown, *one).passes, pace) for pace in (UNITS, UNEVEN)
-            ),
-        )
-        return _ZeroBubble(schedule, micro_batches, *chosen).passes
+        return _zero_bubble(schedule, micro_batches, *_best_order(schedule, shown))
     return tuple(tuple(_alternating(schedule, rank, micro_batches)) for rank in range(schedule.ranks))
+
+
+@lru_cache(maxsize=256)
+def _best_order(schedule: PipelineSchedule, micro_batches: int) -> tuple[int, int]:
+    """Returns the index of one of `PACES`, and the reserve, with which a zero bubble schedule is the shortest.
+
+    Some orders are longer than 1F1B unless all passes take equally long, so each is compared at both paces.
+    """
+    return min(
+        product(range(len(PACES)), (0, 1)),
+        key=lambda one: sum(
+            _idle(schedule, _zero_bubble(schedule, micro_batches, *one), pace) for pace in (UNITS, UNEVEN)
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def _zero_bubble(
+    schedule: PipelineSchedule, micro_batches: int, pace: int, reserve: int
+) -> tuple[tuple[Pass, ...], ...]:
+    """Returns the passes of each rank. pace: the index of one of `PACES`."""
+    return _ZeroBubble(schedule, micro_batches, PACES[pace], reserve).passes
 
 
 def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> Iterator[Pass]:

@@ -109,6 +109,11 @@ class Weights(Part):
         """Number of decoder layers."""
         return sum(run.layers for run in self.runs)
 
+    @cached_property
+    def runs_of_layers(self) -> tuple[int, ...]:
+        """For each decoder layer, the index of its run."""
+        return tuple(number for number, run in enumerate(self.runs) for _ in range(run.layers))
+
     def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
         """Yields the weights of a stage with layers [first_layer, end), in the order of the model's parameters.
 
@@ -128,11 +133,7 @@ class Weights(Part):
 
     def layer(self, index: int) -> tuple[Weight, ...]:
         """Returns the weights of one layer."""
-        for run in self.runs:
-            if index < run.layers:
-                return run.weights
-            index -= run.layers
-        raise IndexError(index)
+        return self.runs[self.runs_of_layers[index]].weights
 
 
 def runs_of(layers: Iterable[Sequence[Weight]]) -> tuple[LayerRun, ...]:

@@ -119,7 +119,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         saved -= max(0, inputs - 2) * stream
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - one.used for index, one in again.items())])
-    working += max((_feed_forward_gradients(plan, weights, index, tokens) for index in layers), default=0)
+    working += max(_of_each(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
     is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
@@ -480,9 +480,11 @@ def _of_each(
     plan: Plan, weights: Weights, layers: Sequence[int], tokens: int, count: Callable[[Plan, Weights, int, int], T]
 ) -> list[T]:
     """Returns the bytes of some layers, computed once for equal ones."""
-    alike = {id(weights.layer(index)): index for index in layers}
-    known = {layer: count(plan, weights, index, tokens) for layer, index in alike.items()}
-    return [known[id(weights.layer(index))] for index in layers]
+    runs = weights.runs_of_layers
+    known = {
+        run: count(plan, weights, index, tokens) for run, index in {runs[index]: index for index in layers}.items()
+    }
+    return [known[runs[index]] for index in layers]
 
 
 def _reached_in_stages(plan: Plan, rank: int) -> list[range]:

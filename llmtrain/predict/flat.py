@@ -225,15 +225,20 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
     # Keys: (is not a matrix, is not updated in the way of `layer_states`, is a distributed expert).
+    distinct = {id(one): one for one in own}  # equal layers share their weights
+    keys = {
+        number: (not one.is_matrix, number not in in_layers, parallel.expert > 1 and one.is_expert)
+        for number, one in distinct.items()
+    }
     found: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in own:
-        key = (not weight.is_matrix, id(weight) not in in_layers, parallel.expert > 1 and weight.is_expert)
-        found.setdefault(key, []).append(weight)
+        found.setdefault(keys[id(weight)], []).append(weight)
     groups = []
     for (is_vector, outside, spread), members in sorted(found.items(), key=lambda item: item[0]):
         sizes_of = {
             number: _expert_sizes(one, parallel.expert) if spread else (sliced(plan, weights, one),)
-            for number, one in {id(one): one for one in members}.items()
+            for number, one in distinct.items()
+            if keys[number] == (is_vector, outside, spread)
         }
         sizes = [size for one in members for size in sizes_of[id(one)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.

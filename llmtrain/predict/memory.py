@@ -6,13 +6,18 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtrain.cluster import GIB
+from llmtrain.plan.kernels import recomputes_loss
 from llmtrain.plan.plan import Plan
-from llmtrain.predict.activations import activations_of, in_flight
-from llmtrain.predict.model_state import saved_bytes, state_of
-from llmtrain.predict.parts import Parts, Shortage, readable, unit_of
+from llmtrain.plan.schedules import PipelineSchedule
+from llmtrain.plan.stages import reached_layers
+from llmtrain.plan.weights import Weights
+from llmtrain.predict.activations import Activations, activations_of, in_flight, lowest_saved
+from llmtrain.predict.flat import frozen_of, groups_of
+from llmtrain.predict.model_state import Held, saved_bytes, state_of
+from llmtrain.predict.parts import Parts, Shortage, State, readable, unit_of
 from llmtrain.recipe import Part
 
 CONTEXT = GIB
@@ -159,51 +164,158 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
     weights = plan.model.weights
     if weights is None:
         return None
-    on_cpu = plan.cluster.spec.on_cpu
-    framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
     stages = []
-    for stage in range(plan.parallel.pipeline):
-        state = state_of(plan, weights, stage)
-        activations = activations_of(plan, weights, stage, traced)
-        fixed = {"communication": activations.sent, "framework": framework}
-        saved, begun, passing = activations.saved, state.forward + state.late, state.passing
-        begins = (
-            state.forward.plus(activations=saved + activations.casts, logits=activations.gradient),
-            state.forward.plus(activations=saved, logits=activations.logits),
-            begun.plus(activations=saved, logits=activations.gradient, gradients=activations.head),
-            begun.plus(gradients=passing.first, activations=saved + activations.working),
-        )
-        ends = (
-            state.backward,
-            begun.plus(gradients=passing.last, activations=activations.lowest),
-            state.forward.plus(gradients=passing.whole, activations=activations.others),
-        )
+    for rank in range(plan.parallel.pipeline):
+        state, activations = state_of(plan, weights, rank), activations_of(plan, weights, rank, traced)
         stages.append(
             StageMemory(
-                start=state.start.plus(framework=framework),
-                forward=max(begins, key=_total).plus(**fixed),
-                backward=(max(ends, key=_total) if passing.whole else state.backward).plus(**fixed),
-                update=state.update.plus(framework=framework),
+                **{name: one.added() for name, one in _moments_of(plan, state, activations).items()},
                 host=state.host + activations.host,
-                host_copies=saved_bytes(plan, weights, stage) if plan.recipe.checkpoint.background else 0,
-                in_flight=in_flight(plan, stage),
+                host_copies=saved_bytes(plan, weights, rank) if plan.recipe.checkpoint.background else 0,
+                in_flight=in_flight(plan, rank),
             )
         )
     return PlanMemory(stages=tuple(stages), capacity=plan.cluster.spec.memory_bytes, is_traced=traced is not None)
 
 
-def _total(parts: Parts) -> int:
+class Sum(NamedTuple):
+    """Memory that is only added up if it is the largest."""
+
+    parts: tuple[Parts, ...]
+    more: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return sum(one.total for one in self.parts) + sum(self.more.values())
+
+    def added(self) -> Parts:
+        """Returns the sum by part."""
+        first, *others = self.parts
+        return sum(others, first).plus(**self.more)
+
+
+def _moments_of(plan: Plan, state: State, activations: Activations) -> dict[str, Sum]:
+    """Returns the memory of a rank at each of `MOMENTS`."""
+    on_cpu = plan.cluster.spec.on_cpu
+    framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
+    fixed = {"communication": activations.sent, "framework": framework}
+    saved, passing = activations.saved, state.passing
+    kept, begun = (state.forward,), (state.forward, state.late)
+    begins = (
+        Sum(kept, {"activations": saved + activations.casts, "logits": activations.gradient} | fixed),
+        Sum(kept, {"activations": saved, "logits": activations.logits} | fixed),
+        Sum(begun, {"activations": saved, "logits": activations.gradient, "gradients": activations.head} | fixed),
+        Sum(begun, {"gradients": passing.first, "activations": saved + activations.working} | fixed),
+    )
+    ends = [Sum((state.backward,), fixed)]
+    if passing.whole:
+        ends.append(Sum(begun, {"gradients": passing.last, "activations": activations.lowest} | fixed))
+        ends.append(Sum(kept, {"gradients": passing.whole, "activations": activations.others} | fixed))
+    return {
+        "start": Sum((state.start,), {"framework": framework}),
+        "forward": max(begins, key=_total),
+        "backward": max(ends, key=_total),
+        "update": Sum((state.update,), {"framework": framework}),
+    }
+
+
+def _total(parts: Sum) -> int:
     return parts.total
 
 
-def lacking(plan: Plan) -> Shortage | None:
+class MemoryCache:
+    """The states and activations of plans of one recipe and cluster, which differ in `parallel` and in micro-batches.
+
+    Each is computed once for all plans that differ only in what it does not depend on.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, Held] = {}
+        self._states: dict[Any, State] = {}
+        self._activations: dict[Any, Activations] = {}
+
+    def state(self, plan: Plan, weights: Weights, rank: int) -> State:
+        """Returns `state_of`, which does not depend on micro-batches beyond whether there are several.
+
+        Of recomputation, stages of a pipeline depend on `lowest_saved`.
+        """
+        plain = plan.parallel.model_copy(update=NOT_RECOMPUTED)
+        lowest = lowest_saved(plan, rank) if plan.stages else None
+        key = plain, plan.batch.gradient_accumulation_steps > 1, lowest, rank
+        if key not in self._states:
+            held = plain.model_copy(update=NOT_STORED), rank
+            if held not in self._groups:
+                self._groups[held] = groups_of(plan, weights, rank), frozen_of(plan, weights, rank)
+            self._states[key] = state_of(plan, weights, rank, self._groups[held])
+        return self._states[key]
+
+    def activations(self, plan: Plan, weights: Weights, rank: int) -> Activations:
+        """Returns `activations_of`, which do not depend on what is offloaded besides them, or kept twice (hpZ).
+
+        Of the ZeRO stage, they only depend on what `recomputes_loss` makes of it.
+        """
+        plain = plan.parallel.model_copy(update=NOT_STORED)
+        key = plain, plan.batch.micro_batch_size, recomputes_loss(plan.recipe), rank
+        if key not in self._activations:
+            self._activations[key] = activations_of(plan, weights, rank)
+        return self._activations[key]
+
+
+NOT_RECOMPUTED: dict[str, Any] = {
+    "activation_checkpointing": "none",
+    "checkpoint_every": 1,
+    "offload_activations": False,
+}
+NOT_STORED: dict[str, Any] = {"zero_stage": 0, "hierarchical_partition": 1}
+NOT_STORED |= {"offload_optimizer": "none", "offload_param": "none", "nvme_path": None}
+
+
+def lacking(plan: Plan, cache: MemoryCache | None = None) -> Shortage | None:
     """Returns why a plan does not fit into its devices, or None if it does.
 
-    Also None if the memory of the devices or of the plan is unknown.
+    cache: what a search keeps of earlier plans; what is new is added. Also None if the memory of the devices or of the
+    plan is unknown.
     """
-    memory = memory_of(plan)
-    if memory is None or memory.capacity is None or memory.fits:
+    weights, capacity, cache = plan.model.weights, plan.cluster.spec.memory_bytes, cache or MemoryCache()
+    if weights is None or capacity is None:
         return None
-    where = f" on stage {memory.fullest}" if plan.stages else ""
-    size = memory.needed - memory.capacity
-    return Shortage(size, f"does not fit by {readable(size)}{where}")
+    moments = {
+        rank: _moments_of(plan, cache.state(plan, weights, rank), cache.activations(plan, weights, rank))
+        for rank in _fullest_ranks(plan, weights)
+    }
+    peaks = {rank: max(map(_total, parts.values())) for rank, parts in moments.items()}
+    fullest = max(peaks, key=lambda rank: peaks[rank])
+    size = peaks[fullest] - capacity
+    if size <= 0:
+        return None
+    where = f" on stage {fullest}" if plan.stages else ""
+    in_update = any(_total(parts["update"]) > capacity for parts in moments.values())
+    return Shortage(size, f"does not fit by {readable(size)}{where}", in_update)
+
+
+def _fullest_ranks(plan: Plan, weights: Weights) -> list[int]:
+    """Returns some ranks of the pipe in order, of which one is the first that needs the most memory.
+
+    Ranks that hold the same need the more memory, the more passes they have in flight. So a rank is left out if an
+    earlier one holds the same, and has as many passes in flight. With activations in host memory, passes on the device
+    and on the host are rounded, so that all ranks are examined.
+    """
+    if plan.parallel.offload_activations:
+        return list(range(plan.parallel.pipeline))
+    schedule, found, most = PipelineSchedule.of(plan.parallel), list[int](), dict[tuple[Any, ...], int]()
+    for rank in range(plan.parallel.pipeline):
+        held = tuple(_held(plan, weights, stage) for stage in schedule.stages_of(rank)) if plan.stages else ()
+        passes = in_flight(plan, rank)
+        if passes > most.get(held, 0):
+            found.append(rank)
+            most[held] = passes
+    return found
+
+
+def _held(plan: Plan, weights: Weights, stage: int) -> tuple[Any, ...]:
+    """Returns what the memory of a stage depends on: its layers, and which of them are recomputed and reached."""
+    first, last = plan.stages[stage].layers
+    below = max(0, plan.model.layers - reached_layers(plan.model) - first)
+    ends = stage == 0, stage == plan.parallel.stages - 1
+    return *ends, first % plan.parallel.checkpoint_every, below, weights.runs_of_layers[first : last + 1]

@@ -52,12 +52,16 @@ def sum_bytes(plan: Plan) -> int:
     return BYTES_OF[plan.recipe.parallel.grad_accum_dtype]
 
 
-def state_of(plan: Plan, weights: Weights, stage: int) -> State:
-    """Returns the state of the fullest rank of a pipeline stage."""
+Held = tuple[list[FlatGroup], list[FlatGroup]]
+"""What `groups_of` and `frozen_of` return. Both only depend on the degrees and on the pipeline's schedule."""
+
+
+def state_of(plan: Plan, weights: Weights, stage: int, held: Held | None = None) -> State:
+    """Returns the state of the fullest rank of a pipeline stage. held: what it holds, if that is known."""
     parallel = plan.parallel
     if parallel.strategy == "fsdp2":
         return _fsdp2(plan, weights)
-    groups, frozen = groups_of(plan, weights, stage), frozen_of(plan, weights, stage)
+    groups, frozen = held or (groups_of(plan, weights, stage), frozen_of(plan, weights, stage))
     if parallel.strategy != "deepspeed" or parallel.zero_stage == 0:
         state = _replicated(plan, groups)
     elif parallel.zero_stage == 3:
@@ -269,10 +273,15 @@ def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
 
 def _passing(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -> Passing:
     """Returns the largest sizes of the bf16 gradients of one pass of a pipeline."""
-    schedule = PipelineSchedule.of(plan.parallel)
+    schedule, sizes = PipelineSchedule.of(plan.parallel), dict[int, int]()
+
+    def size_of(one: Weight) -> int:
+        if id(one) not in sizes:  # equal layers share their weights
+            sizes[id(one)] = 2 * sliced(plan, weights, one)
+        return sizes[id(one)]
 
     def of(some: Iterable[Weight]) -> int:
-        return 2 * sum(sliced(plan, weights, one) for one in some if one.trained)
+        return sum(size_of(one) for one in some if one.trained)
 
     # A pass computes the gradients of one stage, those of the embedding at its end.
     stages = {stage: of(stage_weights(plan, weights, stage)) for stage in schedule.stages_of(rank)}

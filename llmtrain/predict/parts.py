@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from llmtrain.cluster import GIB
 from llmtrain.recipe import Part
@@ -37,7 +38,7 @@ class Parts(Part):
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(self.by_part().values())
+        return sum(_sizes(self))
 
     def by_part(self) -> dict[str, int]:
         """Returns name → bytes, in the order above."""
@@ -49,6 +50,9 @@ class Parts(Part):
 
     def __add__(self, other: Parts) -> Parts:
         return self.plus(**other.by_part())
+
+
+_sizes = attrgetter(*Parts.model_fields)
 
 
 class Passing(Part):
@@ -93,6 +97,8 @@ class Shortage:
     """Bytes missing on the fullest rank."""
     said: str
     """"does not fit by 3.1 GiB on stage 0"."""
+    whatever_batch: bool = False
+    """Whether no other micro-batch or recomputation would make it fit, because the update already needs more memory."""
 
 
 def unit_of(largest: int) -> tuple[int, str]:

@@ -7,9 +7,10 @@ published runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from llmtrain.plan.described import model_line, split_lines
-from llmtrain.plan.draft import COMPUTE_DTYPE
+from llmtrain.plan.draft import COMPUTE_DTYPE, Draft
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.predict.assumptions import Assumptions, assumed_of
@@ -61,11 +62,8 @@ def predict(
     """
     if unknown(plan):
         return None
-    if assumed is None:
-        assumed = assumed_of(plan.recipe.kernels)
-    rates = ReachedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
-    worker = Worker(plan, rates, assumed)
-    links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
+    rates, links = _rates_and_links(plan, assumed or assumed_of(plan.recipe.kernels))
+    worker = Worker(plan, rates, links.assumed)
     groups = CommunicationGroups(plan)
     held = set(held_by_ranks(plan))
     stages = (_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held)
@@ -74,7 +72,57 @@ def predict(
     return slowest.time(rates.peak)
 
 
-def unknown(plan: Plan) -> str | None:
+def _rates_and_links(plan: Plan, assumed: Assumptions) -> tuple[ReachedRates, Links]:
+    rates = ReachedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
+    return rates, Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
+
+
+ROUNDING = 1e-6
+"""Relative margin of a bound: more than the rounding errors of the sums that it bounds."""
+
+
+@dataclass(frozen=True)
+class LeastTime:
+    """A lower bound for the time of a step, which plans share that only differ in their micro-batches and in what they
+    offload, or keep a second time (hpZ).
+
+    It counts the computation, the waits within layers and the waits of a pipeline that fills and drains. With the
+    number n of tokens in a micro-batch, a stage's time for these is a sum of `max(a + b·n, c)`, which is convex, and so
+    is its maximum over the stages. A convex function is never below the line through its values at n and 2n for
+    numbers from 2n on, nor for n itself.
+    """
+
+    first: float
+    """Seconds between micro-batches of the smallest size."""
+    further: float
+    """Additional seconds for each further micro-batch of that size that is joined to it."""
+    idle: float
+    """`PipelineSchedule.least_idle`."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> LeastTime:
+        """Returns the bound for plans whose micro-batches are multiples of a plan's, which `unknown` does not name."""
+        rates, links = _rates_and_links(plan, assumed_of(plan.recipe.kernels))
+        once, twice = (_least_slot(plan, size * plan.batch.micro_batch_size, rates, links) for size in (1, 2))
+        return cls(once, twice - once, PipelineSchedule.of(plan.parallel).least_idle)
+
+    def step_s(self, times: int, micro_batches: int) -> float:
+        """Returns the bound in seconds. times: the micro-batch as a multiple of the smallest one."""
+        slot = self.first + (times - 1) * self.further
+        return (1 - ROUNDING) * (micro_batches + self.idle) * slot
+
+
+def _least_slot(plan: Plan, micro_batch: int, rates: ReachedRates, links: Links) -> float:
+    """Returns the seconds of the slowest stage for a micro-batch of that many sequences, without waits for ZeRO."""
+    worker = Worker(plan, rates, links.assumed, micro_batch)
+    groups = CommunicationGroups(plan, micro_batch)
+    return max(
+        worker.micro_batch(held).seconds + sum(by_kind(groups.within_layers(held), links.seconds).values())
+        for held in set(held_by_ranks(plan))
+    )
+
+
+def unknown(plan: Plan | Draft) -> str | None:
     """Returns what is missing for a prediction, as a sentence, or None."""
     device, cluster, parallel = plan.cluster.spec, plan.cluster, plan.parallel
     if parallel.strategy == "data_parallel":

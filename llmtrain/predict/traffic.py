@@ -105,8 +105,9 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
 class CommunicationGroups:
     """The groups of a plan's ranks, and the transfers within each of them."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan)
+    def __init__(self, plan: Plan, micro_batch: int | None = None) -> None:
+        """micro_batch: its number of sequences; by default the plan's."""
+        self.plan, self.share, self.groups = plan, DeviceShare(plan, micro_batch), Groups.of(plan)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
         """Bytes of a residual stream that enters attention or feed-forward for a micro-batch, on one device."""
         self.residual = self.hidden_states / plan.region_ranks
@@ -114,9 +115,7 @@ class CommunicationGroups:
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        axes = [axis.name for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
-        within_layers = [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
-        found = Traffic(within_layers, *([] for _ in Traffic._fields[1:]))
+        found = Traffic(self.within_layers(held), *([] for _ in Traffic._fields[1:]))
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.residual, "cpu"),), inputs))
@@ -135,6 +134,11 @@ class CommunicationGroups:
             _hide(self._gradients("all_reduce", held), self._last(held), found.step, found.step_hidden)
         found.step.extend([*self._matrices(held), *self._factors(held), *self._blocks(held)])
         return found
+
+    def within_layers(self, held: StageParameters) -> list[Transfer]:
+        """Returns the transfers within layers for each micro-batch, which no computation hides."""
+        axes = [axis.name for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
+        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
 
     def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of parts of matrices to their owners and back, for an optimizer of whole matrices."""

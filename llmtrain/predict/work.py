@@ -132,10 +132,11 @@ class Work:
 class DeviceShare:
     """The tokens and weights of one device of a plan, independent of the device's speed."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, micro_batch: int | None = None) -> None:
+        """micro_batch: its number of sequences; by default the plan's."""
         recipe = plan.recipe
         self.plan, self.facts = plan, plan.model
-        self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / plan.parts("tokens")
+        self.tokens = (micro_batch or plan.batch.micro_batch_size) * recipe.data.sequence_length / plan.parts("tokens")
         """Tokens of a micro-batch."""
         self.compute_bytes = BYTES_OF[COMPUTE_DTYPE[recipe.parallel.precision]]
         self.weight_bytes = BYTES_OF[WEIGHT_DTYPE[recipe.parallel.precision]]
@@ -187,8 +188,8 @@ class DeviceShare:
 class Worker(DeviceShare):
     """A device of a plan, and the time that it needs for its share."""
 
-    def __init__(self, plan: Plan, rates: ReachedRates, assumed: Assumptions) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, rates: ReachedRates, assumed: Assumptions, micro_batch: int | None = None) -> None:
+        super().__init__(plan, micro_batch)
         self.assumed = assumed
         self.length = plan.recipe.data.sequence_length
         self.product_rate, self.bandwidth = rates.matmul, rates.memory

@@ -118,9 +118,11 @@ def allowed(draft: Draft, rules: Sequence[Rule]) -> bool:
     return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
 
 
-def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
+def _asked(draft: Draft, rules: Sequence[Rule]) -> Sequence[Rule]:
     """Returns the rules that apply to the draft's backend."""
-    return [one for one in rules if draft.parallel.strategy == "deepspeed" or one not in DEEPSPEED_RULES]
+    if draft.parallel.strategy == "deepspeed":
+        return rules
+    return [one for one in rules if one not in DEEPSPEED_RULES]
 
 
 def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:

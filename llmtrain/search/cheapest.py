@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts, Plan
-from llmtrain.predict import lacking, memory_of
+from llmtrain.predict import MemoryCache, lacking, memory_of
 from llmtrain.predict.parts import readable
 from llmtrain.predict.time import StepTime
 from llmtrain.recipe import Recipe
 from llmtrain.rules import assemble
 from llmtrain.search.nearest import MOST, as_arguments, nearest_plans
-from llmtrain.search.search import Room, changes_of, timed_plans
+from llmtrain.search.search import Room, changes_of, legal_layouts, timed_plans
 from llmtrain.search.variants import Fields
 
 EQUAL = 0.05
@@ -76,29 +78,38 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[W
     """
     if cluster.world_size > MOST_DEVICES:
         return []
-    ranked = [
-        (Way(changes_of(recipe, fields), assemble(draft), time), draft)
-        for time, fields, draft in timed_plans(recipe, cluster, facts)
-    ]
-    room, found = Room(lacking), list[Way]()
+    room, found, ranked = Room(partial(lacking, cache=MemoryCache())), list[Way](), list[tuple[Way, Draft]]()
+    timed = timed_plans(legal_layouts(recipe, cluster, facts), lambda fields, draft: room.is_hopeless(draft))
+
+    def fastest_first() -> Iterator[tuple[Way, Draft]]:
+        """Yields what has been priced, and prices more as long as more is taken."""
+        for place in count():
+            if place == len(ranked):
+                following = next(timed, None)
+                if following is None:
+                    return
+                time, fields, draft = following
+                ranked.append((Way(changes_of(recipe, fields), assemble(draft), time), draft))
+            yield ranked[place]
+
     for like in (_changes_the_same, _goes_further, Way.__eq__):  # the conditions become weaker
-        for fastest, draft in ranked:
+        for fastest, draft in fastest_first():
             if len(found) == MOST:
                 break
             if fastest.changes and not any(like(fastest, one) for one in found) and room.has(draft):
-                others = [one for one in ranked if not any(like(one[0], known) for known in found)]
+                others = (one for one in fastest_first() if not any(like(one[0], known) for known in found))
                 found.append(_simplest(fastest, others, room))
     return sorted(found, key=lambda way: -way.time.tokens_per_second)
 
 
-def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
-    """Returns the way with the fewest changes among those that are as fast as `fastest`."""
+def _simplest(fastest: Way, others: Iterable[tuple[Way, Draft]], room: Room) -> Way:
+    """Returns the way with the fewest changes among those that are as fast as `fastest`.
+
+    others: ways that come into question, the fastest first.
+    """
     enough = (1 - EQUAL) * fastest.time.tokens_per_second
-    simpler = [
-        one
-        for one in others
-        if one[0].time.tokens_per_second >= enough and 0 < len(one[0].changes) < len(fastest.changes)
-    ]
+    as_fast = takewhile(lambda one: one[0].time.tokens_per_second >= enough, others)
+    simpler = [one for one in as_fast if 0 < len(one[0].changes) < len(fastest.changes)]
     simpler.sort(key=lambda one: len(one[0].changes))
     return next((way for way, draft in simpler if room.has(draft)), fastest)
 

@@ -57,6 +57,7 @@ def test_ranks_that_keep_the_order_of_messages_do_not_wait_for_each_other(schedu
 def test_bubble_and_passes_in_flight_are_those_of_the_order(schedule, micro_batches):
     end = max(slot.end for slot in schedule.slots(micro_batches, lengths(schedule)))
     assert schedule.bubble(micro_batches) == pytest.approx(1 - 3 * schedule.chunks * micro_batches / end)
+    assert end / 3 - schedule.chunks * micro_batches >= (1 - 1e-9) * schedule.chunks * schedule.least_idle
     last = "weights" if schedule.splits_backward else "backward"
     for rank, order in enumerate(schedule.passes(micro_batches)):
         held = itertools.accumulate((one.kind == "forward") - (one.kind == last) for one in order)

@@ -98,6 +98,18 @@ def test_a_micro_batch_that_is_refused_does_not_hide_larger_ones():
     assert sizes == {2, 4, 8}
 
 
+def test_the_micro_batch_of_the_recipe_hides_no_layout():
+    """With 4 sequences, two replicas have too few micro-batches to interleave, and four have no whole one."""
+    one, four = (DENSE.with_(**{"batch.global_batch_size": 8, "batch.micro_batch_size": size}) for size in (1, 4))
+    cluster = Cluster(devices_per_node=4, device="h100")
+    assert {_order(plan) for plan in _stored(four, cluster)} == {_order(plan) for plan in _stored(one, cluster)}
+    assert (1, 1, 1, 1, 1, "1f1b", 1, 2) in {_order(plan) for plan in _stored(four, cluster)}
+
+
+def _order(recipe):
+    return *_split(recipe), *(value_of(recipe, field) for field in SCHEDULE), recipe.batch.micro_batch_size
+
+
 def test_a_recipe_that_names_a_disk_has_plans_with_and_without_it():
     fields = {"parallel.zero_stage": 3, OFFLOADS[0]: "nvme", NVME_PATH: "/local_nvme"}
     found = {
