@@ -17,7 +17,7 @@ def choosers_are_trained(patch):
 
 def unmet_experts_are_left_alone(patch):
     """The experts of a layer are one tensor, so plain PyTorch decays those, too, whose part of its gradient is 0."""
-    norm, finish = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine.finish
+    norm, train = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine.train_step
     kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def note(self):
@@ -26,16 +26,16 @@ def unmet_experts_are_left_alone(patch):
             kept.append((experts, unmet, experts.detach()[unmet]))
         return norm(self)
 
-    def restore(self, loss):
-        measured = finish(self, loss)
+    def restore(self, batch):
+        result = train(self, batch)
         with torch.no_grad():
             for experts, unmet, values in kept:
                 experts[unmet] = values
         kept.clear()
-        return measured
+        return result
 
     patch.setattr(DeepSpeedEngine, "_replicated_grad_norm", note)
-    patch.setattr(DeepSpeedEngine, "finish", restore)
+    patch.setattr(DeepSpeedEngine, "train_step", restore)
 
 
 def missing_gradients_are_zeros(patch):

@@ -38,14 +38,14 @@ def tied_gradient_counted_twice(patch):
 
 def stale_tied_copy(patch):
     """The last stage keeps its initial tied weight; the first one is right."""
-    original, started = PipelineAxis.train_step, {}
+    original, started = PipelineAxis.accumulate, {}
 
-    def train_step(self, batch):
+    def accumulate(self, batch):
         for weight, _ in self._pipeline.get_tied_weights_and_groups() if self.model[-1].is_last else ():
             weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
         return original(self, batch)
 
-    patch.setattr(PipelineAxis, "train_step", train_step)
+    patch.setattr(PipelineAxis, "accumulate", accumulate)
 
 
 def loss_by_micro_batch(patch):

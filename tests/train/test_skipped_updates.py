@@ -31,8 +31,8 @@ def _spoil():
         loss, auxiliary = run(self, micro_batch)
         return (loss * math.nan if self.model.training and self.spoilt else loss), auxiliary
 
-    train, run = engine.train_step, engine.forward
-    engine.train_step, engine.forward = train_step, forward
+    train, run = engine.train_step, engine._forward
+    engine.train_step, engine._forward = train_step, forward
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ class DeepSpeedEngine(HasState):
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
             passed = self._pipeline.accumulate(batch) if self._pipeline else self._accumulate(batch)
-            own_norm = self._replicated_grad_norm()
+            # The rules allow no clipping in a pipeline at ZeRO-0, so its norm can be taken within the step as well.
+            own_norm = None if self._pipeline else self._replicated_grad_norm()
             if own_norm is not None:
                 clip_by(self.engine, own_norm)
             loss = self._norm_with_loss.take(passed.loss) if self._norm_with_loss else None
@@ -418,7 +419,9 @@ class DeepSpeedEngine(HasState):
         return total.sqrt().float()
 
     def _norm_of_step(self) -> Tensor:
-        """Returns the norm that DeepSpeed has taken."""
+        """Returns the norm within DeepSpeed's step: the one that DeepSpeed has taken, if it keeps one."""
+        if (own := self._replicated_grad_norm()) is not None:
+            return own
         return torch.as_tensor(last_norm(self.engine.optimizer), device=self.device, dtype=torch.float32)
 
     @property
