@@ -98,6 +98,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     if difference := prepared.tokenizer.difference:
         found.append(f"the tokenizer is read in two ways: {difference} (data.tokenizer_class=generic reads the latter)")
     unused = sum(source.train.unused() for source in prepared.sources)
+    if recipe.data.chat_template and not prepared.chat_template and recipe.model.new_tokens != "template":
+        found.append("data.chat_template has no effect: no source has conversations")
     if prepared.chat_template and prepared.chat_template.writes_date:
         found.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")
     if unused:

@@ -430,6 +430,12 @@ def test_a_short_name_is_as_long_as_it_has_to_be() -> None:
     }
 
 
+def test_a_template_without_conversations_is_noted(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+    for template, told in ((None, []), ("chatml", ["data.chat_template has no effect: no source has conversations"])):
+        recipe = make_recipe(corpus_file, chat_template=template)
+        assert [note for note in notes(prepare(recipe), recipe) if "chat_template" in note] == told
+
+
 def test_the_summary_counts_the_epochs_of_each_source(
     make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
 ) -> None:
