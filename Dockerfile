@@ -26,11 +26,12 @@ ENV PATH=/home/llmtrain/venv/bin:$PATH
 WORKDIR /home/llmtrain/source
 COPY --chown=llmtrain pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=llmtrain llmtrain llmtrain
+COPY --chown=llmtrain packages packages
 COPY --chown=llmtrain recipes recipes
 ARG TORCH_INDEX=
 ARG EXTRAS=wandb,liger,fp8
 RUN python3 -m venv /home/llmtrain/venv && \
-    pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRAS]" && \
+    pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ./packages/lint ".[$EXTRAS]" && \
     cp -r recipes /workspace/
 
 WORKDIR /workspace

@@ -73,7 +73,7 @@ __all__ = [
 
 
 class _Library(ModuleType):
-    """This module, in which `plan`, `train`, `verify` and `lint` are the functions, not the packages of these names.
+    """This module, in which `plan`, `train` and `verify` are the functions, not the packages of these names.
 
     Python stores a package in its parent when it is first imported, which would replace the function.
     """

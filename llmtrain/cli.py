@@ -25,16 +25,17 @@ from llmtrain.commands.evaluate import evaluate_tasks
 from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
 from llmtrain.commands.init import write_recipe
-from llmtrain.commands.lint import lint_files
 from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
 from llmtrain.commands.train import train_recipe
 from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
+from llmtrain.library import lint_errors
 from llmtrain.system.host import MOST_WORKERS, limit_spinning
 from llmtrain.system.stops import before_the_first_step, leave, say, stop_behind
 from llmtrain.system.streams import print_as_is, take_any_text
+from llmtrain_lint.command import lint_files
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
@@ -91,7 +92,7 @@ def _default(field: Field[Any]) -> Any:
     return Parameter.empty if field.default is MISSING else field.default
 
 
-def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs a command. A user's mistake becomes a message and an exit code."""
     take_any_text()
     completion.prepare_completion()
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
         with _ended_by_a_stop():
             _check_surroundings()
             try:
-                program(arguments)
+                app(arguments)
             finally:
                 if sys.stdout is not None:  # a recipe may have closed it
                     sys.stdout.flush()
@@ -170,13 +171,6 @@ def _script_arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> lis
     return ["train", f"{path}:{variant}" if variant else path, *arguments]
 
 
-def lint_alone() -> None:
-    """Runs `lint` as a program of its own, for the distribution `llmtrain-lint`, which has no other command."""
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    alone.command("lint")(lint)
-    main(program=alone)
-
-
 def _check_surroundings() -> None:
     """Raises RecipeError if the process runs under conditions that the libraries of a run do not support."""
     try:
@@ -206,7 +200,7 @@ def refuse(error: UserError) -> NoReturn:
 command(write_recipe, "init")
 command(train_recipe, "train")
 command(show_plan, "plan")
-lint = command(lint_files, "lint")
+app.command("lint")(lint_errors()(lint_files))
 
 
 @app.command()

@@ -24,13 +24,13 @@ from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
-    from llmtrain.lint import Reader, Result
     from llmtrain.plan import Plan
     from llmtrain.predict import PlanMemory
     from llmtrain.predict.time import StepTime
     from llmtrain.recipe import Recipe
     from llmtrain.report import RunData
     from llmtrain.verify import Certificate
+    from llmtrain_lint import Reader, Result
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,18 @@ def verify(
     return certify.verify(wanted, chosen, refused, steps, folder)
 
 
+@contextmanager
+def lint_errors() -> Iterator[None]:
+    """Makes an error of the linter within the context a RecipeError."""
+    from llmtrain_lint import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise RecipeError(Problem(*problem) for problem in error.problems) from None
+
+
+@lint_errors()
 def lint(
     configuration: str | PathLike[str] | Mapping[str, Any],
     *,
@@ -213,7 +225,7 @@ def lint(
     arguments to compare with. deepspeed: a version or a range; by default the installed version. allow: rules, or
     `rule:key`, that are not reported. An unreadable file is also a finding. Raises RecipeError for wrong arguments.
     """
-    from llmtrain.lint import Use, examine, parse_allowed
+    from llmtrain_lint import Use, examine, parse_allowed
 
     use = Use(reader, world_size, data_parallel, dict(arguments or {}), deepspeed)
     if not isinstance(configuration, Mapping):

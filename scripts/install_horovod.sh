@@ -34,7 +34,7 @@ for tool in python cmake make "${CXX:-g++}"; do
 done
 python -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' ||
     fail "activate a virtual environment first: Horovod is built for its PyTorch and installed there"
-python -c 'import torch' 2>/dev/null || fail "the active environment has no torch: pip install -c constraints.txt -e . first"
+python -c 'import torch' 2>/dev/null || fail "the active environment has no torch: pip install -c constraints.txt -e packages/lint -e . first"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

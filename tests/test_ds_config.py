@@ -8,12 +8,12 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.lint.schema import schema
 from llmtrain.plan import Plan
 from llmtrain.plan.load import PythonRecipe, load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict.flat import bucket_elements
 from llmtrain.rules import resolve
+from llmtrain_lint.schema import schema
 
 ROOT = Path(__file__).parents[1]
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

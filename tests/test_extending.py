@@ -57,7 +57,8 @@ if __name__ == "__main__":
 def extended(tmp_path_factory) -> Path:
     """A copy of the package with all that the page adds."""
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "llmtrain", folder / "llmtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("llmtrain", "packages/lint"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     edits = list(EDIT.finditer(PAGE))
     assert len(edits) == len(re.findall("```[a-z]", PAGE))
     for edit in edits:
@@ -75,7 +76,7 @@ def extended(tmp_path_factory) -> Path:
 
 
 def run(extended: Path, *command: str, code: int = 0) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{extended}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (extended, extended / "packages/lint", ROOT)))}
     command = (sys.executable, *command)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=extended, check=False)
     assert done.returncode == code, done.stdout + done.stderr

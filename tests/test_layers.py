@@ -14,13 +14,14 @@ from llmtrain.checkpoint.manifest import Manifest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llmtrain"
+LINT = ROOT / "packages/lint/llmtrain_lint"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
     {"errors"},
     {"system"},
     {"recipe", "cluster"},
-    {"plan", "lint"},
+    {"plan"},
     {"predict"},
     {"rules"},
     {"search"},
@@ -43,6 +44,11 @@ LAYERS = (
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
 PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "library", "cli"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
+USES_LINT = {"library", "commands", "cli"}
+FOR_ALL = "llmtrain_lint.yaml_text."
+"""Reads YAML with the positions of its keys, which recipes and data need as well."""
+OF_LINT = {"hjson", "typer", "yaml"}
+"""The packages that the linter may import."""
 
 
 def _modules() -> list[tuple[str, Path]]:
@@ -90,6 +96,14 @@ def test_imports_point_downward(part, path):
             and (PACKAGE / parts[1]).exists() | (PACKAGE / f"{parts[1]}.py").exists()
         ):
             assert _level(parts[1]) <= _level(part), f"{path} imports {name}"
+        if parts[0] == "llmtrain_lint" and not name.startswith(FOR_ALL):
+            assert part in USES_LINT, f"{path} imports {name}"
+
+
+def test_the_linter_depends_on_nothing_of_llmtrain_and_on_nothing_heavy():
+    for path in LINT.rglob("*.py"):
+        roots = {name.split(".")[0] for name in _imports(path, lazy=True)}
+        assert roots - sys.stdlib_module_names <= {"llmtrain_lint", *OF_LINT}, path
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -97,6 +111,8 @@ def test_no_modules_import_each_other_in_a_circle():
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for _, path in _modules()
     }
     del files["llmtrain"]  # what users import from it is loaded on first use
+    for path in LINT.rglob("*.py"):
+        files[".".join(path.relative_to(LINT.parent).with_suffix("").parts).removesuffix(".__init__")] = path
     graph = {}
     for module, path in files.items():
         names = (name if name in files else name.rpartition(".")[0] for name in _imports(path, lazy=True))

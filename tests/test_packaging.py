@@ -18,7 +18,10 @@ import yaml
 import llmtrain
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT, LINT = (
+    tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for folder in (ROOT, ROOT / "packages/lint")
+)
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted(set((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")) - {ROOT / ".github/ISSUE_TEMPLATE/config.yml"})
 
@@ -73,9 +76,10 @@ def test_issue_forms_ask_for_the_output_of_doctor(form):
 
 def test_the_citation_and_the_distributions_have_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    lint = tomllib.loads((ROOT / "packages/lint/pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {str(citation["version"]), lint["version"], llmtrain.__version__} == {PROJECT["version"]}
-    assert citation["license"] == PROJECT["license"]
+    assert {str(citation["version"]), LINT["version"], llmtrain.__version__} == {PROJECT["version"]}
+    assert f"llmtrain-lint=={LINT['version']}" in PROJECT["dependencies"]
+    assert citation["license"] == PROJECT["license"] == LINT["license"]
+    assert (ROOT / "packages/lint/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert citation["authors"] == PROJECT["authors"]
 
 
@@ -83,12 +87,12 @@ def test_one_address_of_the_repository_is_used():
     """That of `project.urls`, in which OWNER stands for an account until the repository is public."""
     address = PROJECT["urls"]["Repository"]
     owner = address.removeprefix("https://github.com/")
-    lint = tomllib.loads((ROOT / "packages/lint/pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert all(one.startswith(address) for one in [*PROJECT["urls"].values(), *lint["urls"].values()])
+    assert all(one.startswith(address) for one in [*PROJECT["urls"].values(), *LINT["urls"].values()])
+    assert PROJECT["urls"].get("Documentation") == LINT["urls"].get("Documentation")  # findings link to it
     substitutions = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]
     for one in substitutions["hooks"]["fancy-pypi-readme"]["substitutions"]:
         assert f"com/{owner}/" in one["replacement"]
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "packages/lint/README.md", *(ROOT / "docs").rglob("*.md")):
         assert set(re.findall(r"[\w.-]+/llmtrain(?=@v)|github\.com/[\w.-]+/llmtrain", page.read_text())) <= {
             owner,
             f"github.com/{owner}",
@@ -103,24 +107,32 @@ def test_hooks_of_pre_commit_are_valid():
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> list[Path]:
-    """The sdist, and the wheel that is built from it."""
+    """The sdist of each distribution, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--outdir", folder, ROOT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for source in (ROOT, ROOT / "packages/lint"):
+        command = [sys.executable, "-m", "build", "--outdir", folder, source]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
     return sorted(folder.iterdir())
 
 
 @pytest.mark.slow
 def test_distributions_pass_the_check_of_the_index(distributions):
-    assert [file.suffix for file in distributions] == [".whl", ".gz"]
+    assert [file.suffix for file in distributions] == [".whl", ".gz"] * 2
     command = [sys.executable, "-m", "twine", "check", "--strict", *distributions]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
+OWNERS = """
+from importlib.metadata import distribution
+files = [{str(file) for file in distribution(name).files} for name in ("llmtrain", "llmtrain-lint")]
+print(len(files[0] & files[1]), [any(name.endswith("bin/llmtrain-lint") for name in one) for one in files])
+"""
+
+
 @pytest.mark.slow
-def test_the_wheel_links_to_the_repository_and_trains_its_recipes(distributions, tmp_path):
+def test_the_wheels_share_an_environment_link_to_the_repository_and_train(distributions, tmp_path):
     """In a new environment that sees only the dependencies of this one, and outside of the checkout."""
     venv.create(tmp_path / "env")
     [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
@@ -134,7 +146,10 @@ def test_the_wheel_links_to_the_repository_and_trains_its_recipes(distributions,
         return done.stdout
 
     python, program = tmp_path / "env/bin/python", tmp_path / "env/bin/llmtrain"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", distributions[0])
+    wheels = [file for file in distributions if file.suffix == ".whl"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels)
+    assert run(python, "-c", OWNERS) == "0 [False, True]\n"
+    assert "Usage: llmtrain-lint " in run(program.with_name("llmtrain-lint"), "--help")
     text = run(python, "-c", "import importlib.metadata as found; print(found.metadata('llmtrain').get_payload())")
     links = re.findall(r"\]\(([^)#]+)", text)
     assert links

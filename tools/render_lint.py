@@ -14,9 +14,9 @@ from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from llmtrain.lint import READERS, RULES, Finding
-from llmtrain.lint.document import EFFECTS
-from llmtrain.lint.schema import releases, schema, version
+from llmtrain_lint import READERS, RULES, Finding
+from llmtrain_lint.document import EFFECTS
+from llmtrain_lint.schema import releases, schema, version
 from tests.lint.corpus import Case, cases
 
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Writes what `llmtrain lint` knows about DeepSpeed's configuration: `llmtrain/lint/deepspeed.json`.
+"""Writes what `llmtrain lint` knows about DeepSpeed's configuration: `packages/lint/llmtrain_lint/deepspeed.json`.
 
 Run `python tools/render_lint_schema.py` after an update of DeepSpeed: it reads the installed one, and keeps the others.
 `python tools/render_lint_schema.py --releases` reads all releases from 0.16.0 on, which takes some minutes: their
@@ -35,12 +35,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from llmtrain.lint.schema import REMOVED_KEYS, releases, version
+from llmtrain_lint.schema import REMOVED_KEYS, releases, version
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "llmtrain" / "lint" / "deepspeed.json"
+TARGET = ROOT / "packages/lint/llmtrain_lint/deepspeed.json"
 OLDEST = "0.16.0"
 """The oldest release that is read, of November 2024."""
 Node = dict[str, Any]

@@ -60,7 +60,7 @@ def packages(scene: Scene) -> Iterator[CheckResult]:
             wrong.append(f"{name} is {version}, but {asked} is required")
     found = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
     if wrong:
-        yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
+        yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e packages/lint -e .")
     for line in untried_versions():
         package = line.partition(" ")[0]
         yield caution("versions.untested", line, f"pip install {package}=={TRIED[package]}")
@@ -212,7 +212,7 @@ def launchers(scene: Scene) -> Iterator[CheckResult]:
     beside = Path(sys.executable).parent / "deepspeed"
     if not os.access(beside, os.X_OK):
         text = f"{beside} does not exist, but --launcher deepspeed needs it"
-        yield caution("tools.deepspeed", text, "pip install -c constraints.txt -e .")
+        yield caution("tools.deepspeed", text, "pip install -c constraints.txt -e packages/lint -e .")
 
 
 def extensions_root(scene: Scene) -> Path:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import xxhash
+
 from llmtrain.system.untrusted import open_regular, require_regular
 
 if TYPE_CHECKING:
@@ -87,8 +89,6 @@ class DurableFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error: OSError | None = None
-        import xxhash  # not among the dependencies of llmtrain-lint, which writes files, too
-
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
@@ -148,8 +148,6 @@ def open_log(path: Path) -> int:
 
 def fingerprint(path: Path) -> FileHash:
     """Computes the fingerprint of a file on disk, which is read once. Raises OSError."""
-    import xxhash
-
     digest, length = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(BUFFER_BYTES))
     with open_regular(path) as file:

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from llmtrain.lint import Finding, Reader, Result, Use, examine
-from llmtrain.lint.report import joined
-from llmtrain.lint.schema import schema
+from llmtrain_lint import Finding, Reader, Result, Use, examine
+from llmtrain_lint.report import joined
+from llmtrain_lint.schema import schema
 
 CORPUS = Path(__file__).parents[1] / "lint_corpus"
 COMPILED = ("lamb", "lion", "adagrad", "muadam", "muadamw", "onebitadam")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.errors import RecipeError
-from llmtrain.lint import RULES, Use, examine, parse_allowed
-from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
+from llmtrain_lint import RULES, UsageError, Use, examine, parse_allowed
+from llmtrain_lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
 from tests.lint.corpus import lint_file, lint_text
 
 TOP_LEVEL_KEYS = {key for key, node in (schema().root.keys or {}).items() if not node.removed}
@@ -136,9 +135,9 @@ def test_keys_are_those_that_deepspeed_reads():
 def test_allowed_rules_are_not_reported():
     text = json.dumps({**GOOD, "zero_optimisation": {}})
     assert lint_text(text, allow=parse_allowed(["unknown_key:zero_*", "lint.clipping_default"])) == []
-    with pytest.raises(RecipeError, match="every typo would be accepted"):
+    with pytest.raises(UsageError, match="every typo would be accepted"):
         parse_allowed(["unknown_key"])
-    with pytest.raises(RecipeError, match=r"did you mean 'lint\.unknown_key'"):
+    with pytest.raises(UsageError, match=r"did you mean 'lint\.unknown_key'"):
         parse_allowed(["lint.unknown_keys"])
     assert len({rule.id for rule in RULES}) == len(RULES)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.lint import RULES
-from llmtrain.lint.schema import schema
+from llmtrain_lint import RULES
+from llmtrain_lint.schema import schema
 from tests.lint.corpus import cases, lint_file, lint_text
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.lint import RULES
-from llmtrain.lint.schema import schema
+from llmtrain_lint import RULES
+from llmtrain_lint.schema import schema
 from tests.helpers.harness import run_ranks
 from tests.lint.corpus import Case, cases
 

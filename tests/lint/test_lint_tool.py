@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtrain.commands.lint import LintRequest, lint_files
-from llmtrain.errors import RecipeError
-from llmtrain.lint import fixing
-from llmtrain.lint.fixing import fixed
-from llmtrain.lint.report import link, site
-from llmtrain.lint.schema import schema
+from llmtrain_lint import UsageError, fixing
+from llmtrain_lint.command import lint_files
+from llmtrain_lint.fixing import fixed
+from llmtrain_lint.report import link, site
+from llmtrain_lint.schema import schema
 from tests.lint.corpus import cases, lint_text
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "packages/lint"
 CLEAN = {"train_batch_size": 8, "gradient_clipping": 1.0}
 WARNED = {"train_batch_size": 8}
 WRONG = {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 4}}
@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 def run(capsys, *files: str, **options) -> tuple[int, str]:
     with pytest.raises(SystemExit) as left:
-        lint_files(LintRequest(files=list(files), **options))
+        lint_files(list(files), **options)
     return left.value.code, capsys.readouterr().out
 
 
@@ -62,7 +62,7 @@ def test_the_exit_code_depends_on_the_findings_and_limits(folder, capsys):
     assert run(capsys, "configs/warned.json", max_warnings=0)[0] == 1
     assert run(capsys, "configs/wrong.json")[0] == 1
     assert run(capsys, "configs/clean.json", "configs/gone.json")[0] == 2
-    with pytest.raises(RecipeError, match="no DeepSpeed configuration"):
+    with pytest.raises(UsageError, match="no DeepSpeed configuration"):
         run(capsys, "configs/*.toml")
 
 
@@ -111,7 +111,7 @@ def test_settings_are_read_from_a_project(folder, capsys):
     assert run(capsys, "configs", strict=True)[0] == 0
     for wrong in ('for = "me"', 'allow = "all"', "alow = []", 'allow = ["unknown_key"]'):
         (folder / "pyproject.toml").write_text(f"[tool.llmtrain.lint]\n{wrong}\n")
-        with pytest.raises(RecipeError):
+        with pytest.raises(UsageError):
             run(capsys, "configs")
 
 
@@ -123,7 +123,7 @@ def test_settings_are_read_without_a_project(folder, capsys):
     code, text = run(capsys, "configs", strict=True)
     assert (code, text.splitlines()[0]) == (0, "as read by DeepSpeed 0.18.9 (the newest known that fits <0.19)")
     (folder / "llmtrain-lint.toml").write_text("alow = []\n")
-    with pytest.raises(RecipeError, match=r"llmtrain-lint\.toml: 'alow' is not a setting; did you mean 'allow'"):
+    with pytest.raises(UsageError, match=r"llmtrain-lint\.toml: 'alow' is not a setting; did you mean 'allow'"):
         run(capsys, "configs")
 
 
@@ -278,39 +278,60 @@ ALONE = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {heavy!r}:
+        if name.split(".")[0] in {others!r}:
             raise ImportError(f"{{name}} is no dependency of llmtrain-lint")
 sys.meta_path.insert(0, Block())
 sys.argv = ["llmtrain-lint", *{words!r}]
-from llmtrain.cli import lint_alone
-lint_alone()
+from llmtrain_lint.__main__ import main
+main()
 """
 
 
-def test_the_separate_distribution_needs_only_its_dependencies(folder):
-    def asked(path: str) -> tuple[set[str], dict[str, str]]:
+def test_the_linter_runs_without_llmtrain_and_its_other_dependencies(folder):
+    def names(path: str) -> set[str]:
         project = tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"]
-        return {re.split("[<>=]", one)[0] for one in project["dependencies"]}, project
+        return {re.split("[<>=]", one)[0] for one in project["dependencies"]}
 
-    all_, project = asked("pyproject.toml")
-    light, alone = asked("packages/lint/pyproject.toml")
-    assert light < all_
-    assert alone["version"] == project["version"]
-    assert alone["scripts"]["llmtrain-lint"] == project["scripts"]["llmtrain-lint"]
-    heavy = sorted(all_ - light - {"rich"})  # Typer brings Rich
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    mended = Path("mend.json")
-    mended.write_text('{"train_batch_size": 8, "bf16": {"enabled": "true"}, "zero_optimization": {"stage": 1}}')
-    for words, code, said in (
+    of_typer = {"pydantic", "rich"}
+    others = {"llmtrain", *names("pyproject.toml")} - names("packages/lint/pyproject.toml") - of_typer
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
+    Path("fixable.json").write_text('{"train_batch_size": 8, "bf16": {"enabled": "true"}, "zero_optimization": false}')
+    for words, code, output in (
         (["configs/wrong.json"], 1, "lint.range"),
         (["--help"], 0, "Usage: llmtrain-lint [OPTIONS] [FILE"),
-        (["--fix", "mend.json"], 0, "mend.json"),
+        (["--fix", "fixable.json"], 0, "fixable.json"),
+        (["--explain", "\x1b[31m"], 2, "error: --explain: '\\x1b[31m' is not a rule"),
     ):
-        program = [sys.executable, "-c", ALONE.format(heavy=heavy, words=words)]
+        program = [sys.executable, "-c", ALONE.format(others=others, words=words)]
         done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == code, done.stderr
-        assert said in done.stdout
-    assert '"enabled": true' in mended.read_text()
+        assert output in (done.stderr if code == 2 else done.stdout)
+    assert '"enabled": true' in Path("fixable.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "errors"),
+    [
+        ("$L configs | head -n 0; exit ${PIPESTATUS[0]}", 0, ""),
+        ("$L configs > /dev/full", 2, "error: the output: No space left on device\n"),
+        ("$L configs >&-", 1, ""),
+        ("$L 2> /dev/full", 2, ""),
+        ("$L 2>&-", 2, ""),
+        (
+            "LC_ALL=C PYTHONUTF8=0 $L \u00fc* > /dev/null",
+            2,
+            "error: \\udcc3\\udcbc*: there is no",
+        ),
+        ('mkdir gone; cd gone; rmdir "$PWD"; $L .', 2, "error: working directory: does not exist"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else None,
+)
+def test_the_program_reports_failures_of_its_surroundings(folder, command, code, errors):
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "L": f"{sys.executable} -m llmtrain_lint"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(errors)
+    assert done.stderr == "" or errors
 
 
 def test_pre_commit_runs_the_hook(folder):
@@ -319,11 +340,11 @@ def test_pre_commit_runs_the_hook(folder):
         pytest.skip("needs pre-commit")
     tools = folder / "bin"
     tools.mkdir()
-    (tools / "llmtrain-lint").write_text(f'#!/bin/sh\nexec {sys.executable} -m llmtrain lint "$@"\n')
+    (tools / "llmtrain-lint").write_text(f'#!/bin/sh\nexec {sys.executable} -m llmtrain_lint "$@"\n')
     (tools / "llmtrain-lint").chmod(0o755)
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     home = {"HOME": str(folder), "PRE_COMMIT_HOME": str(folder / "cache"), "GIT_CONFIG_GLOBAL": os.devnull}
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **home}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PACKAGE), **home}
 
     def git(*words: str, where: Path) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
@@ -453,12 +474,12 @@ def test_line_ends_are_kept_and_byte_order_marks_removed(folder, capsys):
 
 def test_findings_that_cannot_be_fixed_are_errors(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(RecipeError, match="standard input cannot be fixed"):
+    with pytest.raises(UsageError, match="standard input cannot be fixed"):
         run(capsys, "-", fix=True)
     (folder / "ds.json").write_text(TEXT)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)  # root may write to every file
-        with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: it is read-only"):
+        with pytest.raises(UsageError, match=r"ds\.json: cannot be written: it is read-only"):
             run(capsys, "ds.json", fix=True)
 
     def full(*_: object) -> None:
@@ -466,14 +487,14 @@ def test_findings_that_cannot_be_fixed_are_errors(folder, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: No space left on device"):
+        with pytest.raises(UsageError, match=r"ds\.json: cannot be written: No space left on device"):
             run(capsys, "ds.json", fix=True)
     assert (folder / "ds.json").read_text() == TEXT  # a full disk does not cost the file
     assert not [one for one in folder.iterdir() if one.name.startswith(".ds.json")]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" " * (2**20 + 1))))
     assert run(capsys, "-")[0] == 2
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(RecipeError, match="standard input is closed"):
+    with pytest.raises(UsageError, match="standard input is closed"):
         run(capsys, "-")
 
 
@@ -515,13 +536,13 @@ def test_links_are_urls_if_a_site_is_configured(monkeypatch):
 
 
 def test_rules_are_explained(capsys):
-    lint_files(LintRequest(explain="muon_zero"))
+    lint_files(explain="muon_zero")
     text = capsys.readouterr().out
     assert text.startswith("lint.muon_zero: error; the setting is refused\nMuon needs whole gradients")
-    with pytest.raises(RecipeError, match="is not a rule"):
-        lint_files(LintRequest(explain="muno"))
-    with pytest.raises(RecipeError, match="no file is given"):
-        lint_files(LintRequest())
+    with pytest.raises(UsageError, match="is not a rule"):
+        lint_files(explain="muno")
+    with pytest.raises(UsageError, match="no file is given"):
+        lint_files()
 
 
 HOSTILE = "$(touch pwned) `touch pwned` ; touch pwned & ' \" | > pwned *"
@@ -547,7 +568,7 @@ def test_the_action_executes_nothing_in_its_inputs(folder, files, options, code,
     known["github.action_ref"] = "v0.1.0"
     assert set(action["inputs"]) == {"files", "options"}
     (folder / "name with spaces.json").write_text(json.dumps(WRONG))
-    program = f'#!/bin/sh\nexec "{sys.executable}" -m llmtrain lint "$@"\n'
+    program = f'#!/bin/sh\nexec "{sys.executable}" -m llmtrain_lint "$@"\n'
     python = (
         f'#!/bin/sh\nmkdir -p "$3/bin"\ncp stub/pip "$3/bin/python"\ncat > "$3/bin/llmtrain-lint" <<"E"\n{program}E\n'
     )
@@ -557,7 +578,7 @@ def test_the_action_executes_nothing_in_its_inputs(folder, files, options, code,
         (folder / "stub" / name).chmod(0o755)
     base = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(PACKAGE),
         "RUNNER_TEMP": str(folder / "temp dir"),
         "GITHUB_ACTION_PATH": "/a b",
     }

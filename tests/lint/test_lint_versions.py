@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.errors import RecipeError
-from llmtrain.lint import RULES, Use, examine
-from llmtrain.lint.schema import releases, schema, version
-from llmtrain.lint.versions import choose_release
+from llmtrain_lint import RULES, UsageError, Use, examine
+from llmtrain_lint.schema import releases, schema, version
+from llmtrain_lint.versions import choose_release
 from tests.lint.corpus import Case, cases
 
 NEWEST, OLDEST = releases()[0]["deepspeed"], releases()[-1]["deepspeed"]
@@ -55,7 +54,7 @@ def test_the_newest_matching_release_is_chosen(asked, chosen, why):
     "asked", ["", "latest", "0.18.x", "=>0.18", "1" * 200, "0.18;rm", "0.1.2.3.4.5", "٣", "<0.17,>0.18"]
 )
 def test_an_invalid_version_is_refused(asked):
-    with pytest.raises(RecipeError, match="--deepspeed"):
+    with pytest.raises(UsageError, match="--deepspeed"):
         choose_release(asked)
 
 

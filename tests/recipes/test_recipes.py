@@ -132,7 +132,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
 import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
-from llmtrain.lint import examine
+from llmtrain_lint import examine
 from llmtrain.ds_config import render
 from llmtrain.cli import app
 from llmtrain.cluster import Cluster

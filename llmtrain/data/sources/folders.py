@@ -82,7 +82,7 @@ def _require_one_subset(folder: Path, field: str) -> None:
     """Raises DataError for a copy of a dataset of the hub whose README.md declares several subsets."""
     from yaml import SafeLoader
 
-    from llmtrain.system.yaml_text import YamlError, parse_yaml
+    from llmtrain_lint.yaml_text import YamlError, parse_yaml
 
     try:
         head = read_text(folder / "README.md").partition("---\n")[2].partition("\n---")[0]

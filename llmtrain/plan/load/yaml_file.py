@@ -18,7 +18,7 @@ from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
 from llmtrain.recipe.parts import described_schema
 from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
-from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
+from llmtrain_lint.yaml_text import Places, YamlError, parse_yaml
 
 OWN_KEYS = ("extends", "variants", "cluster")
 """Top-level keys in addition to the fields of a recipe."""

@@ -15,11 +15,10 @@ from functools import reduce
 from operator import getitem, itemgetter
 from typing import Any
 
-from llmtrain.lint.document import Configuration, NotOurs, Unreadable
-from llmtrain.lint.reading import TOKEN, read_configuration
-from llmtrain.lint.rules.structure import fits, home, known, meaning
-from llmtrain.lint.schema import RENAMED, Node, Schema, Where
-from llmtrain.system.untrusted import BYTE_ORDER_MARK
+from llmtrain_lint.document import Configuration, NotOurs, Unreadable
+from llmtrain_lint.reading import BYTE_ORDER_MARK, TOKEN, read_configuration
+from llmtrain_lint.rules.structure import fits, home, known, meaning
+from llmtrain_lint.schema import RENAMED, Node, Schema, Where
 
 Edit = tuple[int, int, str]
 

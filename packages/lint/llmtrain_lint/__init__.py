@@ -12,16 +12,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint.document import READERS, Finding, NotOurs, Reader, Unreadable
-from llmtrain.lint.reading import decoded, read_configuration, read_file
-from llmtrain.lint.rules import RULES
-from llmtrain.lint.rules.readers import guess
-from llmtrain.lint.schema import schema
-from llmtrain.lint.versions import choose_release
-from llmtrain.system.untrusted import is_yaml
+from llmtrain_lint.document import READERS, Finding, NotOurs, Reader, Unreadable
+from llmtrain_lint.errors import Problem, UsageError, nearest
+from llmtrain_lint.reading import decoded, is_yaml, read_configuration, read_file
+from llmtrain_lint.rules import RULES
+from llmtrain_lint.rules.readers import guess
+from llmtrain_lint.schema import schema
+from llmtrain_lint.versions import choose_release
 
-__all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "examine", "parse_allowed"]
+__all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "UsageError", "Use", "examine", "parse_allowed"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
 def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
     """Returns what to leave out, with full ids of rules: `rule` or `rule:key`; `lint.` may be left out.
 
-    Raises RecipeError for unknown rules, and for `unknown_key` without a key, which would allow every typing error.
+    Raises UsageError for unknown rules, and for `unknown_key` without a key, which would allow every typing error.
     """
     known = [rule.id for rule in RULES]
     full, problems = set(), []
@@ -108,7 +107,7 @@ def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozense
             )
         full.add(f"{name}:{key}" if key else name)
     if problems:
-        raise RecipeError(problems)
+        raise UsageError(problems)
     return frozenset(full)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Configuration
-from llmtrain.lint.rules.precision import model_dtype
-from llmtrain.lint.rules.rule import Fault, error, warning
-from llmtrain.lint.schema import Where
+from llmtrain_lint.document import Configuration
+from llmtrain_lint.rules.precision import model_dtype
+from llmtrain_lint.rules.rule import Fault, error, warning
+from llmtrain_lint.schema import Where
 
 _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": False}
 

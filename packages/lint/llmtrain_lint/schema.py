@@ -117,7 +117,7 @@ class Schema:
 @cache
 def releases() -> tuple[dict[str, Any], ...]:
     """Returns the facts about each release that is known, the newest first."""
-    newest = json.loads((files("llmtrain.lint") / "deepspeed.json").read_text(encoding="utf-8"))
+    newest = json.loads((files("llmtrain_lint") / "deepspeed.json").read_text(encoding="utf-8"))
     patches = newest.pop("older")
     return tuple(accumulate(patches, _patched, initial=newest))
 

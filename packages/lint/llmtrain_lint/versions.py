@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 
-from llmtrain.errors import Problem, RecipeError, printable, short
-from llmtrain.lint.schema import Version, releases, version
-from llmtrain.system.host import installed_version
+from llmtrain_lint.errors import Problem, UsageError, printable, short
+from llmtrain_lint.schema import Version, releases, version
 
 _OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
     "==": operator.eq,
@@ -40,11 +40,11 @@ def choose_release(asked: str | None = None) -> Release:
 
     By default, it is the installed one, or the newest known. If none fits, it is the nearest known.
 
-    Raises RecipeError if the text is neither a version nor a range, or if no version can fit it.
+    Raises UsageError if the text is neither a version nor a range, or if no version can fit it.
     """
     known = [one["deepspeed"] for one in releases()]
     if asked is None:
-        found = _INSTALLED.match(installed_version("deepspeed") or "")
+        found = _INSTALLED.match(_installed_version())
         if found is None:
             return Release(known[0], "the newest known")
         installed = found[1]
@@ -54,7 +54,7 @@ def choose_release(asked: str | None = None) -> Release:
     if len(asked) > 100 or not all(clauses):
         message = f"{short(printable(asked))!r} is neither a version nor a range"
         fix = "a version such as 0.18.4, or a range such as '>=0.17,<0.19'"
-        raise RecipeError(Problem("lint.deepspeed", "--deepspeed", message, fix))
+        raise UsageError(Problem("lint.deepspeed", "--deepspeed", message, fix))
     given = [(found[1], version(found[2]), bool(found[3])) for found in clauses if found]
 
     def fits(one: Version) -> bool:
@@ -66,8 +66,16 @@ def choose_release(asked: str | None = None) -> Release:
         return Release(fitting, "as asked" if exact else f"the newest known that fits {asked.strip()}")
     unknown = next((one for one in ((0,), *(number for _, number, _ in given), (10**6,)) if fits(one)), None)
     if unknown is None:
-        raise RecipeError(Problem("lint.deepspeed", "--deepspeed", f"no version fits {asked.strip()!r}"))
+        raise UsageError(Problem("lint.deepspeed", "--deepspeed", f"no version fits {asked.strip()!r}"))
     return Release(_nearest(unknown, known), f"the nearest known to {asked.strip()}")
+
+
+def _installed_version() -> str:
+    """Returns the version of the installed DeepSpeed, or an empty text."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _fits(one: Version, sign: str, number: Version, any_last: bool) -> bool:

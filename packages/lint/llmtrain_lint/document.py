@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmtrain.errors import printable, short
-from llmtrain.lint.schema import Schema, Where, schema
+from llmtrain_lint.errors import printable, short
+from llmtrain_lint.schema import Schema, Where, schema
 
 Severity = Literal["error", "warning"]
 Effect = Literal["refuses", "ignores", "changes", "misreads", "allows"]

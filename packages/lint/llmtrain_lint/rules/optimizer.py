@@ -5,10 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Iterator
 
-from llmtrain.errors import nearest
-from llmtrain.lint.document import Configuration
-from llmtrain.lint.rules.rule import Fault, error, near, warning
-from llmtrain.lint.schema import REMOVED_OPTIMIZERS, Where
+from llmtrain_lint.document import Configuration
+from llmtrain_lint.errors import nearest
+from llmtrain_lint.rules.rule import Fault, error, near, warning
+from llmtrain_lint.schema import REMOVED_OPTIMIZERS, Where
 
 _PARAMS: Where = ("optimizer", "params")
 _TESTED = ("adam", "adamw", "adagrad", "lion", "muon")

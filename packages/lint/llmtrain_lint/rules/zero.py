@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Configuration
-from llmtrain.lint.rules.precision import model_dtype
-from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain_lint.document import Configuration
+from llmtrain_lint.rules.precision import model_dtype
+from llmtrain_lint.rules.rule import Fault, error, warning
 
 ZERO = "zero_optimization"
 LARGEST_BUCKET = 2e9

@@ -6,36 +6,45 @@ nothing is scanned twice.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llmtrain.lint.document import Configuration, NotOurs, Unreadable
-from llmtrain.lint.schema import Where
-from llmtrain.system.untrusted import BYTE_ORDER_MARK, read_bytes, why
+from llmtrain_lint.document import Configuration, NotOurs, Unreadable
+from llmtrain_lint.schema import Where
 
+BYTE_ORDER_MARK = "\ufeff"
 LARGEST_FILE = 2**20
 """Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
 MOST_DIGITS = 4000
 """Digits of the longest integer; Python refuses to convert more than 4300."""
 DEEPEST = 64
 """Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
+_OTHER_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
+
+
+def is_yaml(name: str) -> bool:
+    """Whether a file is YAML, by its name."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def read_file(path: Path) -> str:
-    """Returns the text of a file.
+    """Returns the text of a regular file; opening a FIFO or a device could block forever.
 
     Raises Unreadable.
     """
     try:
-        return decoded(read_bytes(path, LARGEST_FILE))
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise _too_large() from None
-        raise Unreadable(f"cannot be read: {why(error)}") from None
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for matches, name in _OTHER_KINDS if matches(mode)), "a device")
+            raise Unreadable(f"cannot be read: is {kind}, not a file")
+        with path.open("rb") as file:
+            return decoded(file.read(LARGEST_FILE + 1))
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def decoded(content: bytes) -> str:
@@ -44,15 +53,11 @@ def decoded(content: bytes) -> str:
     Raises Unreadable.
     """
     if len(content) > LARGEST_FILE:
-        raise _too_large()
+        raise Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
-
-
-def _too_large() -> Unreadable:
-    return Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration")
 
 
 def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Configuration:
@@ -89,7 +94,7 @@ def read_yaml_configuration(text: str) -> Configuration:
     """
     import yaml
 
-    from llmtrain.system.yaml_text import YamlError, parse_yaml
+    from llmtrain_lint.yaml_text import YamlError, parse_yaml
 
     try:
         values, places = parse_yaml(text, yaml.SafeLoader, _object)

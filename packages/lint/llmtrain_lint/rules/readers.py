@@ -11,9 +11,9 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.lint.document import READERS, Configuration, Reader
-from llmtrain.lint.rules.rule import Fault, error, warning
-from llmtrain.lint.schema import Where
+from llmtrain_lint.document import READERS, Configuration, Reader
+from llmtrain_lint.rules.rule import Fault, error, warning
+from llmtrain_lint.schema import Where
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ZERO = "zero_optimization"

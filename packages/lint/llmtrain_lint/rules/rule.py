@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 
-from llmtrain.errors import printable, short
-from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity
-from llmtrain.lint.schema import Where
+from llmtrain_lint.document import READERS, Configuration, Effect, Finding, Severity
+from llmtrain_lint.errors import printable, short
+from llmtrain_lint.schema import Where
 
 Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
 """The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""

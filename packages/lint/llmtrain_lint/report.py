@@ -11,11 +11,11 @@ from importlib import metadata
 from typing import Any, Literal
 from urllib.parse import quote
 
-from llmtrain.errors import printable
-from llmtrain.lint import READERS, RULES, Finding, Result
-from llmtrain.lint.document import EFFECTS
-from llmtrain.lint.rules.rule import LintRule
-from llmtrain.lint.versions import Release
+from llmtrain_lint import READERS, RULES, Finding, Result
+from llmtrain_lint.document import EFFECTS
+from llmtrain_lint.errors import printable
+from llmtrain_lint.rules.rule import LintRule
+from llmtrain_lint.versions import Release
 
 ReportFormat = Literal["text", "json", "sarif", "github"]
 PAGE = "reference/lint"
@@ -26,16 +26,12 @@ MOST_WARNINGS = 3
 @cache
 def site() -> str:
     """Returns the address of the documentation that the installed distribution declares, or an empty text."""
-    for name in ("llmtrain", "llmtrain-lint"):
-        try:
-            declared = metadata.metadata(name).get_all("Project-URL") or []
-        except metadata.PackageNotFoundError:
-            continue
-        for entry in declared:
-            label, _, address = entry.partition(", ")
-            if label == "Documentation":
-                return str(address).rstrip("/")
-    return ""
+    try:
+        declared = metadata.metadata("llmtrain-lint").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    addresses: dict[str, str] = dict(entry.split(", ", 1) for entry in declared)
+    return addresses.get("Documentation", "").rstrip("/")
 
 
 def link(rule: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import LARGEST_NUMBER, Configuration, Effect
-from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain_lint.document import LARGEST_NUMBER, Configuration, Effect
+from llmtrain_lint.rules.rule import Fault, error, warning
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _KEYS = (TRAIN, MICRO, STEPS)

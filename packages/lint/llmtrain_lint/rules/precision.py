@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Configuration, Effect
-from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain_lint.document import Configuration, Effect
+from llmtrain_lint.rules.rule import Fault, error, warning
 
 _BF16_NAMES = ("bf16", "bfloat16")
 _CANONICAL = {"half": "fp16", "float16": "fp16", "float": "fp32", "float32": "fp32", "bfloat16": "bf16"}

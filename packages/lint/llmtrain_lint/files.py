@@ -14,12 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint import READERS, Reader, parse_allowed
-from llmtrain.lint.document import NotOurs, Unreadable
-from llmtrain.lint.reading import LARGEST_FILE, read_configuration, read_file
-from llmtrain.lint.schema import schema
-from llmtrain.system.untrusted import is_yaml
+from llmtrain_lint import READERS, Reader, parse_allowed
+from llmtrain_lint.document import NotOurs, Unreadable
+from llmtrain_lint.errors import Problem, UsageError, nearest
+from llmtrain_lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
+from llmtrain_lint.schema import schema
 
 STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
@@ -53,7 +52,7 @@ def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     In folders and patterns, a file is only taken if it mentions batch sizes or ZeRO, and if most of its keys are not
     those of another program. A file that several links lead to is taken once.
 
-    Raises RecipeError if there is none.
+    Raises UsageError if there is none.
     """
     made: dict[str, bytes | Path] = {}
     problems = []
@@ -63,7 +62,7 @@ def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
             problems.append(Problem("lint.files", name, "there is no DeepSpeed configuration here"))
         made.update(found)
     if problems:
-        raise RecipeError(problems)
+        raise UsageError(problems)
     return list(made.items())
 
 
@@ -91,9 +90,9 @@ def _once(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _standard_input() -> bytes:
-    """Returns the input, at most one byte more than the largest file has. Raises RecipeError."""
+    """Returns the input, at most one byte more than the largest file has. Raises UsageError."""
     if sys.stdin is None:
-        raise RecipeError(Problem("lint.files", STDIN, "standard input is closed"))
+        raise UsageError(Problem("lint.files", STDIN, "standard input is closed"))
     return sys.stdin.buffer.read(LARGEST_FILE + 1)
 
 
@@ -120,7 +119,7 @@ def _has_our_keys(text: str, path: Path) -> bool:
 def settings(folder: Path) -> Settings:
     """Returns the settings of the nearest file that has any.
 
-    Raises RecipeError if they are wrong.
+    Raises UsageError if they are wrong.
     """
     for one, (name, where) in product((folder, *folder.parents), _HOMES.items()):
         file = one / name
@@ -128,7 +127,7 @@ def settings(folder: Path) -> Settings:
             try:
                 table: Any = tomllib.loads(read_file(file))
             except (Unreadable, ValueError, RecursionError) as error:
-                raise RecipeError(Problem("lint.settings", str(file), str(error))) from None
+                raise UsageError(Problem("lint.settings", str(file), str(error))) from None
             for key in where.split(".") if where else ():
                 table = table.get(key) if isinstance(table, dict) else None
             if table is not None:
@@ -155,6 +154,6 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
         message = "'allow' is a list of rules, and 'per-file-allow' a table of such lists"
         problems.append(Problem("lint.settings", wrong, message))
     if problems:
-        raise RecipeError(problems)
+        raise UsageError(problems)
     entries = {pattern: parse_allowed(found, wrong) for pattern, found in per_file.items()}
     return Settings(reader, deepspeed, parse_allowed(allow, wrong), entries, file.parent.absolute())

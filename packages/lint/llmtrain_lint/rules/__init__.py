@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmtrain.lint.rules import batch, features, optimizer, precision, readers, structure, zero
-from llmtrain.lint.rules.rule import LintRule
+from llmtrain_lint.rules import batch, features, optimizer, precision, readers, structure, zero
+from llmtrain_lint.rules.rule import LintRule
 
 _SUBJECTS = (structure, readers, batch, zero, precision, optimizer, features)
 RULES = tuple(one for subject in _SUBJECTS for one in vars(subject).values() if isinstance(one, LintRule))

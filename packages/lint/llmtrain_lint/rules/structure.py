@@ -8,9 +8,9 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.lint.document import Configuration, Effect, truth
-from llmtrain.lint.rules.rule import Fault, error, near, warning
-from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where
+from llmtrain_lint.document import Configuration, Effect, truth
+from llmtrain_lint.rules.rule import Fault, error, near, warning
+from llmtrain_lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where
 
 _KINDS = {
     "bool": "true or false",
