@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from llmtrain_lint import Finding, Reader, Result, Use, examine
-from llmtrain_lint.report import joined
+from llmtrain_lint.report import merge_findings
 from llmtrain_lint.schema import schema
 
 CORPUS = Path(__file__).parents[1] / "lint_corpus"
@@ -67,7 +67,7 @@ class Case:
     @property
     def lines(self) -> int:
         """The number of lines that a reader of the findings sees."""
-        return len(joined(self.result.findings))
+        return len(merge_findings(self.result.findings))
 
     def found(self, severity: str) -> list[Finding]:
         """Returns the findings of a severity."""

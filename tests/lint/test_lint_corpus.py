@@ -160,7 +160,10 @@ def test_mutated_values_never_crash():
         "\ud800",
         {"": {"": 0}},
     ]
-    paths = [path for homes in schema().homes.values() for path in homes] + [("",), ("optimizer", "params", "betas")]
+    paths = [path for homes in schema().paths_by_name.values() for path in homes] + [
+        ("",),
+        ("optimizer", "params", "betas"),
+    ]
     for _ in range(1500):
         made: dict = {"train_batch_size": 8}
         for path in draw.sample(paths, draw.randint(1, 8)):

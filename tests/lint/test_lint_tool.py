@@ -20,8 +20,8 @@ import yaml
 
 from llmtrain_lint import UsageError, fixing
 from llmtrain_lint.command import lint_files
-from llmtrain_lint.fixing import fixed
-from llmtrain_lint.report import link, site
+from llmtrain_lint.fixing import fix_text
+from llmtrain_lint.report import documentation_url, rule_link
 from llmtrain_lint.schema import schema
 from tests.lint.corpus import cases, lint_text
 
@@ -175,9 +175,9 @@ def test_mechanical_errors_are_fixed(folder, capsys):
 
 def test_a_brace_in_a_comment_before_the_object_is_left_alone():
     text = '// sizes {per host}\n{"optimizer": {"type": "AdamW", "weight_decay": 0.1}, "stage": 2}\n'
-    assert fixed(text, schema()).startswith("// sizes {per host}\n{")
-    assert fixed(text, schema()).count("stage") == 1
-    assert "zero_optimization" in fixed(text, schema()).splitlines()[1]
+    assert fix_text(text, schema()).startswith("// sizes {per host}\n{")
+    assert fix_text(text, schema()).count("stage") == 1
+    assert "zero_optimization" in fix_text(text, schema()).splitlines()[1]
 
 
 @pytest.mark.parametrize(
@@ -202,24 +202,24 @@ def test_a_brace_in_a_comment_before_the_object_is_left_alone():
     ],
 )
 def test_keys_are_moved_only_where_nothing_else_changes(text, after):
-    assert fixed(text, schema()) == (after or text)
+    assert fix_text(text, schema()) == (after or text)
 
 
 def test_whole_numbers_written_as_text_become_numbers():
     text = '{"gradient_clipping": "1.0", "fp16": {"loss_scale": "0"}, "optimizer": {"params": {}}}'
-    assert json.loads(fixed(text, schema())) == json.loads(text.replace('"1.0"', "1").replace('"0"', "0"))
+    assert json.loads(fix_text(text, schema())) == json.loads(text.replace('"1.0"', "1").replace('"0"', "0"))
 
 
 @pytest.mark.parametrize("block", ["null", "2", '"5e8"'])
 def test_keys_are_not_moved_into_what_is_no_block(block):
     text = f'{{"zero_optimization": {{"stage": 2}}, "zero_optimization": {block}, "overlap_comm": true}}'
-    assert fixed(text, schema()) == text
+    assert fix_text(text, schema()) == text
 
 
 def test_line_ends_of_windows_are_kept():
     text = '{\n  "stage": 2,\n  "bf16": {"enabled": true}\n}\n'
     after = '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}\n}\n'
-    assert fixed(text.replace("\n", "\r\n"), schema()) == after.replace("\n", "\r\n")
+    assert fix_text(text.replace("\n", "\r\n"), schema()) == after.replace("\n", "\r\n")
 
 
 def test_the_faults_of_a_file_are_fixed_together(monkeypatch):
@@ -229,7 +229,7 @@ def test_the_faults_of_a_file_are_fixed_together(monkeypatch):
     text, texts = json.dumps({**numbers, **switches, "stage": 2, "overlap_comm": "true"}), []
     read = fixing._read
     monkeypatch.setattr(fixing, "_read", lambda text, *rest: texts.append(text) or read(text, *rest))
-    values = json.loads(fixed(text, schema()))
+    values = json.loads(fix_text(text, schema()))
     assert values["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert {values[key] for key in numbers} == {7}
     assert all(values[key] == {"enabled": True} for key in switches)
@@ -249,16 +249,16 @@ def test_links_and_permissions_are_kept_when_a_file_is_fixed(folder, capsys):
 def test_arguments_next_to_params_are_moved_into_them():
     text = '{"optimizer": {"type": "AdamW", "lr": 0.1, "params": {"eps": 1e-8}}, "train_batch_size": 8}'
     moved = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-8}}, "train_batch_size": 8}'
-    assert json.loads(fixed(text, schema())) == json.loads(moved)
+    assert json.loads(fix_text(text, schema())) == json.loads(moved)
     scaled = '{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}'
-    assert fixed(scaled, schema()) == scaled  # it has no place in fp16
+    assert fix_text(scaled, schema()) == scaled  # it has no place in fp16
 
 
 def test_long_files_are_fixed_quickly():
     """A scan of all lines for each key would take minutes."""
     text = "{" + ",\n".join(f'"key{number}": 1' for number in range(40_000)) + ',\n"bf16": {"enabled": "true"}}'
     started = time.process_time()
-    assert fixed(text, schema()).endswith('"bf16": {"enabled": true}}')
+    assert fix_text(text, schema()).endswith('"bf16": {"enabled": true}}')
     assert time.process_time() - started < 20
 
 
@@ -266,11 +266,13 @@ def test_fixing_a_file_adds_no_findings():
     for case in (*cases("malformed"), *cases("valid")):
         if case.path.suffix == ".json" and case.result.readable:
             after = {
-                (one.field, one.rule) for one in lint_text(fixed(case.text, schema())) if one.rule == "lint.unreadable"
+                (one.field, one.rule)
+                for one in lint_text(fix_text(case.text, schema()))
+                if one.rule == "lint.unreadable"
             }
             assert not after, case.path
             errors = [one for one in lint_text(case.text) if one.severity == "error"]
-            left = [one for one in lint_text(fixed(case.text, schema())) if one.severity == "error"]
+            left = [one for one in lint_text(fix_text(case.text, schema())) if one.severity == "error"]
             assert len(left) <= len(errors) or "stage" in case.text, case.path
 
 
@@ -520,19 +522,19 @@ def test_a_working_file_has_few_lines(folder, capsys):
 
 
 def test_links_are_urls_if_a_site_is_configured(monkeypatch):
-    site.cache_clear()
-    assert link("lint.range") == "docs/reference/lint.md#lintrange"
+    documentation_url.cache_clear()
+    assert rule_link("lint.range") == "docs/reference/lint.md#lintrange"
     page = (ROOT / "docs/reference/lint.md").read_text(encoding="utf-8")
     assert "## lint.range\n" in page
     with monkeypatch.context() as patch:
         patch.setenv("LLMTRAIN_LINT_DOCS", "https://github.com/o/llmtrain/blob/v1/docs/")
-        assert link("lint.range") == "https://github.com/o/llmtrain/blob/v1/docs/reference/lint.md#lintrange"
+        assert rule_link("lint.range") == "https://github.com/o/llmtrain/blob/v1/docs/reference/lint.md#lintrange"
     declared = Message()
     declared["Project-URL"] = "Documentation, https://docs.example.org/"
-    site.cache_clear()
+    documentation_url.cache_clear()
     monkeypatch.setattr(metadata, "metadata", lambda name: declared)
-    assert link("lint.range") == "https://docs.example.org/reference/lint.html#lintrange"
-    site.cache_clear()
+    assert rule_link("lint.range") == "https://docs.example.org/reference/lint.html#lintrange"
+    documentation_url.cache_clear()
 
 
 def test_rules_are_explained(capsys):

@@ -1,7 +1,8 @@
-"""Checks any DeepSpeed configuration for what DeepSpeed would refuse late, silently ignore, change or misread.
+"""A linter for DeepSpeed configurations: finds settings that are refused late, silently ignored, changed or misread.
 
-`reading` parses a file into a document with the position of each key, `structure` compares it with what DeepSpeed can
-read, and `rules` checks combinations of values.
+`reading` parses a file into a `Configuration` with the position of each key. The modules of `rules` check it:
+`structure` compares single keys and values with the `schema` of a release, the others check combinations of values.
+`fixing` edits the text, `report` formats the findings, and `command` is the command line.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from llmtrain_lint.document import READERS, Finding, NotOurs, Reader, Unreadable
-from llmtrain_lint.errors import Problem, UsageError, nearest
-from llmtrain_lint.reading import decoded, is_yaml, read_configuration, read_file
+from llmtrain_lint.document import READERS, Finding, NotDeepSpeed, Reader, Unreadable
+from llmtrain_lint.errors import Problem, UsageError, suggestion
+from llmtrain_lint.reading import decode, is_yaml, read_configuration, read_file
 from llmtrain_lint.rules import RULES
 from llmtrain_lint.rules.readers import guess
 from llmtrain_lint.schema import schema
@@ -25,7 +26,7 @@ __all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "UsageError", "Use
 
 @dataclass(frozen=True)
 class Use:
-    """How a file is used: by which program (guessed if None), on how many ranks, with which arguments of the Trainer.
+    """The context in which a file is read: the program (guessed if None), ranks, and arguments of the Trainer.
 
     `deepspeed` is a version or a range; None means the installed one, or the newest that is known.
     """
@@ -59,21 +60,21 @@ class Result:
 
 
 def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collection[str] = ()) -> Result:
-    """Returns everything that is wrong with a configuration. Never raises because of its content.
+    """Lints one configuration, given as text, bytes or a path. Never raises because of its content.
 
     `allow` lists rules, or `rule:key` with `*` in the key, whose findings are left out.
     """
     content = text if isinstance(text, str) else ""
     try:
         if not isinstance(text, str):
-            content = read_file(text) if isinstance(text, Path) else decoded(text)
+            content = read_file(text) if isinstance(text, Path) else decode(text)
         document = read_configuration(content, is_yaml(name))
         reader = use.reader or guess(document)
         if document.constants and reader == "deepspeed":
             document = read_configuration(content, hjson=True)
     except Unreadable as error:
         return Result(name, content, None, [error.finding])
-    except NotOurs as reason:
+    except NotDeepSpeed as reason:
         return Result(name, content, None, [], str(reason))
     used = replace(
         document,
@@ -89,7 +90,7 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
 
 
 def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
-    """Returns what to leave out, with full ids of rules: `rule` or `rule:key`; `lint.` may be left out.
+    """Parses suppressions, `rule` or `rule:key`, and returns them with full ids; `lint.` may be left out.
 
     Raises UsageError for unknown rules, and for `unknown_key` without a key, which would allow every typing error.
     """
@@ -99,7 +100,7 @@ def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozense
         rule, _, key = given.partition(":")
         name = rule if rule.startswith("lint.") else f"lint.{rule}"
         if name not in known:
-            message = f"{rule[:80]!r} is not a rule{nearest(name[:80], known)}"
+            message = f"{rule[:80]!r} is not a rule{suggestion(name[:80], known)}"
             problems.append(Problem("lint.allow", source, message))
         elif name == "lint.unknown_key" and key in ("", "*"):
             problems.append(

@@ -73,26 +73,26 @@ def lint_files(
 
     Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
     """
-    from llmtrain_lint.files import settings, sources
-    from llmtrain_lint.report import explained, written
+    from llmtrain_lint.files import find_files, load_settings
+    from llmtrain_lint.report import describe_rule, format_results
 
     if explain is not None:
         [name] = parse_allowed([f"{explain}:KEY"], "--explain")
-        print(explained(next(rule for rule in RULES if rule.id == name.partition(":")[0])))
+        print(describe_rule(next(rule for rule in RULES if rule.id == name.partition(":")[0])))
         return
     if not files:
         raise UsageError(Problem("lint.files", "FILE…", "no file is given", "name files or folders"))
-    project = settings(_working_directory())
+    project = load_settings(_working_directory())
     allowed = parse_allowed(allow)
     chosen_reader = reader or project.reader
     release = choose_release(deepspeed or project.deepspeed)
     use = Use(chosen_reader, world_size, data_parallel, _arguments(arguments, assignments), release.deepspeed)
-    found = sources(files)
+    found = find_files(files)
     if diff or fix:
         _fix_files(found, schema(release.deepspeed), diff)
     results = [examine(name, text, use, allowed | project.allowed_in(name)) for name, text in found]
     if not diff:
-        print(written(results, form, release, guessed=chosen_reader is None))
+        print(format_results(results, form, release, guessed=chosen_reader is None))
     sys.exit(_exit_code(results, 0 if strict else max_warnings))
 
 
@@ -115,7 +115,7 @@ def _exit_code(results: list[Result], max_warnings: int | None) -> int:
 
 def _fix_files(files: list[tuple[str, bytes | Path]], known: Schema, diff: bool) -> None:
     """Fixes the files or, with `diff`, prints what would change. Raises UsageError."""
-    from llmtrain_lint.fixing import fixed
+    from llmtrain_lint.fixing import fix_text
 
     for name, path in files:
         if not isinstance(path, Path):
@@ -124,7 +124,7 @@ def _fix_files(files: list[tuple[str, bytes | Path]], known: Schema, diff: bool)
             old = read_file(path)
         except Unreadable:
             continue  # the report mentions it
-        new = fixed(old, known, is_yaml(name))
+        new = fix_text(old, known, is_yaml(name))
         if diff:
             before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
             print(*difflib.unified_diff(before, after, printable(name), printable(name)), sep="", end="")

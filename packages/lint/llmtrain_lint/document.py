@@ -1,4 +1,4 @@
-"""A parsed configuration, and a fault found in it."""
+"""The data types of the linter: a parsed configuration, and a finding in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmtrain_lint.errors import printable, short
-from llmtrain_lint.schema import Schema, Where, schema
+from llmtrain_lint.schema import KeyPath, Schema, schema
 
 Severity = Literal["error", "warning"]
 Effect = Literal["refuses", "ignores", "changes", "misreads", "allows"]
@@ -27,7 +27,7 @@ READERS: dict[Reader, str] = {
     "lightning": "Lightning",
     "deepspeed": "DeepSpeed",
 }
-_TRUTH = {
+_BOOLEAN_WORDS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
 }
@@ -63,8 +63,8 @@ class Finding:
 
 
 def truth(value: Any) -> bool | None:
-    """Returns the truth value of a text, as pydantic reads it, or None."""
-    return _TRUTH.get(value.lower()) if isinstance(value, str) else None
+    """Parses a text such as "yes" or "off" as pydantic parses a boolean; None if it is none."""
+    return _BOOLEAN_WORDS.get(value.lower()) if isinstance(value, str) else None
 
 
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)
@@ -77,8 +77,8 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
         super().__init__(message)
 
 
-class NotOurs(Exception):  # noqa: N818  (nothing is wrong)
-    """The file is a configuration of another program, as its message says."""
+class NotDeepSpeed(Exception):  # noqa: N818  (nothing is wrong)
+    """The file configures another program, as its message says, and is skipped."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Configuration:
     """
 
     values: dict[str, Any]
-    places: dict[Where, list[tuple[int, int]]]
-    repeated: tuple[Where, ...]
+    places: dict[KeyPath, list[tuple[int, int]]]
+    repeated: tuple[KeyPath, ...]
     schema: Schema = field(default_factory=schema)
     reader: Reader = "deepspeed"
     world_size: int | None = None
     data_parallel: int | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """The Trainer's arguments, to compare."""
-    no_json: tuple[int, int, str] | None = None
+    strict_json_fault: tuple[int, int, str] | None = None
     """The place and the reason if the text is not strict JSON, though DeepSpeed can read it."""
     constants: bool = False
     """Whether it has NaN or Infinity, which DeepSpeed's parser reads differently."""
@@ -107,13 +107,15 @@ class Configuration:
         """Returns the value at a path, or None."""
         value: Any = self.values
         for length, key in enumerate(where, 1):
-            value = value.get(key) if isinstance(value, dict) and where[:length] not in self.schema.elsewhere else None
+            value = (
+                value.get(key) if isinstance(value, dict) and where[:length] not in self.schema.other_releases else None
+            )
         return value
 
     def has(self, *where: str) -> bool:
         """Whether the key is present, whatever its value."""
         block = self.at(*where[:-1])
-        return isinstance(block, dict) and where[-1] in block and where not in self.schema.elsewhere
+        return isinstance(block, dict) and where[-1] in block and where not in self.schema.other_releases
 
     def block(self, *where: str) -> dict[str, Any]:
         """Returns the object at a path, or an empty one."""

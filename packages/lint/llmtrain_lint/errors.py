@@ -44,7 +44,7 @@ def short(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
-def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
+def suggestion(name: str, known: Iterable[str], similar: float = 0.6) -> str:
     """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string.
 
     similar: the smallest share of characters in common.

@@ -1,4 +1,4 @@
-"""Finds the files to check, and the settings of a project."""
+"""Discovers the files to check, and loads the settings of a project."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_lint import READERS, Reader, parse_allowed
-from llmtrain_lint.document import NotOurs, Unreadable
-from llmtrain_lint.errors import Problem, UsageError, nearest
+from llmtrain_lint.document import NotDeepSpeed, Unreadable
+from llmtrain_lint.errors import Problem, UsageError, suggestion
 from llmtrain_lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
 from llmtrain_lint.schema import schema
 
@@ -24,7 +24,7 @@ STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
 _IS_CONFIGURATION = re.compile(r"\b(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)[\"']?\s*:")
 _TABLE = "tool.llmtrain.lint"
-_HOMES = {"llmtrain-lint.toml": "", "pyproject.toml": _TABLE}
+_SETTINGS_FILES = {"llmtrain-lint.toml": "", "pyproject.toml": _TABLE}
 """The files that may have settings, and the table that has them: the whole file if it is empty."""
 
 
@@ -46,8 +46,8 @@ class Settings:
         return self.allow.union(*matching)
 
 
-def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
-    """Returns the name of each file and its path, or its content for standard input.
+def find_files(names: list[str]) -> list[tuple[str, bytes | Path]]:
+    """Expands files, folders, patterns and `-`. Returns each name with its path, or the content of standard input.
 
     In folders and patterns, a file is only taken if it mentions batch sizes or ZeRO, and if most of its keys are not
     those of another program. A file that several links lead to is taken once.
@@ -71,15 +71,15 @@ def _expanded(name: str) -> Iterator[tuple[str, bytes | Path]]:
     if name == STDIN:
         yield "<stdin>", _standard_input()
     elif path.is_dir():
-        yield from ((str(one), one) for one in _once(sorted(path.rglob("*"))) if _is_configuration(one, path))
+        yield from ((str(one), one) for one in _without_links(sorted(path.rglob("*"))) if _is_configuration(one, path))
     elif any(sign in name for sign in "*?[") and not path.exists():
         matching = (Path(one) for one in sorted(glob.glob(name, recursive=True)))  # noqa: PTH207 - `**`, absolute
-        yield from ((str(one), one) for one in _once(matching) if _is_configuration(one, one.parent))
+        yield from ((str(one), one) for one in _without_links(matching) if _is_configuration(one, one.parent))
     else:
         yield name, path
 
 
-def _once(paths: Iterable[Path]) -> Iterator[Path]:
+def _without_links(paths: Iterable[Path]) -> Iterator[Path]:
     """Yields the first of the paths that lead to the same file."""
     seen = set()
     for path in paths:
@@ -104,24 +104,24 @@ def _is_configuration(path: Path, top: Path) -> bool:
         text = read_file(path)
     except Unreadable:
         return False
-    return _IS_CONFIGURATION.search(text) is not None and _has_our_keys(text, path)
+    return _IS_CONFIGURATION.search(text) is not None and _has_deepspeed_keys(text, path)
 
 
-def _has_our_keys(text: str, path: Path) -> bool:
+def _has_deepspeed_keys(text: str, path: Path) -> bool:
     """Whether a file configures ZeRO, or has at least as many keys of DeepSpeed as others, or cannot be read."""
     try:
         keys = read_configuration(text, is_yaml(path.name)).values.keys()
-    except (Unreadable, NotOurs):
+    except (Unreadable, NotDeepSpeed):
         return True
     return "zero_optimization" in keys or 2 * len(keys & (schema().root.keys or {}).keys()) >= len(keys)
 
 
-def settings(folder: Path) -> Settings:
-    """Returns the settings of the nearest file that has any.
+def load_settings(folder: Path) -> Settings:
+    """Loads the settings of a project from the nearest file that has any, in the folder or above it.
 
     Raises UsageError if they are wrong.
     """
-    for one, (name, where) in product((folder, *folder.parents), _HOMES.items()):
+    for one, (name, where) in product((folder, *folder.parents), _SETTINGS_FILES.items()):
         file = one / name
         if file.is_file():
             try:
@@ -139,7 +139,7 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
     known = ("for", "deepspeed", "allow", "per-file-allow")
     given = table if isinstance(table, dict) else {"": table}
     problems = [
-        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{nearest(key[:80], known)}")
+        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{suggestion(key[:80], known)}")
         for key in given
         if key not in known
     ]

@@ -15,10 +15,10 @@ from functools import reduce
 from operator import getitem, itemgetter
 from typing import Any
 
-from llmtrain_lint.document import Configuration, NotOurs, Unreadable
+from llmtrain_lint.document import Configuration, NotDeepSpeed, Unreadable
 from llmtrain_lint.reading import BYTE_ORDER_MARK, TOKEN, read_configuration
-from llmtrain_lint.rules.structure import fits, home, known, meaning
-from llmtrain_lint.schema import RENAMED, Node, Schema, Where
+from llmtrain_lint.rules.structure import expected_path, has_type, keys_with_schema, parsed_text
+from llmtrain_lint.schema import RENAMED, KeyPath, Node, Schema
 
 Edit = tuple[int, int, str]
 
@@ -27,8 +27,8 @@ Edit = tuple[int, int, str]
 class _Fix:
     """Gives the key at `where` another path, or another value."""
 
-    where: Where
-    target: Where
+    where: KeyPath
+    target: KeyPath
     value: Any
     edits: list[Edit]
     way: int = 0
@@ -40,34 +40,34 @@ _SCALAR = re.compile(rf"{_STRING}|[^\s,\]}}/#]++")
 _SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
 
 
-def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
+def fix_text(text: str, schema: Schema, yaml: bool = False) -> str:
     """Returns the text with all automatic fixes for a release of DeepSpeed.
 
     Each is checked: the new text must contain the values that it should, and JSON must remain JSON. Otherwise the fault
     is left alone, as where a comment looks like a part of the object.
     """
     text = text.removeprefix(BYTE_ORDER_MARK)
-    document, useless = _read(text, schema, yaml), set[tuple[Where, int]]()
+    document, useless = _read(text, schema, yaml), set[tuple[KeyPath, int]]()
     while document is not None:
         fixes = [one for one in _fixes(text, document, yaml) if (one.where, one.way) not in useless]
-        better = _better(text, document, yaml, fixes, useless)
+        better = _apply_most(text, document, yaml, fixes, useless)
         if better is None:
             break
         text, document = better
     return text
 
 
-def _better(
-    text: str, document: Configuration, yaml: bool, fixes: list[_Fix], useless: set[tuple[Where, int]]
+def _apply_most(
+    text: str, document: Configuration, yaml: bool, fixes: list[_Fix], useless: set[tuple[KeyPath, int]]
 ) -> tuple[str, Configuration] | None:
-    """Returns the text after as many of the fixes as possible, or None if none of them works.
+    """Applies as many of the fixes as possible; returns the new text and its content, or None if none of them works.
 
     Each check reads the whole text, so a half of the fixes is only tried if all of them together fail. useless:
     receives those that fail alone.
     """
     if not fixes:
         return None
-    together, changed = _apart(fixes), text
+    together, changed = _independent(fixes), text
     edits = (edit for fix in together for edit in fix.edits)
     for start, end, new in sorted(edits, key=itemgetter(0, 1), reverse=True):
         changed = changed[:start] + new + changed[end:]
@@ -78,12 +78,12 @@ def _better(
         useless.add((fixes[0].where, fixes[0].way))
         return None
     half = len(fixes) // 2
-    halves = (_better(text, document, yaml, part, useless) for part in (fixes[:half], fixes[half:]))
+    halves = (_apply_most(text, document, yaml, part, useless) for part in (fixes[:half], fixes[half:]))
     return next(filter(None, halves), None)
 
 
-def _apart(fixes: list[_Fix]) -> list[_Fix]:
-    """Returns fixes of which none concerns the key of another or a part of it, and whose edits do not overlap."""
+def _independent(fixes: list[_Fix]) -> list[_Fix]:
+    """Returns fixes that can be applied together: their keys do not enclose each other, their edits do not overlap."""
     chosen: list[_Fix] = []
     taken: list[Edit] = []
     for fix in fixes:
@@ -97,7 +97,7 @@ def _apart(fixes: list[_Fix]) -> list[_Fix]:
 
 def _is_expected(read: Configuration, before: Configuration, fixes: list[_Fix]) -> bool:
     """Whether a changed text contains the values that it should, and is JSON if it was."""
-    if (read.no_json and not before.no_json) or len(read.repeated) > len(before.repeated):
+    if (read.strict_json_fault and not before.strict_json_fault) or len(read.repeated) > len(before.repeated):
         return False
     expected = copy.deepcopy(before.values)
     for fix in fixes:
@@ -112,7 +112,7 @@ def _is_expected(read: Configuration, before: Configuration, fixes: list[_Fix]) 
 def _read(text: str, schema: Schema, yaml: bool) -> Configuration | None:
     try:
         return replace(read_configuration(text, yaml), schema=schema)
-    except (Unreadable, NotOurs):
+    except (Unreadable, NotDeepSpeed):
         return None
 
 
@@ -125,7 +125,7 @@ def _same(values: dict[str, Any], others: dict[str, Any]) -> bool:
 def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[_Fix]:
     """Yields the fixes of one fault after the other."""
     starts = [0, *(line.end() for line in re.finditer("\n", text))]
-    for where, value, node in known(document):
+    for where, value, node in keys_with_schema(document):
         places = document.places.get(where, [])
         if len(places) != 1:
             continue
@@ -144,15 +144,15 @@ def _fixes(text: str, document: Configuration, yaml: bool) -> Iterator[_Fix]:
                 yield _Fix(where, target, value, moved, way)
         elif node is not None and (new := _value(value, node)) is not None:
             old = _SCALAR.match(text, colon.end())
-            if old and _spells(old[0], value):
+            if old and _is_whole_value(old[0], value):
                 yield _Fix(where, where, new, [(old.start(), old.end(), json.dumps(new))])
 
 
-def _target(where: Where, document: Configuration) -> Where | None:
+def _target(where: KeyPath, document: Configuration) -> KeyPath | None:
     """Returns the path at which a key that is unknown here belongs, if it is free and its block exists or is made."""
     named = tuple(RENAMED[where].split(".")) if where in RENAMED and ":" not in RENAMED[where] else None
-    target = named or home(where, document)
-    if target is None or target in document.schema.elsewhere or document.has(*target):
+    target = named or expected_path(where, document)
+    if target is None or target in document.schema.other_releases or document.has(*target):
         return None
     is_made = len(target) == 2 and not document.has(target[0])
     return target if is_made or isinstance(document.at(*target[:-1]), dict) else None
@@ -160,17 +160,17 @@ def _target(where: Where, document: Configuration) -> Where | None:
 
 def _value(value: Any, node: Node) -> Any:
     """Returns the value that is meant, or None if nothing is wrong or it is unclear."""
-    if value == "auto" or fits(value, node):
+    if value == "auto" or has_type(value, node):
         return None
     if isinstance(value, str):
-        meant = meaning(value, node)
+        meant = parsed_text(value, node)
         # DeepSpeed's reader makes an integer of 1.0, up to ten digits.
         return int(meant) if type(meant) is float and meant.is_integer() and abs(meant) < 1e10 else meant
     counts = "int" in node.types and "float" not in node.types
     return int(value) if counts and type(value) is float and 1 <= value < 2**53 else None
 
 
-def _spells(token: str, value: Any) -> bool:
+def _is_whole_value(token: str, value: Any) -> bool:
     """Whether a token is the whole of a value, which that of YAML's tags, anchors and longer texts is not."""
     try:
         return token.strip("\"'") == value if isinstance(value, str) else float(token) == value
@@ -179,13 +179,13 @@ def _spells(token: str, value: Any) -> bool:
 
 
 def _moves(
-    text: str, document: Configuration, starts: list[int], key: int, value: int, target: Where
+    text: str, document: Configuration, starts: list[int], key: int, value: int, target: KeyPath
 ) -> Iterator[list[Edit]]:
     """Yields the edits that move a member into the block of its target, which is made if it does not exist.
 
     The tidiest comes first.
     """
-    end = _end(text, value)
+    end = _value_end(text, value)
     if end is None:
         return
     member = f"{json.dumps(target[-1])}: {text[value:end]}"
@@ -198,7 +198,7 @@ def _moves(
         member = f"{json.dumps(target[0])}: {{{member}}}" if len(target) > 1 else member
     if opened is None:
         return
-    inserted = _inserted(text, opened.end(), member)
+    inserted = _insertion(text, opened.end(), member)
     after = _SKIPPED.match(text, end)
     stop = after.end() if after else end
     line = text.rfind("\n", 0, key) + 1
@@ -218,8 +218,8 @@ def _moves(
         yield [(line if alone else key, rest.end() if rest and alone else stop + 1, ""), inserted]
 
 
-def _inserted(text: str, at: int, member: str) -> Edit:
-    """Puts a member first into the block that opens before `at`, with the indentation of the block's first member."""
+def _insertion(text: str, at: int, member: str) -> Edit:
+    """Returns the edit that inserts a member first into a block, which opens before `at`, indented like its others."""
     rest = _SKIPPED.match(text, at)
     first = rest.end() if rest else at
     comma = "" if text[first : first + 1] == "}" else ","
@@ -228,7 +228,7 @@ def _inserted(text: str, at: int, member: str) -> Edit:
     return (at, at, f"{indent}{member}{comma}{'' if indent or not comma else ' '}")
 
 
-def _end(text: str, start: int) -> int | None:
+def _value_end(text: str, start: int) -> int | None:
     """Returns where the value that starts here ends."""
     if text[start] not in "{[":
         scalar = _SCALAR.match(text, start)

@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llmtrain_lint.document import Configuration, NotOurs, Unreadable
-from llmtrain_lint.schema import Where
+from llmtrain_lint.document import Configuration, NotDeepSpeed, Unreadable
+from llmtrain_lint.schema import KeyPath
 
 BYTE_ORDER_MARK = "\ufeff"
 LARGEST_FILE = 2**20
@@ -42,12 +42,12 @@ def read_file(path: Path) -> str:
             kind = next((name for matches, name in _OTHER_KINDS if matches(mode)), "a device")
             raise Unreadable(f"cannot be read: is {kind}, not a file")
         with path.open("rb") as file:
-            return decoded(file.read(LARGEST_FILE + 1))
+            return decode(file.read(LARGEST_FILE + 1))
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
         raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def decoded(content: bytes) -> str:
+def decode(content: bytes) -> str:
     """Returns the text of bytes.
 
     Raises Unreadable.
@@ -65,32 +65,34 @@ def read_configuration(text: str, yaml: bool = False, hjson: bool = False) -> Co
 
     hjson: read NaN and Infinity as DeepSpeed does, and not as Python's json.
 
-    Raises Unreadable or NotOurs.
+    Raises Unreadable or NotDeepSpeed.
     """
     if yaml:
         return read_yaml_configuration(text)
     marked = text.startswith(BYTE_ORDER_MARK)
     text = text.removeprefix(BYTE_ORDER_MARK)
-    places = _key_places(text)
+    places = _key_positions(text)
     try:
-        values, no_json, constants = _parse(text, hjson)
+        values, strict_json_fault, constants = _parse(text, hjson)
         if marked:
-            no_json = (1, 1, "it starts with a byte order mark")
+            strict_json_fault = (1, 1, "it starts with a byte order mark")
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:  # json and hjson both raise it
         line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
         reason = str(getattr(error, "msg", error)).replace(" %r at", "")  # which hjson does not fill in
-        raise Unreadable(f"is not JSON: {reason}", line, column, _swallowed(text)) from None
+        raise Unreadable(f"is not JSON: {reason}", line, column, _unquoted_text_hint(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no JSON object")
-    return Configuration(values, places, tuple(_repeated(values)), no_json=no_json, constants=constants)
+    return Configuration(
+        values, places, tuple(_repeated(values)), strict_json_fault=strict_json_fault, constants=constants
+    )
 
 
 def read_yaml_configuration(text: str) -> Configuration:
     """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
 
-    Raises Unreadable, also for aliases, which could make a short text endless, or NotOurs.
+    Raises Unreadable, also for aliases, which could make a short text endless, or NotDeepSpeed.
     """
     import yaml
 
@@ -103,7 +105,9 @@ def read_yaml_configuration(text: str) -> Configuration:
     if not isinstance(values, _Object):
         raise Unreadable("contains no YAML mapping")
     if "distributed_type" in values:
-        raise NotOurs("skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file")
+        raise NotDeepSpeed(
+            "skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file"
+        )
     return Configuration(values, places, tuple(_repeated(values)))
 
 
@@ -165,10 +169,10 @@ def _integer(digits: str) -> int:
 _HOOKS: dict[str, Any] = {"object_pairs_hook": _object, "parse_int": _integer}
 
 
-def _repeated(values: _Object) -> list[Where]:
+def _repeated(values: _Object) -> list[KeyPath]:
     """Returns the paths of keys that occur twice in one object; objects in a list have the path of the list."""
-    found: list[Where] = []
-    open_: list[tuple[Where, Any]] = [((), values)]
+    found: list[KeyPath] = []
+    open_: list[tuple[KeyPath, Any]] = [((), values)]
     while open_:
         where, value = open_.pop()
         if isinstance(value, _Object):
@@ -189,12 +193,12 @@ TOKEN = re.compile(
 _COLON = re.compile(r"\s*+:")
 
 
-def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
+def _key_positions(text: str) -> dict[KeyPath, list[tuple[int, int]]]:
     """Returns the line and column of every key by its path; a key that occurs twice has two positions.
 
     Raises Unreadable if brackets are nested too deeply.
     """
-    places: dict[Where, list[tuple[int, int]]] = {}
+    places: dict[KeyPath, list[tuple[int, int]]] = {}
     path: list[str] = []  # the keys whose values are the open brackets
     key, line, line_start, done = "", 1, 0, 0
     for token in TOKEN.finditer(text):
@@ -219,7 +223,7 @@ _CONSTANTS = ("NaN", "Infinity")
 _WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}\]]*+)")
 
 
-def _swallowed(text: str) -> str:
+def _unquoted_text_hint(text: str) -> str:
     """Explains the first unquoted text that contains a bracket: Hjson reads it up to the end of the line."""
     end = 0
     for token in TOKEN.finditer(text):

@@ -24,7 +24,7 @@ MOST_WARNINGS = 3
 
 
 @cache
-def site() -> str:
+def documentation_url() -> str:
     """Returns the address of the documentation that the installed distribution declares, or an empty text."""
     try:
         declared = metadata.metadata("llmtrain-lint").get_all("Project-URL") or []
@@ -34,23 +34,23 @@ def site() -> str:
     return addresses.get("Documentation", "").rstrip("/")
 
 
-def link(rule: str) -> str:
+def rule_link(rule: str) -> str:
     """Returns where the documentation has the section of a rule: an address, or else a path of the repository.
 
     The action of GitHub knows the address of the repository that it was taken from.
     """
     sources = os.environ.get("LLMTRAIN_LINT_DOCS", "docs").rstrip("/")
-    page = f"{site()}/{PAGE}.html" if site() else f"{sources}/{PAGE}.md"
+    page = f"{documentation_url()}/{PAGE}.html" if documentation_url() else f"{sources}/{PAGE}.md"
     return f"{page}#{rule.replace('.', '')}"
 
 
-def written(results: list[Result], form: ReportFormat, release: Release, guessed: bool) -> str:
-    """Returns all findings in a format; guessed: whether the readers were guessed."""
+def format_results(results: list[Result], form: ReportFormat, release: Release, guessed: bool) -> str:
+    """Formats all findings; guessed: whether the readers were guessed."""
     if form in ("text", "github"):
         lines = (
             _text(results, guessed)
             if form == "text"
-            else (_github(one, finding) for one in results for finding in joined(one.findings))
+            else (_github(one, finding) for one in results for finding in merge_findings(one.findings))
         )
         return "\n".join((f"as read by DeepSpeed {release.deepspeed} ({release.why})", *lines))
     made = _as_json(results) if form == "json" else _sarif(results)
@@ -59,15 +59,15 @@ def written(results: list[Result], form: ReportFormat, release: Release, guessed
     return json.dumps(made, indent=2)
 
 
-def explained(rule: LintRule) -> str:
-    """Returns what a rule is about."""
+def describe_rule(rule: LintRule) -> str:
+    """Describes a rule, for --explain."""
     kind = (
         f"{rule.id}: {rule.severity}; the setting is {EFFECTS[rule.effect]}{' by the reader' if rule.by_reader else ''}"
     )
-    return f"{kind}\n{rule.reason}{rule.releases}\n{link(rule.id)}"
+    return f"{kind}\n{rule.reason}{rule.releases}\n{rule_link(rule.id)}"
 
 
-def joined(findings: Iterable[Finding]) -> list[Finding]:
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Joins findings that only differ in their field; the position is that of the first."""
     groups: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
@@ -82,7 +82,7 @@ def place(finding: Finding) -> str:
 
 def lines(result: Result) -> list[str]:
     """Returns the lines of a file's findings; if there were many warnings, the last line names the rest of them."""
-    found = joined(result.findings)
+    found = merge_findings(result.findings)
     warnings = [one for one in found if one.severity == "warning"]
     rest = warnings[MOST_WARNINGS - 1 :] if len(warnings) > MOST_WARNINGS else []
     name = printable(result.name)
@@ -103,7 +103,7 @@ def _text(results: list[Result], guessed: bool) -> Iterable[str]:
         yield f"{printable(one.name)}{reader}: {one.skipped or counts}"
         yield from lines(one)
     if any(one.findings for one in results):
-        page = link("").rstrip("#")
+        page = rule_link("").rstrip("#")
         yield f"rules: {page}" if "://" in page else "--explain RULE describes a rule"
     if len(results) > 1:
         errors, all_ = sum(one.errors for one in results), sum(len(one.findings) for one in results)
@@ -124,7 +124,7 @@ def _github(result: Result, finding: Finding) -> str:
     where = {"line": finding.line, "col": finding.column} if finding.line else {}
     properties = {"file": result.name, **where, "title": finding.rule}
     listed = ",".join(f"{name}={escaped(str(value), ':,')}" for name, value in properties.items())
-    return f"::{finding.severity} {listed}::{escaped(f'{finding.field}: {finding.text} ({link(finding.rule)})')}"
+    return f"::{finding.severity} {listed}::{escaped(f'{finding.field}: {finding.text} ({rule_link(finding.rule)})')}"
 
 
 def _as_json(results: list[Result]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _as_json(results: list[Result]) -> dict[str, Any]:
             {
                 "file": one.name,
                 "for": one.reader,
-                "findings": [{**asdict(finding), "page": link(finding.rule)} for finding in one.findings],
+                "findings": [{**asdict(finding), "page": rule_link(finding.rule)} for finding in one.findings],
             }
             for one in results
         ],
@@ -148,9 +148,9 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
         {
             "id": rule.id,
             "shortDescription": {"text": rule.reason},
-            "help": {"text": f"{rule.reason} See {link(rule.id)}."},
+            "help": {"text": f"{rule.reason} See {rule_link(rule.id)}."},
             "defaultConfiguration": {"level": rule.severity},
-            **({"helpUri": link(rule.id)} if "://" in link(rule.id) else {}),  # which must be absolute
+            **({"helpUri": rule_link(rule.id)} if "://" in rule_link(rule.id) else {}),  # which must be absolute
         }
         for rule in RULES
     ]

@@ -13,7 +13,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
-Where = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """The path of a key."""
 
 
@@ -92,9 +92,9 @@ class Schema:
     root: Node
     optimizers: dict[str, tuple[str, ...]]
     schedulers: dict[str, tuple[str, ...]]
-    homes: dict[str, tuple[Where, ...]]
+    paths_by_name: dict[str, tuple[KeyPath, ...]]
     """The paths at which each key is known, to recognise a misplaced one."""
-    elsewhere: dict[Where, tuple[str, str]]
+    other_releases: dict[KeyPath, tuple[str, str]]
     """The paths that only other releases know, with the first and the last one."""
 
     def since(self, release: str) -> bool:
@@ -140,24 +140,24 @@ def schema(deepspeed: str = "") -> Schema:
         {name: tuple(names) for name, names in data[kind].items()} for kind in ("optimizers", "schedulers")
     )
     known = set(_paths(data["keys"]))
-    elsewhere = {where: ends for where, ends in _lives().items() if where not in known}
-    homes: dict[str, tuple[Where, ...]] = {}
+    other_releases = {where: ends for where, ends in _release_ranges().items() if where not in known}
+    paths_by_name: dict[str, tuple[KeyPath, ...]] = {}
     for where in sorted(known, key=len):
-        homes[where[-1]] = (*homes.get(where[-1], ()), where)
-    return Schema(data["deepspeed"], root, optimizers, schedulers, homes, elsewhere)
+        paths_by_name[where[-1]] = (*paths_by_name.get(where[-1], ()), where)
+    return Schema(data["deepspeed"], root, optimizers, schedulers, paths_by_name, other_releases)
 
 
 @cache
-def _lives() -> dict[Where, tuple[str, str]]:
+def _release_ranges() -> dict[KeyPath, tuple[str, str]]:
     """Maps the path of each key to the first and the last release that knows it."""
-    lives: dict[Where, tuple[str, str]] = {}
+    lives: dict[KeyPath, tuple[str, str]] = {}
     for one in releases():
         for where in _paths(one["keys"]):
             lives[where] = one["deepspeed"], lives.get(where, (one["deepspeed"],) * 2)[1]
     return lives
 
 
-def _paths(keys: dict[str, Any], outer: Where = ()) -> Iterator[Where]:
+def _paths(keys: dict[str, Any], outer: KeyPath = ()) -> Iterator[KeyPath]:
     """Yields the path of each key that is not removed."""
     for key, node in keys.items():
         if not node.get("removed"):

@@ -1,4 +1,4 @@
-"""Chooses the release of DeepSpeed for which files are checked."""
+"""Resolves a version or a range to the known release of DeepSpeed for which files are checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Release:
 
 
 @cache
-def choose_release(asked: str | None = None) -> Release:
+def choose_release(requested: str | None = None) -> Release:
     """Returns the newest known release that fits a version, or a range such as `>=0.17,<0.19`.
 
     By default, it is the installed one, or the newest known. If none fits, it is the nearest known.
@@ -43,16 +43,16 @@ def choose_release(asked: str | None = None) -> Release:
     Raises UsageError if the text is neither a version nor a range, or if no version can fit it.
     """
     known = [one["deepspeed"] for one in releases()]
-    if asked is None:
+    if requested is None:
         found = _INSTALLED.match(_installed_version())
         if found is None:
             return Release(known[0], "the newest known")
         installed = found[1]
         near = _nearest(version(installed), known)
         return Release(near, "installed" if near == installed else f"the nearest known to the installed {installed}")
-    clauses = [_CLAUSE.fullmatch(clause) for clause in asked.split(",")]
-    if len(asked) > 100 or not all(clauses):
-        message = f"{short(printable(asked))!r} is neither a version nor a range"
+    clauses = [_CLAUSE.fullmatch(clause) for clause in requested.split(",")]
+    if len(requested) > 100 or not all(clauses):
+        message = f"{short(printable(requested))!r} is neither a version nor a range"
         fix = "a version such as 0.18.4, or a range such as '>=0.17,<0.19'"
         raise UsageError(Problem("lint.deepspeed", "--deepspeed", message, fix))
     given = [(found[1], version(found[2]), bool(found[3])) for found in clauses if found]
@@ -63,11 +63,11 @@ def choose_release(asked: str | None = None) -> Release:
     fitting = next((one for one in known if fits(version(one))), None)
     exact = len(given) == 1 and given[0][0] in ("", "==") and not given[0][2]
     if fitting:
-        return Release(fitting, "as asked" if exact else f"the newest known that fits {asked.strip()}")
+        return Release(fitting, "as asked" if exact else f"the newest known that fits {requested.strip()}")
     unknown = next((one for one in ((0,), *(number for _, number, _ in given), (10**6,)) if fits(one)), None)
     if unknown is None:
-        raise UsageError(Problem("lint.deepspeed", "--deepspeed", f"no version fits {asked.strip()!r}"))
-    return Release(_nearest(unknown, known), f"the nearest known to {asked.strip()}")
+        raise UsageError(Problem("lint.deepspeed", "--deepspeed", f"no version fits {requested.strip()!r}"))
+    return Release(_nearest(unknown, known), f"the nearest known to {requested.strip()}")
 
 
 def _installed_version() -> str:

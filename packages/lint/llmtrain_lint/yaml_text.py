@@ -9,8 +9,8 @@ import yaml
 
 DEEPEST = 64
 """Largest depth of nesting."""
-Where = tuple[str, ...]
-Places = dict[Where, list[tuple[int, int]]]
+KeyPath = tuple[str, ...]
+Places = dict[KeyPath, list[tuple[int, int]]]
 """Line and column of each key by its path, counted from 1; items of lists are numbered from 0. A key that occurs twice
 has two positions."""
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -54,7 +54,7 @@ def parse_yaml(
 
 
 def _value(
-    node: yaml.Node, where: Where, places: Places, loader: Any, mapping: Callable[[list[tuple[str, Any]]], Any]
+    node: yaml.Node, where: KeyPath, places: Places, loader: Any, mapping: Callable[[list[tuple[str, Any]]], Any]
 ) -> Any:
     if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
         raise YamlError(f"uses the YAML tag {node.tag[:80]}", *_at(node.start_mark))

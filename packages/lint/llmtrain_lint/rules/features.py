@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from llmtrain_lint.document import Configuration
 from llmtrain_lint.rules.precision import model_dtype
 from llmtrain_lint.rules.rule import Fault, error, warning
-from llmtrain_lint.schema import Where
+from llmtrain_lint.schema import KeyPath
 
 _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": False}
 
@@ -34,7 +34,7 @@ def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that a pipeline excludes."""
     if not document.pipeline:
         return
-    conflicts: dict[Where, bool] = {
+    conflicts: dict[KeyPath, bool] = {
         ("zero_optimization", "stage"): document.stage >= 2,
         ("wall_clock_breakdown",): document.on("wall_clock_breakdown"),
         ("flops_profiler", "enabled"): document.on("flops_profiler", "enabled"),
@@ -123,7 +123,7 @@ def expert_conflict(document: Configuration) -> Iterator[Fault]:
     if not document.on("expert_parallel", "enabled"):
         return
     tensor, zero3 = document.tensor_parallel > 1, document.stage == 3
-    conflicts: dict[Where, bool] = {
+    conflicts: dict[KeyPath, bool] = {
         ("sequence_parallel_size",): (document.count("sequence_parallel_size") or 1) > 1 and (zero3 or tensor),
         ("zero_optimization", "zero_quantized_gradients"): zero3
         and document.on("zero_optimization", "zero_quantized_gradients"),

@@ -6,11 +6,11 @@ import reprlib
 from collections.abc import Iterable, Iterator
 
 from llmtrain_lint.document import Configuration
-from llmtrain_lint.errors import nearest
-from llmtrain_lint.rules.rule import Fault, error, near, warning
-from llmtrain_lint.schema import REMOVED_OPTIMIZERS, Where
+from llmtrain_lint.errors import suggestion
+from llmtrain_lint.rules.rule import Fault, error, key_suggestion, warning
+from llmtrain_lint.schema import REMOVED_OPTIMIZERS, KeyPath
 
-_PARAMS: Where = ("optimizer", "params")
+_PARAMS: KeyPath = ("optimizer", "params")
 _TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 _MU = ("muadam", "muadamw", "musgd")
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -41,7 +41,7 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
 def _similar(name: str, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"`, preferably a name that only differs in its capitals."""
     same = [one for one in known if one.lower() == name.lower()]
-    return nearest(name[:80], same or known, 0.0 if same else 0.6)
+    return suggestion(name[:80], same or known, 0.0 if same else 0.6)
 
 
 @error("type_missing", "ignores", "Without `type`, the optimizer or scheduler block is silently ignored.")
@@ -66,7 +66,7 @@ def arguments(document: Configuration) -> Iterator[Fault]:
     ):
         for key in document.block(block, "params") if name in taken else ():
             if key not in taken[name] and (block, key) != ("optimizer", "max_grad_norm"):
-                hint = near(key, taken[name])
+                hint = key_suggestion(key, taken[name])
                 yield (block, "params", key), f"{name} has no such argument{hint}", "" if hint else "remove it"
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from llmtrain_lint.document import READERS, Configuration, Reader
 from llmtrain_lint.rules.rule import Fault, error, warning
-from llmtrain_lint.schema import Where
+from llmtrain_lint.schema import KeyPath
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ZERO = "zero_optimization"
 _OFFLOADS = tuple(
     (_ZERO, what, key) for what in ("offload_optimizer", "offload_param") for key in ("device", "nvme_path")
 )
-_BY_ACCELERATE: frozenset[Where] = frozenset(
+_BY_ACCELERATE: frozenset[KeyPath] = frozenset(
     {
         *((size,) for size in _SIZES),
         *(("gradient_clipping",), ("fp16", "enabled"), ("bf16", "enabled"), ("steps_per_print",)),
@@ -32,8 +32,8 @@ _BY_ACCELERATE: frozenset[Where] = frozenset(
         ("scheduler", "params", "total_num_steps"),
     }
 )
-_TRAINER_ALONE: frozenset[Where] = frozenset({("optimizer", "params", "betas"), ("optimizer", "params", "eps")})
-_FILLED: dict[Reader, frozenset[Where]] = {
+_TRAINER_ALONE: frozenset[KeyPath] = frozenset({("optimizer", "params", "betas"), ("optimizer", "params", "eps")})
+_FILLED: dict[Reader, frozenset[KeyPath]] = {
     "trainer": _BY_ACCELERATE | _TRAINER_ALONE,
     "accelerate": _BY_ACCELERATE,
     "lightning": frozenset(),
@@ -48,7 +48,7 @@ _OWN = (
 
 
 def guess(document: Configuration) -> Reader:
-    """Returns the program that a file was probably written for."""
+    """Guesses the program that a file was written for, from its "auto" values."""
     autos = set(_autos(document))
     if autos & _TRAINER_ALONE:
         return "trainer"
@@ -60,8 +60,8 @@ def guess(document: Configuration) -> Reader:
     return "lightning" if missing and document.block(_ZERO) else "deepspeed"
 
 
-def _autos(document: Configuration, own: tuple[Where, ...] = _OWN) -> Iterator[Where]:
-    open_: list[tuple[Where, Any]] = [((str(key),), value) for key, value in document.values.items()]
+def _autos(document: Configuration, own: tuple[KeyPath, ...] = _OWN) -> Iterator[KeyPath]:
+    open_: list[tuple[KeyPath, Any]] = [((str(key),), value) for key, value in document.values.items()]
     while open_:
         where, value = open_.pop()
         if isinstance(value, dict):
@@ -75,8 +75,8 @@ def _autos(document: Configuration, own: tuple[Where, ...] = _OWN) -> Iterator[W
 )
 def strict_json(document: Configuration) -> Iterator[Fault]:
     """Reports what Python's json module does not parse."""
-    if document.no_json and document.reader != "deepspeed":
-        line, _, reason = document.no_json
+    if document.strict_json_fault and document.reader != "deepspeed":
+        line, _, reason = document.strict_json_fault
         yield ("file",), f"line {line} is not strict JSON: {reason}", "no comments, trailing commas or byte order mark"
 
 
@@ -139,7 +139,7 @@ def scheduler_overrides(document: Configuration) -> Iterator[Fault]:
     yield ("scheduler",), message, "remove the block, and set lr_scheduler_type and warmup_steps"
 
 
-_ARGUMENTS: dict[str, Where] = {
+_ARGUMENTS: dict[str, KeyPath] = {
     "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "max_grad_norm": ("gradient_clipping",),

@@ -9,9 +9,9 @@ from functools import partial
 
 from llmtrain_lint.document import READERS, Configuration, Effect, Finding, Severity
 from llmtrain_lint.errors import printable, short
-from llmtrain_lint.schema import Where
+from llmtrain_lint.schema import KeyPath
 
-Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
+Fault = tuple[KeyPath, str, str] | tuple[KeyPath, str, str, Effect]
 """The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""
 Check = Callable[[Configuration], Iterator[Fault]]
 
@@ -55,7 +55,7 @@ class LintRule:
             yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column, effect, by)
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def key_suggestion(name: str, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"` for a known name that differs by a typing error, or an empty text.
 
     The words in which they differ must be alike, too: `warmup_max_lr` is not `warmup_min_ratio`.
@@ -69,7 +69,7 @@ def near(name: str, known: Iterable[str]) -> str:
     return ""
 
 
-def _place(document: Configuration, where: Where) -> tuple[int, int]:
+def _place(document: Configuration, where: KeyPath) -> tuple[int, int]:
     for length in range(len(where), 0, -1):
         if where[:length] in document.places:
             return document.places[where[:length]][-1]
