@@ -37,12 +37,12 @@ from benchmarks.programs.slow_network import (  # noqa: E402
     small_buckets,
 )
 from llmtrain.plan import Plan  # noqa: E402
+from llmtrain.plan.predict.assumptions import Assumptions  # noqa: E402
+from llmtrain.plan.predict.links import Links, TransferKind  # noqa: E402
+from llmtrain.plan.predict.time import waits_of  # noqa: E402
+from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
+from llmtrain.plan.predict.work import Work, held_by  # noqa: E402
 from llmtrain.plan.schedules import PipelineSchedule  # noqa: E402
-from llmtrain.predict.assumptions import Assumptions  # noqa: E402
-from llmtrain.predict.links import Links, TransferKind  # noqa: E402
-from llmtrain.predict.time import waits_of  # noqa: E402
-from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
-from llmtrain.predict.work import Work, held_by  # noqa: E402
 from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/slow_network.json"

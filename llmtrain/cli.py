@@ -289,7 +289,7 @@ def verify(
     from llmtrain import library
     from llmtrain.plan.load import load_recipe, with_variant
     from llmtrain.run_dir import default_run_dir
-    from llmtrain.verify.table import certificate_lines, certificate_table
+    from llmtrain.trials.verify.table import certificate_lines, certificate_table
 
     chosen_recipe = with_variant(recipe, "verify")
     if chosen_recipe != recipe:

@@ -23,14 +23,14 @@ from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError,
 from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
-    from llmtrain.cluster import Cluster
     from llmtrain.lint import Reader, Result
     from llmtrain.plan import Plan
-    from llmtrain.predict import PlanMemory
-    from llmtrain.predict.time import StepTime
+    from llmtrain.plan.predict import PlanMemory
+    from llmtrain.plan.predict.time import StepTime
     from llmtrain.recipe import Recipe
+    from llmtrain.recipe.cluster import Cluster
     from llmtrain.report import RunData
-    from llmtrain.verify import Certificate
+    from llmtrain.trials.verify import Certificate
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Planned:
     @cached_property
     def time(self) -> StepTime | None:
         """The predicted time of a step; None for devices of unknown speed."""
-        from llmtrain.predict.time import predict
+        from llmtrain.plan.predict.time import predict
 
         return predict(self.plan)
 
     @cached_property
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration; empty for a plan without DeepSpeed."""
-        from llmtrain.ds_config import render
+        from llmtrain.plan.ds_config import render
 
         return render(self.plan)
 
@@ -64,7 +64,7 @@ class Planned:
 
     def lines(self) -> Iterator[str]:
         """Yields readable lines: model, layout, memory, predicted time and notes."""
-        from llmtrain.predict.time import describe
+        from llmtrain.plan.predict.time import describe
 
         yield from describe(self.plan, self.memory, self.time)
 
@@ -91,11 +91,11 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     model to measure what each layer saves for the backward pass; this loads torch. Raises RecipeError with all faults
     and the nearest legal plans.
     """
-    from llmtrain.cluster import local_cluster
     from llmtrain.plan.load import declared
-    from llmtrain.predict import memory_of
-    from llmtrain.rules import resolve
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.rules import resolve
+    from llmtrain.plan.search.cheapest import suggesting
+    from llmtrain.recipe.cluster import local_cluster
     from llmtrain.train.start import check_stages
 
     wanted, written_for = declared(recipe)
@@ -172,17 +172,17 @@ def verify(
     default `runs/NAME-verify`. `Certificate.deviating` lists the plans that differ. Call this function in the main
     thread.
     """
-    from llmtrain.cluster import local_cluster
     from llmtrain.data import Progress, prepare
     from llmtrain.overrides import untried_versions
     from llmtrain.plan.load import declared
+    from llmtrain.plan.search.enumerate import enumerate_plans
+    from llmtrain.recipe.cluster import local_cluster
     from llmtrain.run_dir import RunDir, default_run_dir
-    from llmtrain.search.enumerate import enumerate_plans
     from llmtrain.system.stops import say
     from llmtrain.system.streams import plain_console
     from llmtrain.train.start import without_uncut
-    from llmtrain.verify import certify
-    from llmtrain.verify.job import choose_plans, comparable
+    from llmtrain.trials.verify import certify
+    from llmtrain.trials.verify.job import choose_plans, comparable
 
     _check_call("verify", nproc=nproc, steps=steps)
     wanted = comparable(declared(recipe, "verify")[0], steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmtrain.rules import RULES
+from llmtrain.plan.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/design/engine_facts.md").read_text()

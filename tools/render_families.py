@@ -22,7 +22,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import build_chain, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Cut
-from llmtrain.plan.built_model import CHOOSERS
+from llmtrain.plan.facts.built_model import CHOOSERS
 from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))

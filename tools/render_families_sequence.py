@@ -22,9 +22,9 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences, describe
+from llmtrain.engines.runtime.distributed import init_process_group
 from llmtrain.launch.place.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.runtime.distributed import init_process_group
 
 WAIT = timedelta(seconds=30)
 HEAD = """# Model families under sequence parallelism

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.rules import ENGINE, RULES
+from llmtrain.plan.rules import ENGINE, RULES
 
 PAGE = Path(__file__).parents[1] / "docs/reference/rules.md"
 SEEN = {
@@ -18,7 +18,7 @@ SEEN = {
 
 HEAD = f"""# Rules of legality
 
-Generated from `llmtrain/rules/` by `python tools/render_rules.py`; do not edit.
+Generated from `llmtrain/plan/rules/` by `python tools/render_rules.py`; do not edit.
 
 A plan that breaks a rule is refused before anything starts. The message contains the rule's id, the given value and a
 fix. A rule marked *note* does not refuse the plan but prints a note. The engine's behaviour was observed on

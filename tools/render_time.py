@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.plan import Plan
-from llmtrain.predict.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
-from llmtrain.predict.time import StepTime, predict
-from llmtrain.predict.traffic import CommunicationGroups, Traffic
-from llmtrain.predict.work import StageParameters
+from llmtrain.plan.predict.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
+from llmtrain.plan.predict.time import StepTime, predict
+from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic
+from llmtrain.plan.predict.work import StageParameters
+from llmtrain.plan.rules import assemble
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -31,8 +31,8 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.recipe.cluster import DEVICES, Cluster, Device
 from llmtrain.recipe.parts import field_texts
-from llmtrain.rules import assemble
 
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
 GPU = Path(__file__).parents[1] / "benchmarks/results/gpu.json"
@@ -310,7 +310,7 @@ def cluster() -> Cluster:
     return Cluster(nodes=4, devices_per_node=8, device="h100", measured=measured_on("report.json"))
 ```
 
-Otherwise the figures of devices and links come from datasheets (`llmtrain/cluster.py`). If your links differ, or
+Otherwise the figures of devices and links come from datasheets (`llmtrain/recipe/cluster.py`). If your links differ, or
 your device is not in the catalogue, describe the cluster in the recipe file:
 
 ```python

@@ -34,8 +34,8 @@ from benchmarks.gpu.page import in_short, table
 from benchmarks.machine import facts
 from benchmarks.pairs import ROOT, python_path
 from benchmarks.turns import family
-from llmtrain.cluster import visible_gpus
 from llmtrain.errors import nearest
+from llmtrain.recipe.cluster import visible_gpus
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 

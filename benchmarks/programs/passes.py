@@ -24,11 +24,11 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from llmtrain.cluster import Cluster
     from llmtrain.data import Schedule, prepare
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
-    from llmtrain.tune.trial import ALONE_S, Trial
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
+    from llmtrain.train.tune.trial import ALONE_S, Trial
 
     recipe, _ = load_recipe(RECIPE, options.fields)
     plan = resolve(recipe, Cluster())

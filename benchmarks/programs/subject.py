@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
+from llmtrain.plan.ds_config import render
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 
 RECIPE = "recipes/tiny.py"
 

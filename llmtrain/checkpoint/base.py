@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.engines.optimizers.schedule_free import mean_of
+from llmtrain.engines.runtime.agree import broadcast
+from llmtrain.engines.runtime.distributed import rank
 from llmtrain.engines.state.files import Stored
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
@@ -22,10 +24,8 @@ from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
-from llmtrain.plan.model_facts import pretrained_folder
+from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
-from llmtrain.runtime.agree import broadcast
-from llmtrain.runtime.distributed import rank
 from llmtrain.system.piece_heads import WEIGHT
 
 

@@ -47,7 +47,10 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
 
     Returns the manifests of all parts and the problems, the same on every rank. Raises nothing.
     """
-    from llmtrain.runtime.agree import gather, united  # loads torch, which the rest of this module does not need
+    from llmtrain.engines.runtime.agree import (  # loads torch, which the rest of this module does not need
+        gather,
+        united,
+    )
 
     found = as_found(folder)
     manifests, problems = [*found.manifests], [*found.problems]

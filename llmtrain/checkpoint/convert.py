@@ -27,21 +27,21 @@ from llmtrain.checkpoint.contents import check_trusted, read_plan
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, check_new, new_folder
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.runtime.distributed import pretend
 from llmtrain.engines.state import files as state_file
 from llmtrain.engines.state.pieces import Piece
 from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill_pieces
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
-from llmtrain.launch.local import die_with
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
 from llmtrain.plan.installed import check_runnable
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import check_unchanged, identity_of, versions
-from llmtrain.runtime.distributed import pretend
 from llmtrain.system.durable import fingerprint
+from llmtrain.system.parent import die_with
 
 
 def target_plan(

@@ -30,9 +30,9 @@ from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.hub import INDEX
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
+from llmtrain.system.hub import INDEX
 from llmtrain.system.untrusted import read_json, utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -37,9 +37,9 @@ from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, head_like, is_finite, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.hub import ask_first
-from llmtrain.plan.model_facts import pretrained_folder
+from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
+from llmtrain.system.hub import ask_first
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from llmtrain.checkpoint.check import verify_together
 from llmtrain.checkpoint.folder import find, latest_is_gone, point_latest, read_latest, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage
+from llmtrain.engines.runtime.agree import attempt, gather, raise_together
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.runtime.agree import attempt, gather, raise_together
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,7 @@ from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
-from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, tensor_bytes
-from llmtrain.errors import CheckpointError, Problem
-from llmtrain.plan import Plan
-from llmtrain.recipe import CheckpointConfig
-from llmtrain.run_dir import identity_of, versions
-from llmtrain.runtime.agree import (
+from llmtrain.engines.runtime.agree import (
     attempt,
     broadcast,
     gather,
@@ -38,6 +33,11 @@ from llmtrain.runtime.agree import (
     world_size,
     write_problem,
 )
+from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, tensor_bytes
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.plan import Plan
+from llmtrain.recipe import CheckpointConfig
+from llmtrain.run_dir import identity_of, versions
 
 CHUNK = 2**26
 """Bytes of host memory that are allocated at once. Torch rounds pinned allocations up to powers of two, which would

@@ -7,8 +7,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.runtime.agree import attempt, broadcast, gather, raise_together, world_size
-from llmtrain.runtime.distributed import rank
+from llmtrain.engines.runtime.agree import attempt, broadcast, gather, raise_together, world_size
+from llmtrain.engines.runtime.distributed import rank
 
 
 @dataclass(frozen=True)

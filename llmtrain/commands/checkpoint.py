@@ -23,7 +23,7 @@ from llmtrain.system.untrusted import UNREADABLE, why
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import FoundCheckpoint
-    from llmtrain.cluster import Cluster
+    from llmtrain.recipe.cluster import Cluster
 
 app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
 

@@ -15,7 +15,7 @@ from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
-    from llmtrain.doctor.run import Visit
+    from llmtrain.launch.doctor.run import Visit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def visit_doctor(request: DoctorRequest) -> None:
         sys.exit(_self_test(request))
     from rich.console import Console
 
-    from llmtrain.doctor.report import show
-    from llmtrain.doctor.run import examine_hosts
+    from llmtrain.launch.doctor.report import show
+    from llmtrain.launch.doctor.run import examine_hosts
 
     try:
         visit = _visit(request)
@@ -90,9 +90,9 @@ def _self_test(request: DoctorRequest) -> int:
     """Tests this machine's devices and prints the result; returns the exit code. Raises RecipeError."""
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster, self_test_folder
-    from llmtrain.doctor.report import DoctorReport, show
-    from llmtrain.self_test.run import self_test
+    from llmtrain.launch.doctor.report import DoctorReport, show
+    from llmtrain.recipe.cluster import local_cluster, self_test_folder
+    from llmtrain.trials.self_test.run import self_test
 
     given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
     if others := [name for name, value in given.items() if value]:
@@ -110,7 +110,7 @@ def _self_test(request: DoctorRequest) -> int:
 
 
 def _visit(request: DoctorRequest) -> Visit:
-    from llmtrain.doctor.run import Visit
+    from llmtrain.launch.doctor.run import Visit
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.plan.load import load_recipe
 

@@ -106,8 +106,8 @@ def _asked(request: InitRequest) -> InitRequest:
 
 def _problems(request: InitRequest) -> list[Problem]:
     from llmtrain.data.sources.formats import kind_of
-    from llmtrain.plan.hub import is_path
     from llmtrain.plan.load.file import SUFFIXES
+    from llmtrain.system.hub import is_path
 
     problems = []
     for option, text in (("--data", request.data), ("--model", request.model)):
@@ -204,8 +204,8 @@ def _fraction(documents: list[str]) -> float:
 
 def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, held_out: float) -> dict[str, Any]:
     """Returns the fields of the recipe. held_out: the fraction of the data to evaluate on."""
-    from llmtrain.plan.model_facts import pretrained_config
-    from llmtrain.plan.vocabulary import read_template
+    from llmtrain.plan.facts.model_facts import pretrained_config
+    from llmtrain.plan.facts.vocabulary import read_template
 
     source = {"name": data}
     fields: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "run"}

@@ -14,7 +14,7 @@ from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
-    from llmtrain.commands.train import LauncherName, TrainRequest
+    from llmtrain.commands.train_request import LauncherName, TrainRequest
     from llmtrain.launch import Rank
     from llmtrain.launch.tools import Tool
 
@@ -42,10 +42,10 @@ def run_small(request: TrainRequest) -> None:
     """Runs the scaled-down plan and prints the report, which is also written next to the real run's directory."""
     from rich.console import Console
 
-    from llmtrain.dry_run.run import REPORT, dry_run
     from llmtrain.overrides import untried_versions
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import check_stages, runnable_plan
+    from llmtrain.trials.dry_run.run import REPORT, dry_run
 
     try:
         declared, written_for = request.load()
@@ -75,9 +75,9 @@ def run_small(request: TrainRequest) -> None:
 def enqueue(request: TrainRequest) -> None:
     """Runs all checks that are possible before the job starts, then prints its script or submits it."""
     from llmtrain.checkpoint.before import check_resume
-    from llmtrain.cluster import Cluster
     from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, following, parse_site, render_job, submit
     from llmtrain.plan.load import load_recipe
+    from llmtrain.recipe.cluster import Cluster
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import print_plan, startable
 
@@ -130,10 +130,10 @@ def train_on_hosts(request: TrainRequest) -> None:
     """Runs all checks that are possible before workers start, trains, and exits with the job's exit code."""
     from rich.console import Console
 
-    from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.launch.hosts import HostsJob, run_on_hosts
     from llmtrain.launch.local import clear_failures
+    from llmtrain.recipe.cluster import Cluster, local_cluster
     from llmtrain.system.stops import caught_signals, leave
     from llmtrain.train.start import print_plan, startable
 

@@ -16,8 +16,8 @@ from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
-    from llmtrain.cluster import Cluster
     from llmtrain.recipe import Recipe
+    from llmtrain.recipe.cluster import Cluster
 
 
 def _located(spec: str) -> str:
@@ -65,8 +65,8 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
     """
     from pydantic import ValidationError
 
-    from llmtrain.cluster import known_devices, local_cluster
     from llmtrain.recipe import recipe_problems
+    from llmtrain.recipe.cluster import known_devices, local_cluster
 
     base = written_for or local_cluster()
     known = known_devices(base.own_devices)
@@ -154,8 +154,8 @@ def _write(folder: Path, planned: library.Planned) -> list[str]:
     Returns the names of the written files.
     """
     from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
+    from llmtrain.plan.predict.picture import memory_svg, schedule_svg
     from llmtrain.plan.schedules import PipelineSchedule
-    from llmtrain.predict.picture import memory_svg, schedule_svg
 
     plan = planned.plan
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
@@ -177,9 +177,9 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
     """Prints the fastest legal plans."""
     from functools import partial
 
-    from llmtrain.predict import MemoryCache, lacking
-    from llmtrain.search.search import search_plans
-    from llmtrain.search.search_report import document, lines
+    from llmtrain.plan.predict import MemoryCache, lacking
+    from llmtrain.plan.search.search import search_plans
+    from llmtrain.plan.search.search_report import document, lines
 
     if request.write:
         message = "writes a single plan, but --search finds many"

@@ -60,10 +60,10 @@ def tune_kernels(
 def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
-    from llmtrain.tune.choice import KERNELS, open_kernels
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import local_cluster
+    from llmtrain.train.tune.choice import KERNELS, open_kernels
 
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)
@@ -77,8 +77,8 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
             _check_quiet()
     with console.status("starting torch") as status:
         from llmtrain.data import Progress, prepare
-        from llmtrain.tune.choice import threads_of_a_rank
-        from llmtrain.tune.request import NotMeasuredError, measure
+        from llmtrain.train.tune.choice import threads_of_a_rank
+        from llmtrain.train.tune.request import NotMeasuredError, measure
 
         prepare(plan.recipe, Progress(console))
         device = "cpu" if cluster.spec.on_cpu else "cuda:0"

@@ -23,9 +23,9 @@ from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, open_corpor
 from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
-from llmtrain.rules.model import packed_conversations
 from llmtrain.system.streams import short_names
 from llmtrain.system.untrusted import why
 

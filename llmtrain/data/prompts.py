@@ -41,7 +41,7 @@ def encode_prompts(recipe: Recipe, prepared: Prepared) -> list[list[int]]:
 
 def _questions(prompts: Sequence[str], prepared: Prepared) -> list[list[int]]:
     from llmtrain.data.chat.encode import ChatEncoder
-    from llmtrain.plan.template_limits import limited_templates
+    from llmtrain.plan.facts.template_limits import limited_templates
 
     assert prepared.chat_template is not None
     encoder = ChatEncoder(prepared.tokenizer_dir, prepared.chat_template)

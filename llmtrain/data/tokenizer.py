@@ -18,9 +18,9 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.hub import hub_has, is_path, stored_file
-from llmtrain.plan.vocabulary import control_tokens, named_template, read_template, wanted_tokens
+from llmtrain.plan.facts.vocabulary import control_tokens, named_template, read_template, wanted_tokens
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
+from llmtrain.system.hub import hub_has, is_path, stored_file
 from llmtrain.system.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"

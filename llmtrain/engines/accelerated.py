@@ -40,7 +40,7 @@ from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
 from llmtrain.overrides.deepspeed import use_schedule
 from llmtrain.plan import Plan
-from llmtrain.predict import flat
+from llmtrain.plan.predict import flat
 
 NAME = f"accelerate {accelerate.__version__}, "
 """Beginning of the description of what accelerate prepares."""

@@ -17,6 +17,7 @@ from llmtrain.engines.deepspeed.tensor import TensorAxis
 from llmtrain.engines.engine import Engine
 from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.plain import Distribution, PlainLoop
+from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import use_recomputation
@@ -24,7 +25,6 @@ from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
-from llmtrain.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:

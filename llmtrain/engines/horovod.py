@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from llmtrain.engines.guard import Measured
 from llmtrain.engines.plain import Distribution
+from llmtrain.engines.runtime.horovod_ranks import start_horovod
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
-from llmtrain.runtime.horovod_ranks import start_horovod
 
 
 class Horovod(Distribution):

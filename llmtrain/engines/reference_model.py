@@ -23,13 +23,13 @@ from llmtrain.data.samples import PackedSamples, Samples
 from llmtrain.data.sources.files import fingerprints
 from llmtrain.data.store import SPLITS, Split
 from llmtrain.engines.engine import Engine
+from llmtrain.engines.runtime.agree import broadcast, gather, highest
+from llmtrain.engines.runtime.distributed import rank
 from llmtrain.models.adapter import ADAPTER_FILE
 from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
-from llmtrain.plan.hub import stored_file
 from llmtrain.recipe import Recipe
-from llmtrain.runtime.agree import broadcast, gather, highest
-from llmtrain.runtime.distributed import rank
+from llmtrain.system.hub import stored_file
 
 FORMAT = 1
 """Version of their computation and format; part of their key."""

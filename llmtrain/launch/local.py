@@ -5,17 +5,15 @@ Linux: it relies on `prctl` and `waitid`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -31,6 +29,7 @@ from llmtrain.system.durable import open_log
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.host import limit_spinning, own_cores
 from llmtrain.system.kernel_caches import use_kernel_caches
+from llmtrain.system.parent import dying_with_us
 from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
 from llmtrain.system.streams import plain_console
 
@@ -42,7 +41,6 @@ GRACE_S = 10.0
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 _POLL_S = 0.05
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a process that a rank starts a rank itself."""
 # Signals that kill a worker without warning, before it can write an error file. SIGABRT is not among them: libraries
@@ -319,19 +317,6 @@ class _Pool:
             return self.events.get(timeout=left)
         except Empty:
             return None
-
-
-def dying_with_us() -> Callable[[], None]:
-    """Returns the `preexec_fn` of a process that the kernel kills when this one dies, in whatever way."""
-    # Safe in a process with threads, since it takes no lock; `prctl` is looked up before the fork.
-    return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
-
-
-def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
-    """Makes the kernel kill this process when the launcher dies, in whatever way. Runs in the forked child."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the request
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ended_early(number: int) -> int:

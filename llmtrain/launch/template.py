@@ -25,13 +25,13 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import Self
 
-from llmtrain.launch.local import die_with, dying_with_us
 from llmtrain.launch.standstill import LOOK_S, Standstill
+from llmtrain.system.parent import die_with, dying_with_us
 from llmtrain.system.stops import STOPS
 
 IMPORTED = (
     *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
-    *("llmtrain.train.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
+    *("llmtrain.train.console", "llmtrain.train.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
     *("llmtrain.train.rollback", "llmtrain.train.loop", "llmtrain.train.finish"),
 )
 """The modules that workers import, apart from the model's own."""

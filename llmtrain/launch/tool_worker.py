@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import die_with
 from llmtrain.system.durable import write_atomically
+from llmtrain.system.parent import die_with
 from llmtrain.system.stops import STOPS
 
 

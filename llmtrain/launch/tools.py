@@ -22,11 +22,12 @@ from typing import IO, Any, Literal
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
-from llmtrain.launch.local import SUDDEN, clear_failures, death, dying_with_us, ended_early
+from llmtrain.launch.local import SUDDEN, clear_failures, death, ended_early
 from llmtrain.launch.seal import Secret
 from llmtrain.launch.standstill import Standstill
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.system.parent import dying_with_us
 from llmtrain.system.stops import QUIT, STOPS, caught_signals
 
 Tool = Literal["torchrun", "accelerate"]

@@ -36,10 +36,10 @@ from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
-from llmtrain.plan.built_model import without_gradient
-from llmtrain.plan.hub import stored_file
-from llmtrain.plan.trained import matches
+from llmtrain.plan.facts.built_model import without_gradient
+from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
+from llmtrain.system.hub import stored_file
 
 if TYPE_CHECKING:
     import peft

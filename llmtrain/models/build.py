@@ -30,8 +30,8 @@ from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.exchanges import Ranks
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
-from llmtrain.plan.built_model import decoder_lists
-from llmtrain.plan.model_facts import (
+from llmtrain.plan.facts.built_model import decoder_lists
+from llmtrain.plan.facts.model_facts import (
     dropout_of,
     has_own_code,
     model_facts,

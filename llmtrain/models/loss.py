@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import NO_TARGET
-from llmtrain.plan.built_model import without_gradient
+from llmtrain.plan.facts.built_model import without_gradient
 
 
 def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

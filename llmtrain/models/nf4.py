@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.stages import decoder_layers
-from llmtrain.plan.weights import BLOCK, BLOCKS
+from llmtrain.plan.facts.weights import BLOCK, BLOCKS
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.hub_names import Incoming, aliases, empty_model, few_of
-from llmtrain.plan.families import TEXT_PARTS
-from llmtrain.plan.hub import INDEX, SINGLE
+from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
+from llmtrain.system.hub import INDEX, SINGLE
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 ROWS_AT_ONCE = 4096

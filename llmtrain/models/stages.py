@@ -31,7 +31,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
-from llmtrain.plan.built_model import decoder_lists
+from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.stages import StageBounds
 
 

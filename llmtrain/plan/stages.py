@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import groupby
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.plan import ModelFacts, StagePlan
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.plan import StagePlan
 from llmtrain.recipe import ParallelConfig
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from llmtrain.errors import shown
-from llmtrain.metrics.progress import compact, duration, four_digits
 from llmtrain.plan.described import model_line, split_lines
-from llmtrain.predict.memory import memory_of
-from llmtrain.predict.parts import readable
-from llmtrain.predict.time import predict
+from llmtrain.plan.predict.memory import memory_of
+from llmtrain.plan.predict.parts import readable
+from llmtrain.plan.predict.time import predict
 from llmtrain.report.curves import hours_of
 from llmtrain.report.run import RunData
 from llmtrain.report.table import LARGEST_STEP
+from llmtrain.system.quantities import compact, duration, four_digits
 
 SETS = "eval_loss_by_set/"
 RECENT_ROWS = 20

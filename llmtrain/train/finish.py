@@ -13,11 +13,11 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
 from llmtrain.data import Prepared
 from llmtrain.errors import UserError
-from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.inference.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
+from llmtrain.train.metrics.progress import sample_panel
 from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, score_table
 
 

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.models.inference.generate import device_for, load_model
-from llmtrain.plan.hub import ask_hub
+from llmtrain.system.hub import ask_hub
 from llmtrain.train.own_tasks import broken_files, check_files, reported_mistakes
 from llmtrain.train.tasks import Results
 

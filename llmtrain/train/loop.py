@@ -16,11 +16,11 @@ from llmtrain.data import MAIN_SET, Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.engines.runtime.agree import total
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
-from llmtrain.runtime.agree import total
 from llmtrain.system.heartbeat import Heartbeat, Phase
+from llmtrain.train.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
 from llmtrain.train.signals import Agreement

@@ -14,11 +14,11 @@ from llmtrain.errors import Exit, Problem, UserError, WorkerError
 from llmtrain.launch import run_workers
 from llmtrain.launch.standstill import ALLOWED_S
 from llmtrain.launch.template import Template
-from llmtrain.metrics import note_event
 from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.stops import QUIT, say, wait_for_signal
+from llmtrain.train.metrics import note_event
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""

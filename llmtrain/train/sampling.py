@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.engines import Engine
+from llmtrain.engines.runtime.agree import highest
 from llmtrain.models.inference.generate import LEAST_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
-from llmtrain.runtime.agree import highest
 from llmtrain.system.untrusted import utf8_name
 
 LIKELIEST = 50

@@ -80,7 +80,7 @@ class Agreement:
         """
         from torch import distributed as dist
 
-        from llmtrain.runtime.distributed import store
+        from llmtrain.engines.runtime.distributed import store
 
         self.signals = signals
         self._seal = seal

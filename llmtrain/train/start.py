@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmtrain.cluster import Cluster, local_cluster, self_test_folder
 from llmtrain.errors import Exit, RecipeError
+from llmtrain.recipe.cluster import Cluster, local_cluster, self_test_folder
 from llmtrain.system.host import sleep_beside_others
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
+    from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
     from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
-    from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class LocalStart:
         """Checks the pipeline's stages, prepares the data, and runs the workers."""
         from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
         from llmtrain.data import Progress, Schedule, encode_prompts, prepare, report, with_steps
-        from llmtrain.ds_config import render
         from llmtrain.launch.local import common_environment
         from llmtrain.launch.tools import check_tool
+        from llmtrain.plan.ds_config import render
         from llmtrain.run_dir.lock import RunLock
         from llmtrain.system.stops import caught_signals
 
@@ -140,8 +140,8 @@ class LocalStart:
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Prints model, layout, memory, predicted time and notes, by default to standard error."""
-    from llmtrain.predict import memory_of
-    from llmtrain.predict.time import describe, predict
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.predict.time import describe, predict
 
     print_as_is(console or plain_console(stderr=True), describe(plan, memory_of(plan), predict(plan)))
 
@@ -152,8 +152,8 @@ def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) 
     Raises RecipeError with all faults and the nearest legal plans.
     """
     from llmtrain.plan.installed import check_runnable
-    from llmtrain.rules import resolve
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.plan.rules import resolve
+    from llmtrain.plan.search.cheapest import suggesting
 
     with suggesting(recipe, cluster):
         plan = resolve(recipe, cluster)
@@ -167,7 +167,7 @@ def startable(declared: Recipe, cluster: Cluster, folder: RunDir, resume: str, w
     workers: the number of workers that a launcher started; None without a launcher.
     """
     from llmtrain.checkpoint.before import check_choice
-    from llmtrain.metrics.trackers import check_trackers
+    from llmtrain.train.metrics.trackers import check_trackers
     from llmtrain.train.tasks import check_harness
 
     plan = runnable_plan(declared, cluster, workers)
@@ -192,7 +192,7 @@ def check_stages(plan: Plan) -> None:
     if not plan.stages:
         return
     from llmtrain.models import find_stages
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.plan.search.cheapest import suggesting
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
@@ -222,7 +222,7 @@ def without_uncut(
 
     Raises RecipeError if no plan is left.
     """
-    from llmtrain.search.enumerate import RefusedPlan
+    from llmtrain.plan.search.enumerate import RefusedPlan
 
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from llmtrain.checkpoint.folder import step_folder
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK, dying_with_us
+from llmtrain.launch.local import OF_A_RANK
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
+from llmtrain.system.parent import dying_with_us
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 Results = dict[str, dict[str, float | str | None]]

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain import watchdog
 from llmtrain.errors import Exit, RecipeError, reason
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.place.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
-from llmtrain.metrics.logger import EventName, note_event
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
@@ -30,7 +28,9 @@ from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.stops import after_step, hear_no_more, leave
+from llmtrain.train import watchdog
 from llmtrain.train.console import WorkerOutput, take_over_output
+from llmtrain.train.metrics.logger import EventName, note_event
 from llmtrain.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ class _Worker:
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
-            from llmtrain.runtime.distributed import agreed_secret, init_process_group, store
-            from llmtrain.tune.kernels import with_kernels
+            from llmtrain.engines.runtime.distributed import agreed_secret, init_process_group, store
+            from llmtrain.train.tune.kernels import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
@@ -166,8 +166,8 @@ class _Worker:
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure_own_time
         from llmtrain.engines.reference_model import with_references
+        from llmtrain.engines.runtime.devices import free_device_memory
         from llmtrain.overrides import untried_versions
-        from llmtrain.runtime.devices import free_device_memory
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -278,9 +278,9 @@ class _Worker:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         import torch
 
-        from llmtrain.metrics import BusyCores, MetricsLogger, TrainingProgress
-        from llmtrain.runtime.distributed import barrier
+        from llmtrain.engines.runtime.distributed import barrier
         from llmtrain.train.loop import Run, fit
+        from llmtrain.train.metrics import BusyCores, MetricsLogger, TrainingProgress
         from llmtrain.train.profiling import StepProfiler
         from llmtrain.train.signals import Agreement
 
@@ -389,7 +389,7 @@ class _Worker:
 
     def _run_id(self) -> str:
         """Returns the run's id; its file may only be on rank 0's node."""
-        from llmtrain.runtime.agree import broadcast
+        from llmtrain.engines.runtime.agree import broadcast
 
         return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
 

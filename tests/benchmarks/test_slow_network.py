@@ -7,9 +7,9 @@ import pytest
 from benchmarks.definitions import BENCHMARKS
 from benchmarks.programs.slow_network import BACKWARD_S, BUCKET_MIB, LAYERS, MICRO_BATCHES, PLANS, plan_of
 from benchmarks.slow_network import ASSUMED, RATE, on_gloo, predicted, row_of
-from llmtrain.predict.links import sent
-from llmtrain.predict.traffic import CommunicationGroups, by_kind
-from llmtrain.predict.work import held_by
+from llmtrain.plan.predict.links import sent
+from llmtrain.plan.predict.traffic import CommunicationGroups, by_kind
+from llmtrain.plan.predict.work import held_by
 
 
 @pytest.mark.parametrize("name", PLANS)

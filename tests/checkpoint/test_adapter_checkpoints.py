@@ -26,7 +26,7 @@ from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.inference.generate import generate
-from llmtrain.predict.model_state import saved_bytes
+from llmtrain.plan.predict.model_state import saved_bytes
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import global_batch, tiny_recipe
 from tests.helpers.harness import run_ranks

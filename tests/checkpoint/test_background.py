@@ -13,8 +13,8 @@ from llmtrain.checkpoint.folder import newest, read_latest, whole
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
-from llmtrain.predict.flat import groups_of
-from llmtrain.predict.memory import memory_of
+from llmtrain.plan.predict.flat import groups_of
+from llmtrain.plan.predict.memory import memory_of
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.faults import Faults, injected
 from tests.helpers.harness import run_ranks

@@ -16,10 +16,10 @@ from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.commands.launchers import SUPPORTED, option_name
-from llmtrain.commands.train import TrainRequest
+from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import RecipeError
 from tests.helpers.commands import llmtrain, run
 

@@ -1,7 +1,8 @@
 """The peak of a rank's allocated memory over three steps, as the device counts it, against what a plan predicts.
 
-Tests of the state alone (`tests/predict/test_memory_of_engines.py`) count live tensors between passes. Here everything
-counts that torch allocates: activations, what a kernel returns, buffers of the engine, at the moment of the peak.
+Tests of the state alone (`tests/plan/predict/test_memory_of_engines.py`) count live tensors between passes. Here
+everything counts that torch allocates: activations, what a kernel returns, buffers of the engine, at the moment of the
+peak.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import distributed as dist
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import CHUNK, Saver
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.engines.runtime.distributed import pretend
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
-from llmtrain.predict import flat, memory_of
-from llmtrain.predict.memory import MOMENTS, StageMemory
-from llmtrain.rules import resolve
-from llmtrain.runtime.distributed import pretend
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.predict import flat, memory_of
+from llmtrain.plan.predict.memory import MOMENTS, StageMemory
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe, with_pairs
 
 CLOSE = 0.03

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.cluster import Cluster
 from llmtrain.data import prepare
 from llmtrain.errors import DataError, RecipeError
-from llmtrain.plan.vocabulary import control_tokens, grown, shipped_templates
+from llmtrain.plan.facts.vocabulary import control_tokens, grown, shipped_templates
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import DataConfig, ModelConfig, Recipe, Source
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.chat_tokenizers import base_tokenizer
 

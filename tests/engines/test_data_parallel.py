@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.cluster import Cluster
 from llmtrain.engines.build import plain_loop
 from llmtrain.engines.data_parallel import DataParallel
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.reference_run import ReferenceRun
 from tests.helpers.traces import Trace, trace, worst

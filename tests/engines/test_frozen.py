@@ -13,7 +13,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
 from llmtrain.models import build_model
-from llmtrain.plan import built_model as frozen
+from llmtrain.plan.facts import built_model as frozen
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks

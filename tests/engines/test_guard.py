@@ -17,9 +17,9 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of, reference_of, worst

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
-from llmtrain.rules import resolve
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe, with_pairs
 from tests.helpers.harness import run_ranks
 

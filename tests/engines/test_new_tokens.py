@@ -21,7 +21,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.data import prepare
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.plan.vocabulary import grown, shipped_templates
+from llmtrain.plan.facts.vocabulary import grown, shipped_templates
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.chat_tokenizers import base_tokenizer
 from tests.helpers.harness import run_ranks

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmtrain.cluster import Cluster
 from llmtrain.engines.optim import averaged_weights, groups_for, locate_matrices, torch_optimizer
 from llmtrain.engines.optimizers import adamw_8bit, sums
 from llmtrain.engines.optimizers.adamw_8bit import CODES, SCALES
@@ -21,12 +20,13 @@ from llmtrain.engines.state.held import HeldState, held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.predict.traffic import volumes
-from llmtrain.rules import assemble
-from llmtrain.verify import compare
-from llmtrain.verify.job import Deviation
-from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.predict.traffic import volumes
+from llmtrain.plan.rules import assemble
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.verify import compare
+from llmtrain.trials.verify.job import Deviation
+from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import build_model, find_stages
-from llmtrain.plan.built_model import _without_gradient
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.built_model import _without_gradient
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from llmtrain.train.start import check_pretrained
 from tests.helpers.batches import tiny_recipe

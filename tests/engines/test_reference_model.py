@@ -12,11 +12,11 @@ from torch.nn.functional import log_softmax
 from llmtrain.data import Prepared, Schedule, prepare
 from llmtrain.data.cache import Cache
 from llmtrain.data.progress import Progress
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine, reference_model
 from llmtrain.engines.reference_model import with_references
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_pairs import LENGTH, VOCAB, small_pairs, write_pairs
 from tests.helpers.small_verify import CPU, job_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.engines.forward import documents_known
+from llmtrain.engines.runtime.agree import total
 from llmtrain.models import build_model
-from llmtrain.rules import resolve
-from llmtrain.runtime.agree import total
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of

@@ -13,7 +13,7 @@ from torch import nn
 from llmtrain.data import NO_TARGET, Schedule
 from llmtrain.engines.deepspeed import engine
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-from llmtrain.verify import train
+from llmtrain.trials.verify import train
 
 
 def skipped_all_reduce(patch):

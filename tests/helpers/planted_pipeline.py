@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from llmtrain.data import NO_TARGET
 from llmtrain.engines.deepspeed import engine, pipeline
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis, RankSpec, StagePipeline
-from llmtrain.verify.batches import Batches
+from llmtrain.trials.verify.batches import Batches
 from tests.helpers.planted_zero import clipping_per_partition
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, step_batch
 from tests.helpers.reference_run import ReferenceRun
 

@@ -36,7 +36,7 @@ early.addHandler(logging.StreamHandler())
 from llmtrain.train.console import take_over_output
 from llmtrain.errors import DataError, Problem
 from llmtrain.launch import Rank
-from llmtrain.metrics import TrainingProgress
+from llmtrain.train.metrics import TrainingProgress
 from llmtrain.run_dir import RunDir
 rank, launcher = int(sys.argv[2]), sys.argv[3]
 output = take_over_output(RunDir(Path(sys.argv[1])), Rank(rank, rank, 2, 2, "127.0.0.1", 1, launcher))

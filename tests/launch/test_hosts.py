@@ -15,7 +15,7 @@ from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import version_facts
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Phase
-from llmtrain.watchdog.verdict import Status, cut_off, loss
+from llmtrain.train.watchdog.verdict import Status, cut_off, loss
 
 OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}
 STATUS = Status("b", 7, 3, Phase.TRAINING, 12.0, 60.0, False, "")

@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
 from llmtrain.launch.jobs.slurm import parse_site
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.launching_doc import commands
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, render_job
 from llmtrain.launch.tools import TOOLS, lines_of
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.nasty import CANARY, WORDS, words
 from tests.helpers.small_plan import small_plan
 

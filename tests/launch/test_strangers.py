@@ -52,7 +52,7 @@ FORGED = ("", "abc", "15", "-1", "[" * 60_000, Seal("guess").seal("stop 0 reques
 
 def _agree(rank, forged):
     """Rank 1 also acts as the attacker, who can reach the store."""
-    from llmtrain.runtime.distributed import barrier, store
+    from llmtrain.engines.runtime.distributed import barrier, store
     from llmtrain.train.signals import Agreement, StopSignals
 
     stop, reached, step = Agreement(StopSignals(), SEAL), store("stop/0"), 0
@@ -103,7 +103,7 @@ def test_an_invalid_decision_that_is_replaced_in_time_is_read():
 
 
 def _agreed(rank, given):
-    from llmtrain.runtime.distributed import agreed_secret, barrier
+    from llmtrain.engines.runtime.distributed import agreed_secret, barrier
 
     secret = Secret.of_worker({SECRET_VARIABLE: given[rank]})
     place = Rank(rank, rank, 2, 2, "127.0.0.1", 1, "test")

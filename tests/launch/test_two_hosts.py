@@ -16,7 +16,7 @@ import pytest
 
 from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
-from llmtrain.verify.compare import FP32
+from llmtrain.trials.verify.compare import FP32
 from tests.helpers.launching_doc import commands
 from tests.helpers.nasty import CANARY, words
 from tests.helpers.two_hosts import INTERFACE, Host, TwoHosts, missing, two_hosts

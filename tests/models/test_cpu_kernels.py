@@ -20,7 +20,7 @@ from llmtrain.models.compiled import compile_for_cpu, compiled_loss
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.varlen import in_graph
 from llmtrain.overrides.torch import compile_cpp
-from llmtrain.predict.activations import layer_bytes
+from llmtrain.plan.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
 
 UNIT = 2.0**-24

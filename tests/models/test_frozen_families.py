@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmtrain.models import target_loss_sum
 from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.plan.built_model import CHOOSERS
+from llmtrain.plan.facts.built_model import CHOOSERS
 
 SPEC = importlib.util.spec_from_file_location(
     "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"

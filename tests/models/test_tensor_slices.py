@@ -20,8 +20,8 @@ from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor import exchanges, regions, split
 from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
 from llmtrain.models.tensor.split import TensorParallel, plan_split
-from llmtrain.plan.families import REGION_FAMILIES
-from llmtrain.rules.tensor import SLICED_FAMILIES
+from llmtrain.plan.facts.families import REGION_FAMILIES
+from llmtrain.plan.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 

@@ -17,7 +17,7 @@ from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import cpu, varlen
 from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.varlen import in_graph, varlen_attention
-from llmtrain.rules.model import MIXES_DOCUMENTS
+from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan
 
 ROOT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ import pytest
 from huggingface_hub import constants
 
 from llmtrain.errors import RecipeError
-from llmtrain.plan import hub
-from llmtrain.plan.families import FAMILIES
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.families import FAMILIES
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.stages import attention_flops
 from llmtrain.recipe import ModelConfig
+from llmtrain.system import hub
 
 PUBLISHED = {
     "gpt2": ({"vocab_size": 50257}, 124_439_808),
@@ -258,7 +258,7 @@ def test_pretrained_weights_missing_on_the_hub_are_reported(name, tmp_path):
 def test_computed_sizes_include_each_layer(family):
     from transformers import CONFIG_MAPPING
 
-    from llmtrain.plan.model_facts import _meta_facts
+    from llmtrain.plan.facts.model_facts import _meta_facts
 
     draw = random.Random(f"{family} layers")
     for _ in range(4):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan.described import split_lines
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 
 WIDE = {"model.config.num_attention_heads": 16, "model.config.num_key_value_heads": 16}

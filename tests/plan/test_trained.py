@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.plan.described import model_line
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import resolve
 from llmtrain.plan.stages import flops_per_token, layer_costs, reached_layers
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 
 UNTIED = {"model.config.tie_word_embeddings": False}

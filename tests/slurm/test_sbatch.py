@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, parse_site, render_job
+from llmtrain.recipe.cluster import Cluster
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash

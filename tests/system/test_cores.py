@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from llmtrain import cli
-from llmtrain.metrics import throughput
-from llmtrain.metrics.throughput import BusyCores
 from llmtrain.system import host
+from llmtrain.train.metrics import throughput
+from llmtrain.train.metrics.throughput import BusyCores
 
 SPIN_S = 1.0
 SPIN = f"""

@@ -14,8 +14,8 @@ from rich.console import Console
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines import StepResult
 from llmtrain.engines.guard import Skipped, SkippedStep
-from llmtrain.metrics import Evaluation, TrainingProgress
 from llmtrain.train.loop import Run, TooManySkippedError, fit
+from llmtrain.train.metrics import Evaluation, TrainingProgress
 from tests.helpers.small_plan import MODEL, small_plan
 
 SPOILT = range(7, 40)

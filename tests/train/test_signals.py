@@ -137,8 +137,8 @@ APART = 4
 
 def _ask(rank, told, at):
     """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
+    from llmtrain.engines.runtime.distributed import barrier
     from llmtrain.launch.seal import Seal
-    from llmtrain.runtime.distributed import barrier
     from llmtrain.train.signals import Agreement, StopSignals
 
     stop = Agreement(StopSignals(), Seal("secret"))

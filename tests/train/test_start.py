@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
-from llmtrain.search.enumerate import enumerate_plans
+from llmtrain.plan.search.enumerate import enumerate_plans
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.train.start import check_stages, runnable_plan, without_uncut
 
 TINY = load_recipe("recipes/tiny.py:verify", [])[0]

@@ -15,7 +15,7 @@ from llmtrain.checkpoint.contents import TrainerState, changed_values, course
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
-from llmtrain.plan.families import TEXT_PARTS
+from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"

@@ -23,7 +23,7 @@ from llmtrain.data.sources.corpus import ConversationCorpus, held_out
 from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.template_limits import limited_templates
+from llmtrain.plan.facts.template_limits import limited_templates
 
 FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""

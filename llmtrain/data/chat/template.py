@@ -13,8 +13,8 @@ from typing import Any
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.plan.template_limits import TEMPLATE_FIELD, run_template
-from llmtrain.plan.vocabulary import no_template, read_template, read_tokenizer_config
+from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, run_template
+from llmtrain.plan.facts.vocabulary import no_template, read_template, read_tokenizer_config
 
 DATE = datetime(2024, 7, 26)
 """The date that templates write as today's, because tokens must not depend on the day. Llama 3.1's template writes this

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.autotp_check import check_autotp
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import overwrites
 from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
-from llmtrain.runtime.distributed import is_alone
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class AutoTPAxis(EngineAxis):
@@ -52,8 +50,8 @@ class AutoTPAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
-        check_no_inputs(engine.engine)
-        for module in engine.model.modules():
+        check_no_inputs(engine)
+        for module in engine.module.modules():
             if isinstance(module, LinearAllreduce):
                 overwrites(module)
 

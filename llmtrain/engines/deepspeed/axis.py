@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.state.pieces import Region
 from llmtrain.plan import Plan
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class EngineAxis:
         return groups
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Changes the engine after `deepspeed.initialize`."""
+        """Changes DeepSpeed's engine, or its model `engine.module`, after `deepspeed.initialize`."""
 
     # These methods are called in each step.
 

@@ -163,7 +163,7 @@ class DeepSpeedEngine(HasState):
         gradients_in_order(self.engine.optimizer)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
-            axis.attach(self)
+            axis.attach(self.engine)
         self.objective = objective_of(recipe, self._sliced.slices if self._sliced else None)
         locate_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
@@ -194,7 +194,7 @@ class DeepSpeedEngine(HasState):
         estimate_divergence(self, [batch])
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            passed = self._pipeline.accumulate(batch) if self._pipeline else self._accumulate(batch)
+            passed = self._accumulate(batch)
             # The rules allow no clipping in a pipeline at ZeRO-0, so its norm can be taken within the step as well.
             own_norm = None if self._pipeline else self._replicated_grad_norm()
             if own_norm is not None:
@@ -220,10 +220,12 @@ class DeepSpeedEngine(HasState):
             self.engine.train()
         if self.objective:
             self.objective.begin()
+        if self._pipeline:
+            return self._pipeline.accumulate(batch, self._slices(batch), self.objective)
         total, router_loss = torch.zeros((), device=self.device), None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             loss_sum, auxiliary = self._forward(micro_batch)
-            loss = self.weigh(loss_sum, batch.terms)
+            loss = loss_sum * (self.plan.holders / batch.terms)  # DeepSpeed averages gradients over these ranks
             if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
                 loss = loss + auxiliary / len(batch.micro_batches)
                 router_loss = with_router_loss(router_loss, auxiliary)
@@ -243,12 +245,8 @@ class DeepSpeedEngine(HasState):
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
-        own = self.slice(micro_batch)
+        own = self._slice(micro_batch)
         return forward(self.engine, self.model, own, self.device, self.objective, micro_batch)
-
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
-        return loss_sum * (self.plan.holders / terms)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -256,16 +254,17 @@ class DeepSpeedEngine(HasState):
         if self.objective:
             self.objective.begin()
         with self.averaged(), self._active():
-            total = self._pipeline.evaluate(batch) if self._pipeline else self._evaluate(batch)
+            self.engine.eval()
+            total = self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
         with self._active():
-            if self._pipeline:
-                return self._pipeline.next_logits(batch)
             self.engine.eval()
-            return next_logits(self.engine, self.model, self.slice(batch), self.device, batch)
+            if self._pipeline:
+                return self._pipeline.next_logits(batch, self._slice(batch))
+            return next_logits(self.engine, self.model, self._slice(batch), self.device, batch)
 
     def rewards(self) -> Tensor | None:
         """Returns the sums of the last batch's rewards over all ranks."""
@@ -273,7 +272,8 @@ class DeepSpeedEngine(HasState):
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this rank's sum of losses."""
-        self.engine.eval()
+        if self._pipeline:
+            return self._pipeline.evaluate(batch, self._slices(batch), self.objective)
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             total += self._forward(micro_batch)[0]
@@ -374,11 +374,15 @@ class DeepSpeedEngine(HasState):
                 stack.enter_context(axis.active())
             yield
 
-    def slice(self, batch: MicroBatch) -> MicroBatch:
+    def _slice(self, batch: MicroBatch) -> MicroBatch:
         """Returns this rank's part of a micro-batch of its replica."""
         for axis in self.axes:
             batch = axis.slice(batch)
         return batch
+
+    def _slices(self, batch: StepBatch) -> list[MicroBatch]:
+        """Returns this rank's part of each micro-batch of its replica."""
+        return [self._slice(one) for one in batch.micro_batches]
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""

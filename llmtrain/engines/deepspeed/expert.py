@@ -14,9 +14,10 @@ adjacent ranks of any replica, and gathers the results. DeepSpeed calls this fol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -30,10 +31,6 @@ from llmtrain.overrides.deepspeed import (
     forget_folded_gradients,
     group_with_experts,
 )
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-
 
 GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 
@@ -78,14 +75,14 @@ class ExpertAxis(EngineAxis):
         """Reads what DeepSpeed has made by now: the groups of experts, and the path and preset of each block."""
         self._engine = engine
         self._group = expert_group(self.plan.parallel.expert)
-        self._blocks = expert_blocks(engine.model)
+        self._blocks = expert_blocks(engine.module)
         if self.plan.parallel.autotp_ranks > 1:
-            count_all_experts(engine.engine.optimizer, self.device)
+            count_all_experts(engine.optimizer, self.device)
 
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
         if self.plan.parallel.autotp_ranks > 1:
-            forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
+            forget_folded_gradients(self._engine.optimizer, self._engine.module.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
         """Returns this rank's experts.
@@ -115,7 +112,7 @@ class ExpertAxis(EngineAxis):
 
     def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with gate and up projections joined and without aliases."""
-        parameters = dict(self._engine.model.named_parameters())
+        parameters = dict(self._engine.module.named_parameters())
         for name, parameter in parameters.items():
             path = self._block_of(name)
             if path is None:

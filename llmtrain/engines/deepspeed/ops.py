@@ -13,8 +13,9 @@ import time
 BUILDERS = {"async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
 """Operator → its builder. `deepspeed.ops.op_builder`, from which engines get theirs, also asks the accelerator.
 
-The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not (`llmtrain.ds_config`). So is
-the shared-memory collective for CPUs, which `llmtrain.runtime.distributed` disables.
+The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not
+(`llmtrain.plan.ds_config`). So is the shared-memory collective for CPUs, which `llmtrain.engines.runtime.distributed`
+disables.
 """
 TAIL_LINES = 20
 

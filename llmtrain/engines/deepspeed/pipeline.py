@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch import distributed as dist
@@ -25,7 +26,9 @@ from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
 from llmtrain.engines.engine import Accumulated, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
-from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
+from llmtrain.engines.runtime.agree import broadcast
+from llmtrain.engines.runtime.distributed import is_alone
+from llmtrain.models import Objective, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
@@ -34,11 +37,6 @@ from llmtrain.models.tensor.exchanges import GroupRanks
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.runtime.agree import broadcast
-from llmtrain.runtime.distributed import is_alone
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class RankSpec(LayerSpec):  # type: ignore[misc]
@@ -113,30 +111,31 @@ class PipelineAxis(SlicedAxis):
             PipeLinks(self._grid.pipe_groups, self.device),
             self.device,
             partial(autocast, self.plan.parallel.precision, self.device.type),
-            partial(accumulating, engine.engine),
+            partial(accumulating, engine),
         )
 
-    def accumulate(self, batch: StepBatch) -> Accumulated:
-        """Runs one schedule over this replica's micro-batches, and reduces their gradients."""
-        if not self.model.training:
-            self._engine.engine.train()
-        self.passes.train(batch.micro_batches, self._begin(batch), self._loss)
-        reduce_pipeline(self._engine.engine)
+    def accumulate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Accumulated:
+        """Runs one schedule over this replica's micro-batches, and reduces their gradients.
+
+        own: this rank's part of each micro-batch.
+        """
+        self._begin(batch)
+        self.passes.train(batch.micro_batches, own, partial(self._loss, objective))
+        reduce_pipeline(self._engine)
         return Accumulated(self._total / batch.terms, self._router_loss)
 
     def step(self) -> None:
         """Makes the update."""
-        step_pipeline(self._engine.engine)
+        step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch) -> Tensor:
+    def evaluate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
-        self._engine.engine.eval()
-        self.passes.evaluate(batch.micro_batches, self._begin(batch), self._loss)
+        self._begin(batch)
+        self.passes.evaluate(batch.micro_batches, own, partial(self._loss, objective))
         return self._total
 
-    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+    def next_logits(self, batch: MicroBatch, own: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
-        own = self._engine.slice(batch)
         places = Places.of(own.labels)
         found: dict[int, Tensor] = {}
 
@@ -146,7 +145,6 @@ class PipelineAxis(SlicedAxis):
             found.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
             return ()
 
-        self._engine.engine.eval()
         self.passes.evaluate([batch], [own], logits)
         return found
 
@@ -198,17 +196,14 @@ class PipelineAxis(SlicedAxis):
         """Returns the rank's place in the pipe."""
         return {"stage": self._pipeline.stage_id}
 
-    def _begin(self, batch: StepBatch) -> list[MicroBatch]:
-        """Prepares a pass over a batch; returns this rank's slices of its micro-batches."""
+    def _begin(self, batch: StepBatch) -> None:
+        """Sets the sums to zero before the passes over a batch."""
         self._terms, self._micro_batches = batch.terms, len(batch.micro_batches)
         self._total = torch.zeros((), device=self.device)
         stage: Any = self.model[0]
         self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
-        if self._engine.objective:
-            self._engine.objective.begin()
-        return [self._engine.slice(one) for one in batch.micro_batches]
 
-    def _loss(self, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
+    def _loss(self, objective: Objective | None, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
         """Runs the last stage; returns the loss whose gradients DeepSpeed averages, scaled if the engine scales it.
 
         Adds the router's loss, as `forward` does.
@@ -218,14 +213,14 @@ class PipelineAxis(SlicedAxis):
             stage.targets = labels
         output = stage(inputs)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = loss_of(result, labels, stage.model, batch.completions, self._engine.objective)
+        loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
         self._total += loss_sum.detach()
-        loss = self._engine.weigh(loss_sum, self._terms)
+        loss = loss_sum * (self.plan.holders / self._terms)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:
             auxiliary = router_loss_weight(stage.model.config) * auxiliary
             loss = loss + auxiliary / self._micro_batches
             self._router_loss = with_router_loss(self._router_loss, auxiliary)
-        return (self._engine.engine.scale(loss) if torch.is_grad_enabled() else loss,)
+        return (self._engine.scale(loss) if torch.is_grad_enabled() else loss,)
 
 
 def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
@@ -18,9 +19,6 @@ from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class SequenceAxis(EngineAxis):
@@ -33,7 +31,8 @@ class SequenceAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
-        self.ulysses = Ulysses(engine.models()[0][0], self.slices)
+        model = engine.module.stages[0].model if self.plan.stages else engine.module
+        self.ulysses = Ulysses(model, self.slices)
         if self.plan.stages:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             for stage in engine.module.stages:

@@ -21,12 +21,12 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.engines.forward import documents_known
 from llmtrain.engines.optim import gradient_of
+from llmtrain.engines.runtime.agree import gather
+from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.runtime.agree import gather
-from llmtrain.runtime.distributed import is_alone
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""

@@ -25,12 +25,12 @@ from torch.nn.functional import pad
 from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, update_by_adamw
 from llmtrain.engines.optimizers.matrices import MatrixPart, parts_of
 from llmtrain.engines.optimizers.sums import SharedSums
+from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf
 from llmtrain.overrides.torch import local
+from llmtrain.plan.facts.weights import HeldRows
 from llmtrain.plan.optimizers import OPTIMIZERS, STRETCH
-from llmtrain.plan.weights import HeldRows
-from llmtrain.runtime.agree import gather
 from llmtrain.system.piece_heads import WEIGHT
 
 CODES, SCALES = OPTIMIZERS["adamw_8bit"].codes, OPTIMIZERS["adamw_8bit"].scales

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.state.held import HeldState
 from llmtrain.engines.state.pieces import Region, Shape
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
-from llmtrain.runtime.agree import gather
 from llmtrain.system.piece_heads import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from llmtrain.runtime.agree import gather
+from llmtrain.engines.runtime.agree import gather
 
 
 class SharedSums:

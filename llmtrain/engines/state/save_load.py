@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.engines.guard import Guard
+from llmtrain.engines.runtime.distributed import rank
 from llmtrain.engines.state import files
 from llmtrain.engines.state.files import Files, Stored, read_tensors
 from llmtrain.engines.state.held import HeldState, first_index, local_flat
@@ -22,7 +23,6 @@ from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.overrides.torch import persistent_buffers
-from llmtrain.runtime.distributed import rank
 from llmtrain.system.piece_heads import SCALE, WEIGHT
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 

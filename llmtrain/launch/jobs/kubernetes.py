@@ -9,11 +9,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs import render_template
 from llmtrain.launch.tools import PORT
 from llmtrain.recipe import Part
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import SECRET
 
 USER = 10001

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest, shown
 from llmtrain.launch.jobs import render_template
 from llmtrain.recipe import Part, PositiveInt
+from llmtrain.recipe.cluster import Cluster
 
 P = TypeVar("P", bound=Part)
 

@@ -16,7 +16,7 @@ from llmtrain.data.chat.spans import PROBE
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
-from llmtrain.plan.template_limits import limited_templates
+from llmtrain.plan.facts.template_limits import limited_templates
 from llmtrain.run_dir import RunDir
 
 TOKENS = 256

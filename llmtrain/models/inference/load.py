@@ -18,7 +18,7 @@ from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import few_of, naming_own_code
 from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
-from llmtrain.plan.hub import ask_first, stored_file
+from llmtrain.system.hub import ask_first, stored_file
 from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
 
 AGAIN = "write or download it again"

@@ -31,7 +31,7 @@ from llmtrain.models.tensor.exchanges import (
     share_gradient,
     sum_gradient,
 )
-from llmtrain.plan.built_model import decoder_lists
+from llmtrain.plan.facts.built_model import decoder_lists
 
 EXPERTS = "moe_tp_experts"
 """The style of the experts of a layer."""

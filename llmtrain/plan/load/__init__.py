@@ -7,12 +7,12 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.plan.facts.vocabulary import grown
 from llmtrain.plan.load.file import RecipeFile, check_file, located, shipped_recipes
 from llmtrain.plan.load.python_file import PythonRecipe, is_running
-from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe, parse_assignments
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.system.untrusted import is_yaml
 
 __all__ = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 from llmtrain.recipe import Recipe
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.system.untrusted import is_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml")

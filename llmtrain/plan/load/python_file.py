@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.plan.load.file import check_variant
 from llmtrain.recipe import Recipe, recipe_problems
+from llmtrain.recipe.cluster import Cluster
 
 _running: list[Path] = []
 

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.recipe.parts import described_schema
 from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
 from llmtrain.system.yaml_text import Places, YamlError, parse_yaml

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.data import Prepared, Schedule, prepare, with_steps
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import forbidden_changes
 from tests.helpers.chat_tokenizers import Case, case
 from tests.helpers.small_chats import ROWS, recipe

@@ -14,7 +14,7 @@ from llmtrain.data.chat.conversation import RowError, conversation
 from llmtrain.data.chat.encode import Encoded
 from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.errors import DataError
-from llmtrain.plan.vocabulary import shipped_templates
+from llmtrain.plan.facts.vocabulary import shipped_templates
 from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 
 WORDS = ["a", "snow", "雪", "🙂", "e\u0301", "<b>", "</think>", "[INST]", "\n", "\n\n", "  ", "\t", "<|im_", "end|>"]

@@ -18,8 +18,8 @@ from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
 from llmtrain.models import build_model
-from llmtrain.verify.compare import FP32
-from llmtrain.verify.documents import read_documents
+from llmtrain.trials.verify.compare import FP32
+from llmtrain.trials.verify.documents import read_documents
 from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 from tests.helpers.small_chats import ROWS, chat, recipe
 

@@ -1,0 +1,103 @@
+"""Network interfaces, the address that the host's own name resolves to, and the choices of gloo and NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.launch.doctor.finding import CheckResult, Scene, caution, fault, ok
+from llmtrain.launch.place.interfaces import (
+    GLOO,
+    NCCL,
+    Interface,
+    Network,
+    choose_interfaces,
+    is_link_local,
+    nccl_setting,
+)
+
+
+def interfaces(scene: Scene) -> Iterator[CheckResult]:
+    """Checks the interfaces that may lead to other hosts, with their addresses and rates."""
+    network = Network.here()
+    usable = [one for one in network.interfaces if one.is_usable]
+    if usable:
+        yield ok("network.interfaces", "; ".join(_described(one, scene) for one in usable))
+    elif scene.master:
+        yield fault("network.interfaces", "no interface but the loopback is up", "bring one up: `ip address`")
+    else:
+        yield ok("network.interfaces", "no interface but the loopback is up; sufficient for this machine alone")
+
+
+def host_name(scene: Scene) -> Iterator[CheckResult]:
+    """Checks whether the host name resolves to the loopback."""
+    network = Network.here()
+    if not network.listens_on_loopback:
+        yield ok("network.host_name", f"'{network.host}' resolves to {network.own_address}")
+        return
+    points = f"to {network.own_address}" if network.own_address else "to no address of this host"
+    text = f"the host name '{network.host}' resolves {points}"
+    if scene.master is None:
+        yield ok("network.host_name", f"{text}: llmtrain sets {GLOO} for workers of several hosts")
+        return
+    fix = f"nothing to do for llmtrain, which sets {GLOO}; for other programs, add this host's address to /etc/hosts"
+    yield caution("network.host_name", text, fix)
+
+
+def choices(scene: Scene) -> Iterator[CheckResult]:
+    """Reports the interfaces that gloo and NCCL will use, and why."""
+    network = Network.here()
+    wrong = list(misled(scene, network))
+    yield from wrong
+    choice = choose_interfaces(scene.master or "localhost", _on_cpu(), network, scene.env)
+    for line in choice.lines:
+        check = f"network.{line.partition(':')[0].lower()}"
+        if check == "network.gloo" and not choice.is_reachable:
+            yield fault(check, line, f"export {GLOO}=INTERFACE, one of {_names(network)}")
+        elif check not in {one.check for one in wrong}:
+            yield ok(check, line)
+
+
+def misled(scene: Scene, network: Network) -> Iterator[CheckResult]:
+    """Reports a user's choice of interfaces that do not exist here or that other hosts cannot reach."""
+    names = [one.name for one in network.interfaces]
+    absent = [name for name in scene.env.get(GLOO, "").split(",") if name and name not in names]
+    if absent:
+        text = f"{GLOO} names {', '.join(absent)}, but there are only {_names(network)}"
+        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses the interface of the route to rank 0")
+    loopbacks = [one.name for one in network.interfaces if one.is_loopback]
+    if scene.master and scene.env.get(GLOO) in loopbacks:
+        text = f"{GLOO}={scene.env[GLOO]} is the loopback, which other hosts cannot reach"
+        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses the interface of the route to rank 0")
+    value, origin = nccl_setting(scene.env) or ("", NCCL)
+    if value and not value.startswith("^"):
+        prefixes = [part for part in value.lstrip("=").split(",") if part]
+        matches = (
+            name == part if value.startswith("=") else name.startswith(part) for part in prefixes for name in names
+        )
+        if not any(matches):
+            text = f"{origin} names {value}, which matches no interface here; there are {_names(network)}"
+            yield fault("network.nccl", text, f"correct or unset {NCCL}")
+
+
+def _names(network: Network) -> str:
+    return ", ".join(one.name for one in network.interfaces)
+
+
+def _described(one: Interface, scene: Scene) -> str:
+    addresses = [address for address in one.addresses if not is_link_local(address)] or list(one.addresses)
+    try:
+        speed = int((scene.sys / "class" / "net" / one.name / "speed").read_text())
+    except (OSError, ValueError):  # virtual interfaces report none
+        speed = -1
+    rate = f" ({speed / 1000:g} Gbit/s)" if speed > 0 else ""
+    return f"{one.name} {', '.join(addresses)}{rate}"
+
+
+def _on_cpu() -> bool:
+    """Whether workers communicate through gloo alone; loads torch."""
+    try:
+        import torch
+
+        return torch.cuda.device_count() == 0
+    except Exception:  # another check reports that torch cannot be imported
+        return True
