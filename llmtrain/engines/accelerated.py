@@ -32,7 +32,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from llmtrain.data import MicroBatch
 from llmtrain.engines.guard import Measured, over_ranks
 from llmtrain.engines.optim import schedule, torch_optimizer
-from llmtrain.engines.plain import Distribution
+from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models.precision import weight_dtype
@@ -46,57 +46,56 @@ NAME = f"accelerate {accelerate.__version__}, "
 """Beginning of the description of what accelerate prepares."""
 
 
-class Accelerated(Distribution):
+class Accelerated(PlainLoop):
     """DistributedDataParallel or FSDP2: every rank reads different samples, and torch's optimizer takes the step."""
 
     keeps_masters = False  # FSDP2 computes with bf16 copies of fp32 weights
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
+        """Raises RecipeError if decoder layers share weights under FSDP2."""
         self._plan = plan
-        self._device = device
         self._weight_dtype = weight_dtype(plan.recipe.parallel.precision)
         self.is_sharded = plan.recipe.parallel.strategy == "fsdp2"
         self.place = dist.get_rank(), dist.get_world_size()
+        super().__init__(plain_model(plan, device), plan.recipe)
 
-    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+    def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Lets accelerate wrap or shard the model. It would advance a schedule once for each process."""
-        self.model = model
         with _undisturbed():
             self._accelerator = (
-                _accelerator_sharded(self._plan, model, self._device)
+                _accelerator_sharded(self._plan, self.model, self.device)
                 if self.is_sharded
-                else _accelerator_ddp(self._plan, self._device)
+                else _accelerator_ddp(self._plan, self.device)
             )
-            self.module, prepared = self._accelerator.prepare(model, optimizer)
+            self.module, prepared = self._accelerator.prepare(self.model, optimizer)
         own: Optimizer = prepared.optimizer
         return own
 
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+    def _passes(self, is_last: bool) -> AbstractContextManager[object]:
         """Synchronizes gradients in the passes of the last micro-batch only."""
         context: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
         return nullcontext() if is_last else context
 
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
+    def _share(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
         return loss_sum * (self.place[1] / terms)
 
-    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
+    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clips by the norm of all shards."""
-        return _whole(self._accelerator.clip_grad_norm_(self.module.parameters(), limit))
+        return _full(self._accelerator.clip_grad_norm_(self.module.parameters(), limit))
 
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+    def _over_ranks(self, loss: Tensor, grad_norm: Tensor) -> Measured:
         """Combines the loss and the norm of all ranks."""
         return over_ranks(loss, grad_norm)
 
-    def sum(self, total: Tensor) -> Tensor:
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Sums over ranks."""
         self._free()
         dist.all_reduce(total)
         return total
 
-    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
-        """Returns what `Engine.next_logits` returns."""
-        found = super().next_logits(batch, device)
+    def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        found = super()._next_logits(batch)
         self._free()
         return found
 
@@ -109,13 +108,13 @@ class Accelerated(Distribution):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def _whole(self, weight: Tensor) -> Tensor:
         """Gathers the shards of a weight."""
-        return _whole(weight).to(self._weight_dtype).cpu().clone()
+        return _full(weight).to(self._weight_dtype).cpu().clone()
 
     def describe(self) -> dict[str, Any]:
         """Returns accelerate's version, the class of the module and the backend."""
-        return {"engine": f"{NAME}{type(self.module).__name__}", "backend": dist.get_backend()}
+        return super().describe() | {"engine": f"{NAME}{type(self.module).__name__}", "backend": dist.get_backend()}
 
 
 def initialise_deepspeed(
@@ -236,5 +235,5 @@ def _undisturbed() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value

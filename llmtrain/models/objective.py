@@ -33,6 +33,11 @@ class Objective:
         """KTO's estimate of the divergence from the reference, a constant of each batch (`engines/divergence.py`)."""
         self.begin()
 
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether `divergence` has to be estimated before each step and each evaluation."""
+        return self.config.name == "kto"
+
     def begin(self) -> None:
         """Forgets the completions seen so far."""
         self.log_probs: list[Tensor] = []

@@ -137,7 +137,8 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     terms: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
     most = run.recipe.evaluation.max_sequences
-    estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
+    if run.engine.objective and run.engine.objective.needs_divergence:
+        estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
     for batch in run.data.eval_batches(most, name):
         run.heartbeat.beat()
         losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.terms

@@ -191,7 +191,8 @@ class DeepSpeedEngine(HasState):
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches, takes the norm, lets the guard decide, and updates once."""
-        estimate_divergence(self, [batch])
+        if self.objective and self.objective.needs_divergence:
+            estimate_divergence(self, [batch])
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
             passed = self._accumulate(batch)

@@ -98,7 +98,8 @@ def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryR
 def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
-    estimate_divergence(engine, data.eval_batches(most))
+    if engine.objective and engine.objective.needs_divergence:
+        estimate_divergence(engine, data.eval_batches(most))
     for batch in data.eval_batches(most):
         total += engine.eval_step(batch).item() * batch.terms
         targets += batch.terms

@@ -212,7 +212,8 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBa
     results = [engine.train_step(batch) for batch in steps]
     total, targets = 0.0, 0
     held_out = list(held_out)
-    estimate_divergence(engine, held_out)
+    if engine.objective and engine.objective.needs_divergence:
+        estimate_divergence(engine, held_out)
     for batch in held_out:
         total += engine.eval_step(batch).item() * batch.terms
         targets += batch.terms
