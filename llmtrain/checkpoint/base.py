@@ -15,8 +15,8 @@ from torch import Tensor
 from llmtrain.engines.optimizers.schedule_free import mean_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import rank
-from llmtrain.engines.state.files import Stored
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.state.files import StoredShard
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.adapter import trained_part
@@ -61,12 +61,12 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
         raise CheckpointError(Problem("checkpoint.base", str(checkpoint), message, fix))
 
 
-def state_source(checkpoint: Path, plan: Plan) -> StateSource:
+def state_source(checkpoint: Path, plan: Plan) -> CheckpointReader:
     """Returns the weights to export from a checkpoint, including frozen ones that it leaves out."""
     return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else Exported(checkpoint, plan)
 
 
-class Exported(StateSource):
+class Exported(CheckpointReader):
     """A checkpoint with the weights to export: the averaged ones, if the optimizer averages (schedule-free AdamW)."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -77,7 +77,7 @@ class Exported(StateSource):
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, flat, on the CPU."""
         found = super().whole(name, kind)
-        if self._beta is None or kind != WEIGHT or not any(POINT in one.kinds for one in self.all[name]):
+        if self._beta is None or kind != WEIGHT or not any(POINT in one.kinds for one in self.shards[name]):
             return found
         return mean_of(found, super().whole(name, POINT), self._beta)
 
@@ -90,8 +90,8 @@ class WithBase(Exported):
         model = plan.recipe.model
         config = model_configuration(plan.recipe)
         groups = aliases(empty_model(config, torch.float32, model.trust_remote_code))
-        stored = {name for one in super().all for name in groups.get(one, (one,))}
-        self._base: dict[str, list[Stored]] = {name: [] for name in groups if name not in stored}
+        stored = {name for one in super().shards for name in groups.get(one, (one,))}
+        self._base: dict[str, list[StoredShard]] = {name: [] for name in groups if name not in stored}
         self._model, self._config = model, config
         trained = trained_part(plan.recipe, config)
         self._packed = trained.packed if trained else frozenset()
@@ -101,9 +101,9 @@ class WithBase(Exported):
         return read_pretrained(self._model, self._config)
 
     @property
-    def all(self) -> dict[str, list[Stored]]:
+    def shards(self) -> dict[str, list[StoredShard]]:
         """The pieces of all ranks, by name; those of frozen weights have none."""
-        return super().all | self._base
+        return super().shards | self._base
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, flat, on the CPU; a 4-bit one as the values with which the run trains."""

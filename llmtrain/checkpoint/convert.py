@@ -30,8 +30,8 @@ from llmtrain.checkpoint.state import layout_of
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.runtime.distributed import pretend
 from llmtrain.engines.state import files as state_file
-from llmtrain.engines.state.pieces import Piece
-from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill_pieces
+from llmtrain.engines.state.save_load import PROGRESS_FILE, CheckpointReader, load_shards
+from llmtrain.engines.state.shards import CheckpointShard
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan import Plan
@@ -171,7 +171,7 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str,
     pretend(rank, plan.workers)
     engine = build_engine(plan, render(plan), torch.device("cpu"))
     writer = DiskWriter(folder)
-    state_file.write(writer, rank, _filled(engine, StateSource(checkpoint)))
+    state_file.write(writer, rank, _filled(engine, CheckpointReader(checkpoint)))
     if writer.error is not None:
         error = writer.error
         raise CheckpointError(Problem("out.write", str(folder), f"cannot be written: {error.strerror or error}"))
@@ -179,7 +179,7 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str,
 
 
 @torch.no_grad()
-def _filled(engine: Engine, source: StateSource) -> Iterator[list[Piece]]:
-    for pieces in engine.pieces():
-        fill_pieces(pieces, source)
+def _filled(engine: Engine, source: CheckpointReader) -> Iterator[list[CheckpointShard]]:
+    for pieces in engine.checkpoint_shards():
+        load_shards(pieces, source)
         yield pieces

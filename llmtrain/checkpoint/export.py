@@ -21,7 +21,7 @@ from llmtrain.checkpoint.contents import check_trusted, read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
@@ -113,13 +113,13 @@ def size_in_bytes(text: str) -> int:
     return int(match[1]) * unit
 
 
-def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:
+def stored_names(checkpoint: Path, source: CheckpointReader, model: PreTrainedModel) -> list[str]:
     """Returns the names under which a checkpoint stores the weights of a model; tied weights once.
 
     Raises CheckpointError if one is missing.
     """
     groups = aliases(model)
-    stored = {groups[name][0]: name for name in reversed(source.all) if name in groups}
+    stored = {groups[name][0]: name for name in reversed(source.shards) if name in groups}
     lacking = [name for name, group in groups.items() if group[0] == name and name not in stored]
     if lacking:
         message = f"lacks {len(lacking)} weights of its model, such as '{lacking[0]}'"
@@ -163,7 +163,7 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_adapter(
-    recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
+    recipe: Recipe, config: PreTrainedConfig, source: CheckpointReader, dtype: torch.dtype, base: str, folder: Path
 ) -> None:
     """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
 

@@ -24,7 +24,7 @@ class StepResult:
     """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
 
     loss: Tensor
-    """Mean over the terms of the global batch, in nats; a scalar, equal on all ranks."""
+    """Mean over the items of the global batch, in nats; a scalar, equal on all ranks."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
@@ -39,7 +39,7 @@ class Accumulated:
     """What is known after the passes of a step, besides the gradients."""
 
     loss: Tensor
-    """This rank's share of the mean loss over the terms of the global batch; a scalar."""
+    """This rank's share of the mean loss over the items of the global batch; a scalar."""
     router_loss: Tensor | None
     """As in `StepResult`."""
 
@@ -63,7 +63,7 @@ class Engine(HasState, Protocol):
         """
 
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
+        """Returns the mean loss over the items of the global batch, without gradients; a scalar."""
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the next token by row of the batch, each [vocab] in fp32.

@@ -52,14 +52,14 @@ def loss_by_micro_batch(patch):
     original = PipelineAxis._loss
 
     def loss(self, stage, inputs, batch):
-        terms = self._terms
-        self._terms = (
+        num_items = self._num_items
+        self._num_items = (
             (batch.labels != NO_TARGET).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
         )
         try:
             return original(self, stage, inputs, batch)
         finally:
-            self._terms = terms
+            self._num_items = num_items
 
     patch.setattr(PipelineAxis, "_loss", loss)
 
@@ -70,7 +70,7 @@ def loss_of_one_replica(patch):
 
     def begin(self, batch):
         micros = original(self, batch)
-        self._terms *= self.plan.data_parallel_size
+        self._num_items *= self.plan.data_parallel_size
         return micros
 
     patch.setattr(PipelineAxis, "_begin", begin)

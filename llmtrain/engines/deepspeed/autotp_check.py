@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.engines.deepspeed.autotp_split import gather_whole, split_of
 from llmtrain.engines.optim import gradient_of
-from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference, relative_deviation
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
