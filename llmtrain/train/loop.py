@@ -16,7 +16,7 @@ from llmtrain.data import MAIN_SET, Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.engines.runtime.agree import total
+from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
@@ -197,7 +197,7 @@ def _check_skipped(run: Run) -> None:
 def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
     rewards = run.engine.rewards()
-    router_loss = None if result.router_loss is None else total(result.router_loss)
+    router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
     if run.metrics is None:
         return
     with run.heartbeat.waiting():

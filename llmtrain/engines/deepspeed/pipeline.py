@@ -115,13 +115,13 @@ class PipelineAxis(SlicedAxis):
             partial(accumulating, engine),
         )
 
-    def accumulate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Accumulated:
+    def accumulate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Accumulated:
         """Runs one schedule over this replica's micro-batches, and reduces their gradients.
 
-        own: this rank's part of each micro-batch.
+        slices: this rank's slice of each micro-batch.
         """
         self._begin(batch)
-        self.passes.train(batch.micro_batches, own, partial(self._loss, objective))
+        self.passes.train(batch.micro_batches, slices, partial(self._loss, objective))
         reduce_pipeline(self._engine)
         return Accumulated(self._total / batch.num_items, self._router_loss)
 
@@ -129,15 +129,15 @@ class PipelineAxis(SlicedAxis):
         """Makes the update."""
         step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Tensor:
+    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
         self._begin(batch)
-        self.passes.evaluate(batch.micro_batches, own, partial(self._loss, objective))
+        self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective))
         return self._total
 
-    def next_logits(self, batch: MicroBatch, own: MicroBatch) -> dict[int, Tensor]:
+    def next_logits(self, batch: MicroBatch, batch_slice: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
-        places = Places.of(own.labels)
+        places = Places.of(batch_slice.labels)
         logits_by_row: dict[int, Tensor] = {}
 
         def run_last_stage(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
@@ -146,7 +146,7 @@ class PipelineAxis(SlicedAxis):
             logits_by_row.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
             return ()
 
-        self.passes.evaluate([batch], [own], run_last_stage)
+        self.passes.evaluate([batch], [batch_slice], run_last_stage)
         return logits_by_row
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:

@@ -215,9 +215,9 @@ class QuantizedShard:
                 own, exchanged = slice(numbers[0], self.number, period), slice(first, end, len(in_every_row))
                 self._shared.append((own, exchanged))
         for index, (row, block) in enumerate(others, self._num_rows * len(in_every_row)):
-            for position, held in enumerate(self.rows.held):
+            for position, own_block in enumerate(self.rows.held):
                 number = row * period + position - before
-                if held == block and 0 <= number < self.number:
+                if own_block == block and 0 <= number < self.number:
                     self._shared.append((slice(number, number + 1), slice(index, index + 1)))
 
     def to_exchange(self, largest: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, WeightSlice
-from llmtrain.engines.state.writer import Late, Part, Writer, head, on_host
+from llmtrain.engines.state.writer import DeferredBytes, Part, Writer, on_host, safetensors_header
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.piece_heads import read_head
 from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
@@ -32,7 +32,7 @@ def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callabl
     all are aligned. Raises ValueError if a tensor has another shape or dtype.
     """
     ordered = {name: like[name] for name in sorted(like, key=lambda name: -like[name].element_size())}
-    stream.write(head(ordered, {"format": "pt"}))
+    stream.write(safetensors_header(ordered, {"format": "pt"}))
     for name, expected in ordered.items():
         value = tensor(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
@@ -50,9 +50,9 @@ def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, expected in like.items():
             if name not in tensors:
                 raise ValueError(f"has no tensor '{name}'")
-            found = tensors[name]
-            if (found.dtype, found.ndim, found.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
-                text = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+            tensor = tensors[name]
+            if (tensor.dtype, tensor.ndim, tensor.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
+                text = f"{tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
                 raise ValueError(f"'{name}' is {text}")
         return tensors
     except (*UNREADABLE, SafetensorError) as error:
@@ -142,10 +142,10 @@ def _content(shards: list[CheckpointShard]) -> list[Part]:
     def header(numbers: list[float]) -> bytes:
         steps = iter(numbers)
         described = [_described(shard, None if shard.steps is None else next(steps)) for shard in shards]
-        return head(tensors, {"pieces": json.dumps(described)})
+        return safetensors_header(tensors, {"pieces": json.dumps(described)})
 
     # An optimizer counts on its device, which is not waited for here.
-    first = Late(torch.stack(counts), header) if counts else header([])
+    first = DeferredBytes(torch.stack(counts), header) if counts else header([])
     return [first, *tensors.values()]
 
 
