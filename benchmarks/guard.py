@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data.sources.files import NOT_STDLIB
-from llmtrain.engines.guard import COLUMNS, Guard, Measured
+from llmtrain.engines.guard import COLUMNS, Guard, LossAndNorm
 from llmtrain.recipe import GuardConfig
 from llmtrain.run_dir import environment
 from llmtrain.system.host import own_cores
@@ -214,7 +214,7 @@ def guarded(steps: Numbers) -> Numbers:
     guard, column = Guard(GuardConfig(), torch.device("cpu")), COLUMNS.index("loss_limit")
     found = []
     for step in torch.from_numpy(steps):
-        guard.judge(Measured(*step))
+        guard.should_skip(LossAndNorm(*step))
         found.append(guard.state()["steps"][-1, column : column + 2].numpy())
     return np.array(found)
 

@@ -122,7 +122,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
     manifests = [read_checkpoint_json(path, Manifest, "checkpoint.manifest") for path in manifest_files(folder)]
     if not manifests:
         raise CheckpointError(Problem("checkpoint.incomplete", str(folder), _why_none(folder)))
-    if len({one.save for one in manifests}) > 1:
+    if len({manifest.save for manifest in manifests}) > 1:
         raise CheckpointError(Problem("checkpoint.mixed", str(folder), "contains parts of different checkpoints"))
     return manifests
 
@@ -154,12 +154,12 @@ def already_taken(folder: Path, step: int, max_steps: int | None) -> str | None:
 
 def missing_parts(manifests: list[Manifest]) -> list[str]:
     """Returns the machines whose parts are not among these."""
-    here = {one.part for one in manifests}
+    here = {manifest.part for manifest in manifests}
     return [host for part, host in enumerate(manifests[0].hosts) if part not in here]
 
 
 def size_problem(path: Path, expected: File) -> Problem | None:
-    """Returns what is wrong with a file as far as is known without reading it, or None."""
+    """Returns what is wrong with the size of a file, or why it cannot be opened; None if nothing is."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -172,7 +172,7 @@ def size_problem(path: Path, expected: File) -> Problem | None:
     return None
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Formats names for a message: the first ones, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more

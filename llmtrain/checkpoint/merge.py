@@ -120,10 +120,10 @@ def merge(
     packed = read_quantized(adapter) if into == "trained" else frozenset()
     weights_of_base = read_pretrained(model, config)
     with reading(adapter, "it cannot be added to its base"):
-        merged = Merged(adapter, lora, empty, weights_of_base, packed)
-    own = aliases(empty)
+        merged = MergedWeights(adapter, lora, empty, weights_of_base, packed)
+    groups = aliases(empty)
     ignored = unsaved_names(empty)
-    names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
+    names = [name for name in empty.state_dict() if groups[name][0] == name and name not in ignored]
     own_tokenizer = tokenizer or (adapter if (adapter / "tokenizer_config.json").is_file() else None)
     text = read_tokenizer(own_tokenizer) if own_tokenizer else load_tokenizer(str(model.pretrained))
     with reading(str(model.pretrained), "its generation_config.json cannot be read"):
@@ -167,14 +167,13 @@ def _opened(folder: Path) -> Any:
         raise CheckpointError(Problem("merge.file", str(folder), message)) from error
 
 
-class Merged:
+class MergedWeights:
     """The weights of a base with an adapter."""
 
     def __init__(
         self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained, packed: frozenset[str]
     ) -> None:
         """model: the base on the meta device. packed: names of the weights whose 4-bit values are used.
-
 
         Raises CheckpointError for an adapter of another model.
         """
@@ -233,9 +232,9 @@ class Merged:
         saved, _ = saved_modules(model, self._lora)
         parts = LORA if self._lora.use_dora else LORA[:2]
         needed = {
-            f"{name}.{own}": tuple(weight.shape)
+            f"{name}.{parameter}": tuple(weight.shape)
             for name in saved
-            for own, weight in model.get_submodule(name).named_parameters()
+            for parameter, weight in model.get_submodule(name).named_parameters()
         }
         for module in targeted_layers(model, self._lora):
             rank = self._rank(module)
@@ -251,7 +250,7 @@ class Merged:
         needed, groups = self._needed(model), aliases(model)
         known = shapes | needed
         changed = {
-            name: next((name.removesuffix(one) + "weight" for one in LORA if name.endswith(f".{one}")), name)
+            name: next((name.removesuffix(suffix) + "weight" for suffix in LORA if name.endswith(f".{suffix}")), name)
             for name in self._shapes
         }
         wrong = {
@@ -285,5 +284,5 @@ def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> An
     """Returns what PEFT takes for a module: the value of the first pattern that matches its name, or the default."""
     from peft.utils.other import get_pattern_key
 
-    found = pattern or {}
-    return found.get(get_pattern_key(found.keys(), module), default)
+    values = pattern or {}
+    return values.get(get_pattern_key(values.keys(), module), default)

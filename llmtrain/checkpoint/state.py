@@ -79,7 +79,7 @@ def restore(
 
 
 def layout_of(plan: Plan) -> dict[str, int | str | bool]:
-    """Returns what determines the pieces that each rank of a plan holds, and its random numbers."""
+    """Returns what determines the shards that each rank of a plan holds, and its random numbers."""
     parallel = plan.recipe.parallel
     return {
         **plan.layout(),

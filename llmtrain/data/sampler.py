@@ -138,8 +138,8 @@ class StepBatch:
     """For labelled completions, micro-batches with the same prompts and the completions of others."""
 
     @property
-    def terms(self) -> int:
-        """Number of terms of which the loss is the mean: examples, or else target tokens."""
+    def num_items(self) -> int:
+        """Number of items that the loss is a mean over: pairs or completions (`examples`), or else target tokens."""
         return self.examples or self.target_tokens
 
 

@@ -40,8 +40,9 @@ class DataParallel(PlainLoop):
 
     def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        held = micro_batch.completions.tensors if micro_batch.completions else ()
-        loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *held)
+        completions = micro_batch.completions.tensors if micro_batch.completions else ()
+        inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *completions)
+        loss_sums, auxiliaries = self.module(*inputs)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
     def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:

@@ -26,14 +26,13 @@ def estimate_divergence(
     """
     objective = engine.objective
     assert objective is not None
-    total = torch.zeros(5)
+    total = torch.zeros(5)  # as `Engine.rewards`
     for batch in batches:
         engine.eval_step(replace(batch, micro_batches=batch.mismatched, mismatched=[]))
         sums = engine.rewards()
         assert sums is not None
         total = total.to(sums.device) + sums
         beat()
-    desirable, undesirable, _, *numbers = total
-    objective.divergence = (
-        ((desirable + undesirable) / sum(numbers).clamp(min=1) / objective.config.beta).clamp(min=0).double()
-    )
+    desirable_rewards, undesirable_rewards, _, *counts = total
+    mean = (desirable_rewards + undesirable_rewards) / sum(counts).clamp(min=1)
+    objective.divergence = (mean / objective.config.beta).clamp(min=0).double()

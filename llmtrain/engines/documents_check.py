@@ -35,10 +35,11 @@ def influences(config: PreTrainedConfig) -> bool:
         other = tokens.clone()
         other[:, :FIRST] = 3 + (other[:, :FIRST] + 7) % 80
         model = reference(config, "eager").eval()
-        one, another = (_logits(model, given, positions)[FIRST:] for given in (tokens, other))
+        after_first, after_other = (_logits(model, given, positions)[FIRST:] for given in (tokens, other))
         alone = _logits(model, tokens[:, FIRST:], positions[:, FIRST:])
-    scale = one.abs().max()
-    return bool((one - another).abs().max() > TOLERANCE * scale or (one - alone).abs().max() > ALONE * scale)
+    scale = after_first.abs().max()
+    depends_on_other = (after_first - after_other).abs().max() > TOLERANCE * scale
+    return bool(depends_on_other or (after_first - alone).abs().max() > ALONE * scale)
 
 
 def check_documents(recipe: Recipe) -> str:

@@ -9,12 +9,12 @@ import horovod
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.optim import Optimizer
 
-from llmtrain.engines.guard import Measured
+from llmtrain.engines.guard import LossAndNorm
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.engines.runtime.horovod_ranks import start_horovod
+from llmtrain.engines.state.shards import Replica
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
 
@@ -36,7 +36,7 @@ class Horovod(PlainLoop):
             message = "this build of 'horovod' supports CPUs only, not GPUs"
             fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"
             raise RecipeError(Problem("backend.device", "parallel.backend", message, fix))
-        self.place = dist.get_rank(), dist.get_world_size()
+        self.replica = Replica.of_rank(None)
         self._backend = "nccl" if device.type == "cuda" and hvd.nccl_built() else "gloo"
         self._accumulation = plan.batch.gradient_accumulation_steps
         super().__init__(plain_model(plan, device), plan.recipe)
@@ -54,10 +54,10 @@ class Horovod(PlainLoop):
         optimizer = wrapped
         return optimizer
 
-    def _share_of_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns this rank's share of the mean: Horovod sums gradients."""
-        share: Tensor = auxiliary / hvd.size()
-        return share
+    def _auxiliary_loss_to_reduce(self, auxiliary: Tensor) -> Tensor:
+        """Divides the auxiliary loss by the number of ranks, because Horovod sums gradients."""
+        loss: Tensor = auxiliary / hvd.size()
+        return loss
 
     def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Waits for the sums before it clips the gradients."""
@@ -69,13 +69,13 @@ class Horovod(PlainLoop):
         with self._wrapped.skip_synchronize():
             super()._update()
 
-    def _over_ranks(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Sums this rank's share of the loss over all ranks, and averages the norm of the reduced gradients."""
+    def _reduce_loss_and_norm(self, loss: Tensor, grad_norm: Tensor) -> LossAndNorm:
+        """Sums the loss over all ranks, and averages the norm of the reduced gradients."""
         both = torch.stack([loss.double(), grad_norm.double() / hvd.size()])
         loss, grad_norm = hvd.allreduce(both, op=hvd.Sum, name="measured").float()
-        return Measured(loss, grad_norm)
+        return LossAndNorm(loss, grad_norm)
 
-    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+    def _all_reduce(self, total: Tensor) -> Tensor:
         """Sums over all ranks."""
         summed: Tensor = hvd.allreduce(total, op=hvd.Sum, name="loss")
         return summed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,20 +15,20 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
 from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of
-from llmtrain.engines.guard import Guard, Measured, check_fused, skip_if
+from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
     groups_for,
-    locate_matrices,
+    locate_shards,
     parameter_groups,
     resume_schedule,
     schedule,
     torch_optimizer,
 )
-from llmtrain.engines.state.held import held
-from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import HasState, Place, pieces_of, untrained_pieces
+from llmtrain.engines.state.optimizer_shards import optimizer_shards
+from llmtrain.engines.state.save_load import HasState, Locate, checkpoint_shards, untrained_shards
+from llmtrain.engines.state.shards import CheckpointShard, Replica, ShardLocation, WeightSlice
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
@@ -55,8 +55,8 @@ class PlainLoop(HasState):
     """Whether each rank trains shards of the weights, which are DTensors."""
     keeps_masters = True
     """Whether the loop keeps fp32 master weights for a model in a lower precision."""
-    place = (0, 1)
-    """(index, number) of this rank among those that read different samples."""
+    replica = Replica()
+    """This rank's replica of the model; each replica reads different samples."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.model = model
@@ -79,8 +79,8 @@ class PlainLoop(HasState):
         self.optimizer = self._distribute(torch_optimizer(groups, recipe.optim, self.is_sharded), trained)
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
-        own = held(self.optimizer, self.masters)
-        locate_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
+        shards = optimizer_shards(self.optimizer, self.masters)
+        locate_shards(self.optimizer, self.optimizer, shards, self._locate(), recipe, self.device)
         self.guard = Guard(recipe.guard, self.device)
         check_fused(self.optimizer)
 
@@ -99,14 +99,14 @@ class PlainLoop(HasState):
         """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
         return forward(self.module, self.model, micro_batch, self.device, self.objective)
 
-    def _share(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms.
+    def _loss_to_reduce(self, loss_sum: Tensor, num_items: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all items.
 
-        Gradients are summed over ranks here.
+        This class sums gradients over ranks. num_items: of the global batch.
         """
-        return loss_sum / terms
+        return loss_sum / num_items
 
-    def _share_of_auxiliary(self, auxiliary: Tensor) -> Tensor:
+    def _auxiliary_loss_to_reduce(self, auxiliary: Tensor) -> Tensor:
         """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
         return auxiliary
 
@@ -116,22 +116,22 @@ class PlainLoop(HasState):
         nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
         return grad_norm
 
-    def _over_ranks(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines this rank's share of the loss, and the norm of the reduced gradients, over all ranks."""
-        return Measured(loss, grad_norm)
+    def _reduce_loss_and_norm(self, loss: Tensor, grad_norm: Tensor) -> LossAndNorm:
+        """Reduces this rank's part of the mean loss, and the norm of the reduced gradients, over all ranks."""
+        return LossAndNorm(loss, grad_norm)
 
     def _update(self) -> None:
         """Updates the weights."""
         self.optimizer.step()
 
-    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+    def _all_reduce(self, total: Tensor) -> Tensor:
         """Returns the sum of a scalar over all ranks, after forward passes without backward passes."""
         return total
 
     def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         return next_logits(self.module, self.model, batch, self.device)
 
-    def _whole(self, weight: Tensor) -> Tensor:
+    def _full_tensor(self, weight: Tensor) -> Tensor:
         """Returns a whole weight on the CPU, in the dtype of the forward pass."""
         return weight.cpu()
 
@@ -141,24 +141,25 @@ class PlainLoop(HasState):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank among those that read different samples."""
-        return self.place[0]
+        """Index of this rank's replica, which determines the samples that the rank reads."""
+        return self.replica.index
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Makes one update, if the guard allows it, from the mean over all terms of all micro-batches of all ranks."""
+        """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
         lr = self.learning_rate
-        passed = self._accumulate(batch)
+        accumulated = self._accumulate(batch)
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         limit = self.recipe.optim.clip_grad_norm or float("inf")
-        measured = self._over_ranks(passed.loss, self._clip(trained, limit))
-        skip_if(self.guard.judge(measured), self.optimizer)
+        grad_norm = self._clip(trained, limit)
+        measured = self._reduce_loss_and_norm(accumulated.loss, grad_norm)
+        skip_if(self.guard.should_skip(measured), self.optimizer)
         self._update()
         self._round_masters()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return StepResult(measured.loss, measured.grad_norm, lr, passed.router_loss)
+        return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
         """Accumulates the gradients of this rank's micro-batches."""
@@ -170,13 +171,13 @@ class PlainLoop(HasState):
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             with self._passes(is_last=index == len(batch.micro_batches)):
                 loss_sum, auxiliary = self._forward(micro_batch)
-                loss = self._share(loss_sum, batch.terms)
+                loss = self._loss_to_reduce(loss_sum, batch.num_items)
                 if auxiliary is not None:
-                    loss = loss + self._share_of_auxiliary(auxiliary) / len(batch.micro_batches)
+                    loss = loss + self._auxiliary_loss_to_reduce(auxiliary) / len(batch.micro_batches)
                     router_loss = with_router_loss(router_loss, auxiliary)
                 self._backward(loss)
             total += loss_sum.detach()
-        return Accumulated(total / batch.terms, router_loss)
+        return Accumulated(total / batch.num_items, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -200,7 +201,7 @@ class PlainLoop(HasState):
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean loss over the terms of all ranks."""
+        """Returns the mean loss over the items of all ranks."""
         self.module.eval()
         if self.objective:
             self.objective.begin()
@@ -208,7 +209,7 @@ class PlainLoop(HasState):
         with self.averaged():
             for micro_batch in batch.micro_batches:
                 total += self._forward(micro_batch)[0]
-            return self._sum_over_ranks(total) / batch.terms
+            return self._all_reduce(total) / batch.num_items
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row."""
@@ -217,36 +218,36 @@ class PlainLoop(HasState):
             return self._next_logits(batch)
 
     def rewards(self) -> Tensor | None:
-        """Returns the sums of the last batch's rewards over all ranks."""
-        return None if self.objective is None else self._sum_over_ranks(self.objective.rewards(self.device))
+        """Returns the sums over the completions of the last batch, of all ranks: as `Engine.rewards`."""
+        return None if self.objective is None else self._all_reduce(self.objective.rewards(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
         with self.averaged():
             for name, parameter in named_weights(self.model):
-                yield weight_name(name), self._whole(parameter.detach())
+                yield weight_name(name), self._full_tensor(parameter.detach())
 
     def averaged(self) -> AbstractContextManager[None]:
         """Returns the context of an evaluation."""
         return averaged_weights(self.optimizer, self.optimizer, self._round_masters)
 
-    def pieces(self) -> Iterator[list[Piece]]:
-        """Yields live pieces of all trained tensors, then of the untrained ones."""
-        yield from pieces_of(held(self.optimizer, self.masters), self._place_of())
-        yield untrained_pieces(self.model, self.place, self.recipe.model.leaves_base, weight_name)
+    def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:
+        """Yields the trained tensors as shards, then the untrained ones."""
+        yield from checkpoint_shards(optimizer_shards(self.optimizer, self.masters), self._locate())
+        yield untrained_shards(self.model, self.replica, self.recipe.model.leaves_base, weight_name)
 
-    def _place_of(self) -> Callable[[nn.Parameter], Place]:
-        """Returns a function that maps a parameter to its place."""
+    def _locate(self) -> Locate:
+        """Returns the function that locates what this rank holds of a parameter in the whole weight."""
         names = {parameter: weight_name(name) for name, parameter in self.model.named_parameters()}
-        copy = (0, 1) if self.is_sharded else self.place  # shards are not copies
-        return lambda parameter: (names[parameter], Region.whole(parameter.shape), copy)
+        replica = Replica() if self.is_sharded else self.replica  # shards are not replicas of each other
+        return lambda parameter: ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), replica)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""
         return {"schedule": self.scheduler.last_epoch}
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Restores the model's weights and the schedule after the pieces have been loaded."""
+        """Restores the model's weights and the schedule after the shards have been loaded."""
         self._round_masters()
         resume_schedule(self.scheduler, progress["schedule"])
 

@@ -44,7 +44,7 @@ class BoxHead(_Part):
 
 
 class RegionHead(_Part):
-    """The part of a weight that a rank holds (`engines.state.pieces.Region`)."""
+    """The part of a weight that a rank holds (`engines.state.shards.WeightSlice`)."""
 
     shape: Counts
     boxes: Annotated[tuple[BoxHead, ...], Field(min_length=1)]

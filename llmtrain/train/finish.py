@@ -10,7 +10,7 @@ from rich.console import Console
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
+from llmtrain.checkpoint.manifest import first_names, missing_parts, read_manifests
 from llmtrain.data import Prepared
 from llmtrain.errors import UserError
 from llmtrain.models.inference.generate import generate
@@ -47,7 +47,7 @@ def finish(
     if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
-        lack = f"{checkpoint} lacks the parts of {some(elsewhere)}; copy them into it"
+        lack = f"{checkpoint} lacks the parts of {first_names(elsewhere)}; copy them into it"
         console.print(f"not exported: {lack}", soft_wrap=True)
         return
     with console.status("exporting"):

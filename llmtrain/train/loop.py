@@ -16,7 +16,7 @@ from llmtrain.data import MAIN_SET, Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.engines.runtime.agree import total
+from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
@@ -122,7 +122,7 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Computes and logs the mean loss over the terms of each evaluation set."""
+    """Computes and logs the mean loss over the items of each evaluation set."""
     with run.progress.busy("evaluating"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
         found = {name: _evaluated(run, name) for name in run.data.eval_sets}
     main = found.pop(MAIN_SET)
@@ -132,24 +132,24 @@ def evaluate(run: Run) -> None:
 
 
 def _evaluated(run: Run, name: str) -> Evaluation:
-    """Computes the mean loss over the terms of a set, of all its sources and of each."""
+    """Computes the mean loss over the items of a set, of all its sources and of each."""
     losses: dict[str, float] = defaultdict(float)
-    terms: dict[str, int] = defaultdict(int)
+    num_items: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
     most = run.recipe.evaluation.max_sequences
     if run.engine.objective and run.engine.objective.needs_divergence:
         estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
     for batch in run.data.eval_batches(most, name):
         run.heartbeat.beat()
-        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.terms
-        terms[batch.evaluated] += batch.terms
+        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.num_items
+        num_items[batch.evaluated] += batch.num_items
         if (sums := run.engine.rewards()) is not None:
             rewards += sums.cpu()
-    total = sum(terms.values())
+    total = sum(num_items.values())
     known = run.data.eval_bytes(most, name) if run.metrics else None
     return Evaluation(
         loss=sum(losses.values()) / total,
-        by_source={source: loss / terms[source] for source, loss in losses.items()},
+        by_source={source: loss / num_items[source] for source, loss in losses.items()},
         rewards=_reward_metrics(run, rewards.tolist()),
         bytes_per_token=known / total if known else None,
     )
@@ -197,7 +197,7 @@ def _check_skipped(run: Run) -> None:
 def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
     rewards = run.engine.rewards()
-    router_loss = None if result.router_loss is None else total(result.router_loss)
+    router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
     if run.metrics is None:
         return
     with run.heartbeat.waiting():

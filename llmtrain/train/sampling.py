@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.engines import Engine
-from llmtrain.engines.runtime.agree import highest
+from llmtrain.engines.runtime.agree import all_reduce_max
 from llmtrain.models.inference.generate import LEAST_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
@@ -63,7 +63,7 @@ class Sampler:
             noise = [torch.empty(LIKELIEST).exponential_(generator=one) for one in generators]
             for row, logits in engine.next_logits(self._batch(texts, left)).items():
                 chosen[row] = self._choice(logits[: self._vocab_size], noise[row])
-            tokens = highest(chosen, engine.device).tolist()
+            tokens = all_reduce_max(chosen, engine.device).tolist()
             for row in sorted(left):
                 ends = tokens[row] in self._stops
                 texts[row] += [] if ends else [tokens[row]]

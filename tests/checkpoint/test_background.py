@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.folder import newest, read_latest, whole
+from llmtrain.checkpoint.folder import newest, read_latest, readable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
@@ -61,10 +61,10 @@ def test_a_save_waits_for_the_save_before(tmp_path, held_disk):
     second.start()
     second.join(0.2)
     assert second.is_alive()  # waits for the first
-    assert not whole(tmp_path)
+    assert not readable(tmp_path)
     held_disk.set()
     second.join(SECONDS)
-    assert "step_00000001" in [path.name for path in whole(tmp_path)]
+    assert "step_00000001" in [path.name for path in readable(tmp_path)]
     saver.wait()
     assert read_latest(tmp_path)[0] == "step_00000002"
 
@@ -141,7 +141,7 @@ def _beside_training(rank, folder, fields):
             engine.train_step(step_batch(step, 1, GLOBAL_BATCH // 2, rank, 2))
             saver.start(TrainerState(step=step, samples=step * GLOBAL_BATCH, data="key"))
         saver.wait()
-        saved = [verify_checkpoint(path)[0].files for path in whole(saver.checkpoints)]
+        saved = [verify_checkpoint(path)[0].files for path in readable(saver.checkpoints)]
         assert len(saved) == 5
         if background:
             _is_as_large_as_planned(plan, newest(saver.checkpoints))

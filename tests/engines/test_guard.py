@@ -125,7 +125,7 @@ def _readers() -> Iterator[set[str]]:
 
 def _held(engine) -> Iterator[np.ndarray]:
     """Everything that is trained, what the optimizer keeps for it, and its counts of updates."""
-    for pieces in engine.pieces():
+    for pieces in engine.checkpoint_shards():
         for piece in pieces:
             yield from (tensor.float().cpu().numpy().copy() for tensor in piece.tensors.values())
             if piece.steps is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.engines.forward import documents_known
-from llmtrain.engines.runtime.agree import total
+from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import build_model
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
@@ -31,7 +31,7 @@ def _logged(rank: int) -> list[list[float]]:
         engine = engine_of(plan)
         shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
         result = engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.data_parallel_size))
-        found.append(total(result.router_loss).tolist())
+        found.append(all_reduce_sum(result.router_loss).tolist())
     return found
 
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data import StepBatch
 from llmtrain.engines import build_engine
+from llmtrain.engines.deepspeed.autotp_split import split_of
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
-from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.exchanges import shard_of
 from llmtrain.plan import Plan

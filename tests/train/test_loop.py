@@ -51,7 +51,7 @@ class Engine:
 
 def _batches(_samples):
     while True:
-        yield SimpleNamespace(samples=8, target_tokens=512, terms=512)
+        yield SimpleNamespace(samples=8, target_tokens=512, num_items=512)
 
 
 def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
@@ -119,7 +119,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
         flush=lambda: None,
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
-    batches = [SimpleNamespace(evaluated=name, loss=loss, terms=tokens) for name, loss, tokens in of]
+    batches = [SimpleNamespace(evaluated=name, loss=loss, num_items=tokens) for name, loss, tokens in of]
     data = SimpleNamespace(
         train_batches=_batches,
         eval_sets=["", "late"],

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.autotp_check import check_autotp
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.deepspeed.autotp_split import gather_whole, split_of
+from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
 from llmtrain.engines.runtime.distributed import is_alone
-from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import overwrites
@@ -65,7 +65,7 @@ class AutoTPAxis(EngineAxis):
             parameter.data = parameter.data.cpu()
 
     @property
-    def replicas(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same shards.
 
         By default, DeepSpeed would partition split weights over these ranks, and all other weights over all ranks. It
@@ -74,17 +74,17 @@ class AutoTPAxis(EngineAxis):
         return data_group()
 
     @property
-    def copies(self) -> dist.ProcessGroup:
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
         """The ranks of a replica."""
         return tensor_group()
 
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+    def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's shard of a layer that AutoTP has split."""
         split = split_of(tensor)
         if split is None:
             return None
-        return Portion(split.region(dist.get_rank(tensor_group())), tensor_group(), data_group())
+        return WeightShard(split.slice_of_rank(dist.get_rank(tensor_group())), tensor_group(), data_group())
 
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Joins the shards."""
-        return gather_whole(own, split_of(parameter), tensor_group())
+    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Gathers the shards of a split weight."""
+        return gather_whole(shard, split_of(parameter), tensor_group())

@@ -28,6 +28,7 @@ from llmtrain.engines.engine import Accumulated, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
+from llmtrain.engines.state.shards import Replica
 from llmtrain.models import Objective, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
@@ -114,39 +115,39 @@ class PipelineAxis(SlicedAxis):
             partial(accumulating, engine),
         )
 
-    def accumulate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Accumulated:
+    def accumulate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Accumulated:
         """Runs one schedule over this replica's micro-batches, and reduces their gradients.
 
-        own: this rank's part of each micro-batch.
+        slices: this rank's slice of each micro-batch.
         """
         self._begin(batch)
-        self.passes.train(batch.micro_batches, own, partial(self._loss, objective))
+        self.passes.train(batch.micro_batches, slices, partial(self._loss, objective))
         reduce_pipeline(self._engine)
-        return Accumulated(self._total / batch.terms, self._router_loss)
+        return Accumulated(self._total / batch.num_items, self._router_loss)
 
     def step(self) -> None:
         """Makes the update."""
         step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch, own: list[MicroBatch], objective: Objective | None) -> Tensor:
+    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
         self._begin(batch)
-        self.passes.evaluate(batch.micro_batches, own, partial(self._loss, objective))
+        self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective))
         return self._total
 
-    def next_logits(self, batch: MicroBatch, own: MicroBatch) -> dict[int, Tensor]:
+    def next_logits(self, batch: MicroBatch, batch_slice: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
-        places = Places.of(own.labels)
-        found: dict[int, Tensor] = {}
+        places = Places.of(batch_slice.labels)
+        logits_by_row: dict[int, Tensor] = {}
 
-        def logits(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
+        def run_last_stage(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
             stage.kept = places.arguments(stage.model, self.device)
             output = stage(inputs)
-            found.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
+            logits_by_row.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
             return ()
 
-        self.passes.evaluate([batch], [own], logits)
-        return found
+        self.passes.evaluate([batch], [batch_slice], run_last_stage)
+        return logits_by_row
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums over all ranks. The last stages have the value, equal on tensor parallel ranks; the others have zero."""
@@ -164,10 +165,10 @@ class PipelineAxis(SlicedAxis):
         stages: Any = self.model
         return [(stage.model, stage.is_last) for stage in stages]
 
-    def tied_copy(self, name: str) -> tuple[int, int]:
-        """Returns (index, number) of this rank among those that hold the weight."""
+    def tied_replica(self, name: str) -> Replica:
+        """Returns this rank's replica of a weight that several stages may hold, because it is tied."""
         ranks = self._pipeline.holders(self.hugging_face_name(name))
-        return ranks.index(dist.get_rank()), len(ranks)
+        return Replica(ranks.index(dist.get_rank()), len(ranks))
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""
@@ -181,15 +182,15 @@ class PipelineAxis(SlicedAxis):
         """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
-        held = dict(named_weights(self.model))
-        own = {name: held[path] for path, name in self.model.hf_names.items()}
-        for owner in self._grid.pp_group:
-            names = broadcast(list(own), owner, group)
+        by_path = dict(named_weights(self.model))
+        by_name = {name: by_path[path] for path, name in self.model.hf_names.items()}
+        for source in self._grid.pp_group:
+            names = broadcast(list(by_name), source, group)
             for name in names:
                 if name in seen:
                     continue
-                weight = whole(own[name]) if dist.get_rank() == owner else None
-                yield name, _broadcast(weight, owner, group, self.device)
+                weight = whole(by_name[name]) if dist.get_rank() == source else None
+                yield name, _broadcast(weight, source, group, self.device)
             seen.update(names)
 
     def describe(self) -> dict[str, Any]:
@@ -198,7 +199,7 @@ class PipelineAxis(SlicedAxis):
 
     def _begin(self, batch: StepBatch) -> None:
         """Sets the sums to zero before the passes over a batch."""
-        self._terms, self._micro_batches = batch.terms, len(batch.micro_batches)
+        self._num_items, self._micro_batches = batch.num_items, len(batch.micro_batches)
         self._total = torch.zeros((), device=self.device)
         stage: Any = self.model[0]
         self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
@@ -215,7 +216,7 @@ class PipelineAxis(SlicedAxis):
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
         self._total += loss_sum.detach()
-        loss = loss_sum * (self.plan.holders / self._terms)  # DeepSpeed averages gradients over these ranks
+        loss = loss_sum * (self.plan.holders / self._num_items)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:
             auxiliary = router_loss_weight(stage.model.config) * auxiliary
             loss = loss + auxiliary / self._micro_batches
@@ -223,11 +224,11 @@ class PipelineAxis(SlicedAxis):
         return (self._engine.scale(loss) if torch.is_grad_enabled() else loss,)
 
 
-def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Returns the owner's weight on every rank of the group, on the CPU."""
-    described: Any = broadcast(None if weight is None else (weight.shape, weight.dtype), owner, group)
+def _broadcast(weight: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Returns the weight of rank `source` on every rank of the group, on the CPU."""
+    described: Any = broadcast(None if weight is None else (weight.shape, weight.dtype), source, group)
     if weight is None:
         weight = torch.empty(described[0], dtype=described[1], device=device)
     weight = weight.to(device).contiguous()
-    dist.broadcast(weight, src=owner, group=group)
+    dist.broadcast(weight, src=source, group=group)
     return weight.cpu().clone()

@@ -17,7 +17,7 @@ Group = dist.ProcessGroup | None
 """The process group to communicate over; None for the one that training uses."""
 
 
-def group_of_threads() -> Group:
+def new_thread_group() -> Group:
     """Creates a gloo group of all ranks for use in a separate thread; called by all ranks.
 
     Training's own group has collectives in flight in its own order, and its devices are busy.
@@ -43,7 +43,7 @@ def broadcast(value: T, source: int = 0, group: Group = None) -> T:
     return shared[0]
 
 
-def highest(values: Tensor, device: torch.device) -> Tensor:
+def all_reduce_max(values: Tensor, device: torch.device) -> Tensor:
     """Returns the largest of the values of all ranks at each place, on every rank and on the CPU.
 
     device: the one over which the ranks communicate.
@@ -55,7 +55,7 @@ def highest(values: Tensor, device: torch.device) -> Tensor:
     return shared.cpu()
 
 
-def total(values: Tensor) -> Tensor:
+def all_reduce_sum(values: Tensor) -> Tensor:
     """Returns the sums of the values of all ranks, on every rank."""
     if world_size() > 1:
         values = values.clone()
@@ -83,12 +83,12 @@ def write_problem(error: OSError, what: str) -> Problem:
     return Problem("checkpoint.write", where, f"cannot {what}: {error.strerror or error}")
 
 
-def united(problems: list[Problem], group: Group = None) -> list[Problem]:
+def gather_problems(problems: list[Problem], group: Group = None) -> list[Problem]:
     """Returns the problems of all ranks, without duplicates."""
-    return list(dict.fromkeys(problem for found in gather(problems, group) for problem in found))
+    return list(dict.fromkeys(problem for of_rank in gather(problems, group) for problem in of_rank))
 
 
 def raise_together(problems: list[Problem], group: Group = None) -> None:
     """Raises CheckpointError on every rank if any of them has a problem."""
-    if found := united(problems, group):
-        raise CheckpointError(found)
+    if problems := gather_problems(problems, group):
+        raise CheckpointError(problems)

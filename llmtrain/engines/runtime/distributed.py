@@ -36,9 +36,9 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     """
     os.environ["DS_ACCELERATOR"] = "cpu" if on_cpu else "cuda"
     if rank.launcher == HOROVODRUN:
-        from llmtrain.engines.runtime.horovod_ranks import meeting_place
+        from llmtrain.engines.runtime.horovod_ranks import rendezvous_address
 
-        address, port = meeting_place()
+        address, port = rendezvous_address()
         rank = replace(rank, master_addr=address, master_port=port)
     index = rank.local_rank if on_cpu else device_index(rank, torch.cuda.device_count())
     # DeepSpeed and accelerate read these, and a launcher may have set only some of them. They take the local rank for
@@ -87,10 +87,12 @@ def _join(rank: Rank, gpu: str | None) -> None:
     backend = "gloo" if gpu is None else "nccl"
     try:
         if not dist.is_initialized():
-            own: Store = _loopback_store(rank) if _has_own_store(rank) else _launchers_store()
+            own_store: Store = _loopback_store(rank) if _has_own_store(rank) else _launchers_store()
             if gpu is not None and rank.world_size > 1:
-                check_distinct(rank.rank, rank.world_size, gpu, PrefixStore("llmtrain/devices", own))
-            dist.init_process_group(backend, store=own, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT)
+                check_distinct(rank.rank, rank.world_size, gpu, PrefixStore("llmtrain/devices", own_store))
+            dist.init_process_group(
+                backend, store=own_store, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT
+            )
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=TIMEOUT)
     except (OSError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -107,9 +109,9 @@ def _has_own_store(rank: Rank) -> bool:
 
 def _launchers_store() -> Store:
     """Returns the rendezvous store that the environment describes; rank 0 opens it unless torchrun has."""
-    found: Store = next(iter(rendezvous("env://", timeout=TIMEOUT)))[0]
-    found.set_timeout(TIMEOUT)
-    return found
+    launchers: Store = next(iter(rendezvous("env://", timeout=TIMEOUT)))[0]
+    launchers.set_timeout(TIMEOUT)
+    return launchers
 
 
 def _loopback_store(rank: Rank) -> TCPStore:
@@ -130,16 +132,16 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
     All ranks must call it. Raises RecipeError if only some ranks have a secret from their launcher, or if they differ.
     """
-    own, about = store("seal"), "secret"
+    exchange, key = store("seal"), "secret"
     if rank.rank == 0:
-        own.set(about, secret.seal.seal(about, "") if secret.is_given else secret.text)
+        exchange.set(key, secret.seal.seal(key, "") if secret.is_given else secret.text)
         return secret
-    said = own.get(about)
-    if not secret.is_given and re.fullmatch(rb"[0-9a-f]{64}", said):
-        return Secret(said.decode(), is_given=False)
+    value = exchange.get(key)
+    if not secret.is_given and re.fullmatch(rb"[0-9a-f]{64}", value):
+        return Secret(value.decode(), is_given=False)
     with suppress(ValueError):
         if secret.is_given:
-            secret.seal.opened(about, said)
+            secret.seal.opened(key, value)
             return secret
     what = "is another one" if secret.is_given else "is not set"
     message = f"{what} for rank {rank.rank}, unlike rank 0"

@@ -38,21 +38,21 @@ def start_horovod(local_size: int) -> None:
         dist.barrier()
 
 
-def meeting_place() -> tuple[str, int]:
+def rendezvous_address() -> tuple[str, int]:
     """Returns the address and port of torch's rendezvous, which Horovod's ranks agree on; for workers of `horovodrun`.
 
     All workers call it. Rank 0 picks a free port of its own machine.
     """
     hvd.init()
-    mine = None
+    address = None
     if hvd.rank() == 0:
         host = "127.0.0.1" if hvd.local_size() == hvd.size() else os.environ["HOROVOD_HOSTNAME"]
         with socket.socket() as probe:
             probe.bind(("", 0))
-            mine = (host, probe.getsockname()[1])
+            address = (host, probe.getsockname()[1])
     # Horovod matches ranks by name, and the default name is that of the object's type, so the name is explicit.
-    place: tuple[str, int] = hvd.broadcast_object(mine, root_rank=0, name="meeting_place")
-    return place
+    agreed: tuple[str, int] = hvd.broadcast_object(address, root_rank=0, name="rendezvous_address")
+    return agreed
 
 
 @contextmanager

@@ -101,8 +101,8 @@ def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
     if engine.objective and engine.objective.needs_divergence:
         estimate_divergence(engine, data.eval_batches(most))
     for batch in data.eval_batches(most):
-        total += engine.eval_step(batch).item() * batch.terms
-        targets += batch.terms
+        total += engine.eval_step(batch).item() * batch.num_items
+        targets += batch.num_items
     return total / targets
 
 

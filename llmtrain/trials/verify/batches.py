@@ -30,7 +30,7 @@ from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.trials.verify import reference
 from llmtrain.trials.verify.documents import read_documents
-from llmtrain.trials.verify.reference import ReferenceDocument, Sequences, count_terms
+from llmtrain.trials.verify.reference import ReferenceDocument, Sequences, count_items
 
 LOSES_ONE = 3
 EVAL_SEQUENCES = 16
@@ -130,9 +130,9 @@ class Batches:
 
     @cached_property
     def _hidden(self) -> list[int]:
-        """Number of terms that each global batch has lost."""
+        """Number of items that each global batch has lost."""
         steps = zip(self._read_steps, self._uneven_steps, strict=True)
-        return [count_terms(read) - count_terms(uneven) for read, uneven in steps]
+        return [count_items(read) - count_items(uneven) for read, uneven in steps]
 
     @property
     def _conversations(self) -> int:

@@ -137,12 +137,12 @@ class ReferenceLoop:
         micro_batches = [
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
         ]
-        terms = count_terms(sequences)
+        num_items = count_items(sequences)
         self.divergence = self._divergence(sequences)
         total = 0.0
         for micro_batch in micro_batches:
             loss_sum, auxiliary = self._losses(micro_batch)
-            (loss_sum / terms + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+            (loss_sum / num_items + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
         gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
         self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
@@ -156,7 +156,7 @@ class ReferenceLoop:
             group["lr"] = lr
         self.optimizer.step()
         self.steps += 1
-        return ReferenceStep(total / terms, norm, lr)
+        return ReferenceStep(total / num_items, norm, lr)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
@@ -164,7 +164,7 @@ class ReferenceLoop:
         self.model.eval()
         self._average(True)
         self.divergence = self._divergence(sequences)
-        return sum(self._losses([one])[0].item() for one in sequences) / count_terms(sequences)
+        return sum(self._losses([one])[0].item() for one in sequences) / count_items(sequences)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -313,7 +313,7 @@ class ReferenceLoop:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
-def count_terms(sequences: Sequences) -> int:
+def count_items(sequences: Sequences) -> int:
     """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
     conversations = sum(one.pair is not None for documents in sequences for one in documents)
     labelled = sum(one.desirable is not None for documents in sequences for one in documents)

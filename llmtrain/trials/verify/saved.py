@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from llmtrain.checkpoint.base import base_of, state_source
+from llmtrain.checkpoint.base import base_of, export_reader
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import stored_names
 from llmtrain.checkpoint.folder import newest
@@ -50,7 +50,7 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
 def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     recipe = plan.recipe
     dtype = weight_dtype(recipe.parallel.precision)
-    source = state_source(checkpoint, plan)
+    source = export_reader(checkpoint, plan)
     stored = stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype))
     names = [name for name in stored if name in weights]  # buffers are not trained
     for name in [*names, *filter(is_adapter, weights)]:

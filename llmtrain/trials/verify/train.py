@@ -215,8 +215,8 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBa
     if engine.objective and engine.objective.needs_divergence:
         estimate_divergence(engine, held_out)
     for batch in held_out:
-        total += engine.eval_step(batch).item() * batch.terms
-        targets += batch.terms
+        total += engine.eval_step(batch).item() * batch.num_items
+        targets += batch.num_items
     return Trace(
         losses=[result.loss.item() for result in results],
         grad_norms=[result.grad_norm.item() for result in results],

@@ -156,7 +156,7 @@ def test_batches_carry_segments_lengths_and_references(chatml: Case) -> None:
             assert one.completions.references.isnan().equal(exists)  # unknown until they are computed
             held += int(exists.sum()) // 2
     assert {part.examples for part in parts} == {held}
-    assert {part.terms for part in parts} == {held}
+    assert {part.num_items for part in parts} == {held}
 
 
 def test_pairs_that_do_not_fit_are_dropped_and_counted(chatml: Case) -> None:

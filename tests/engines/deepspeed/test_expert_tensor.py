@@ -15,7 +15,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed import autotp
 from llmtrain.engines.deepspeed.autotp_check import check_autotp
-from llmtrain.engines.state.shards import AutoTPSplit
+from llmtrain.engines.deepspeed.autotp_split import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups

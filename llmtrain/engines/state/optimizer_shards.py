@@ -1,4 +1,4 @@
-"""The tensors that the optimizers of torch and DeepSpeed hold in this rank's memory, parameter by parameter.
+"""Optimizer shards: what the optimizers of torch and DeepSpeed hold of each parameter in this rank's memory.
 
 DeepSpeed's ZeRO flattens the parameters of a group, and gives torch's optimizer this rank's range of the result. This
 module returns each parameter's part of the range as a view: reads see live values, and writes take effect.
@@ -6,7 +6,7 @@ module returns each parameter's part of the range as a view: reads see live valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,8 @@ STEP = "step"
 
 
 @dataclass
-class HeldState:
-    """This rank's flat range of a parameter."""
+class OptimizerShard:
+    """A flat range of a parameter, with its optimizer states."""
 
     parameter: nn.Parameter
     """The model's parameter."""
@@ -45,11 +45,16 @@ class HeldState:
 
     @property
     def steps(self) -> Tensor | None:
-        """Number of updates counted, a live scalar."""
+        """Number of updates that the optimizer has counted: its own scalar, not a copy."""
         return self.state.get(STEP)
 
 
-def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Iterator[list[HeldState]]:
+OptimizerShardLists = Iterable[list[OptimizerShard]]
+
+
+def optimizer_shards(
+    optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> Iterator[list[OptimizerShard]]:
     """Yields all that an optimizer holds, in lists; the tensors of a list are valid until the next list is requested.
 
     optimizer: from torch or DeepSpeed. masters: maps a parameter of the model to the fp32 copy that is trained in its
@@ -58,41 +63,43 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
     """
     flat_lists = flat_tensors(optimizer)
     if flat_lists is None:
-        yield _held_by_torch(optimizer, masters or {})
+        yield _shards_of_torch_optimizer(optimizer, masters or {})
         return
     for flats in flat_lists:
-        found = []
+        shards = []
         for flat, parts, group in flats:
             state = _state(optimizer.optimizer, flat, group)
-            whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
+            tensors = {WEIGHT: flat.detach()} | dict(_states_of_same_shape(state, flat))
             for part in parts:
-                tensors = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in whole.items()}
-                own = part.parameter, part.start, tensors, state, flat, part.offset
-                found.append(HeldState(*own, _factors(optimizer.optimizer, part.parameter)))
-        yield found
+                views = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in tensors.items()}
+                factors = _factors(optimizer.optimizer, part.parameter)
+                shards.append(OptimizerShard(part.parameter, part.start, views, state, flat, part.offset, factors))
+        yield shards
 
 
 def trained_tensors(optimizer: Any) -> list[Tensor]:
     """Returns what torch's optimizer trains on this rank: flat tensors, or weights; in an order that ranks share."""
     flat_lists = flat_tensors(optimizer)
     if flat_lists is None:
-        return [one for group in optimizer.param_groups for one in group["params"]]
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [flat.tensor for flats in flat_lists for flat in flats]
 
 
-def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> list[HeldState]:
-    models = {master: parameter for parameter, master in masters.items()}
-    found = []
+def _shards_of_torch_optimizer(
+    optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]
+) -> list[OptimizerShard]:
+    parameter_of = {master: parameter for parameter, master in masters.items()}
+    shards = []
     for group in optimizer.param_groups:
         for trained in group["params"]:
             state = _state(optimizer, trained, group)
-            tensors = {WEIGHT: local_flat(trained)} | {
-                kind: local_flat(tensor) for kind, tensor in _shaped(state, trained)
+            views = {WEIGHT: local_flat(trained)} | {
+                kind: local_flat(tensor) for kind, tensor in _states_of_same_shape(state, trained)
             }
-            parameter = models.get(trained, trained)
+            parameter = parameter_of.get(trained, trained)
             factors = _factors(optimizer, parameter)
-            found.append(HeldState(parameter, first_index(trained), tensors, state, trained, factors=factors))
-    return found
+            shards.append(OptimizerShard(parameter, first_index(trained), views, state, trained, factors=factors))
+    return shards
 
 
 def _factors(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Factor]:
@@ -114,7 +121,7 @@ def _state(optimizer: Optimizer, trained: Tensor, group: dict[str, Any]) -> dict
     return state
 
 
-def _shaped(state: Mapping[str, Any], trained: Tensor) -> list[tuple[str, Tensor]]:
+def _states_of_same_shape(state: Mapping[str, Any], trained: Tensor) -> list[tuple[str, Tensor]]:
     """Returns the tensors of a state that have the shape of the trained tensor."""
     return [
         (kind, value)
