@@ -91,9 +91,9 @@ def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArra
 
 def _mapped(path: Path, expected: int) -> _Mapping | None:
     """Maps a file of a size in bytes; None if this is 0. Raises DataError for another size."""
-    found = path.stat().st_size if path.exists() else -1
-    if found != expected:
-        state = "is missing" if found < 0 else f"has {found:,} bytes, but {expected:,} were written"
+    size = path.stat().st_size if path.exists() else -1
+    if size != expected:
+        state = "is missing" if size < 0 else f"has {size:,} bytes, but {expected:,} were written"
         raise _damaged(path, state)
     if not expected:
         return None
@@ -163,13 +163,13 @@ def compare(folder: Path, look: Callable[[int], None]) -> list[Problem]:
 
 
 def _compare(path: Path, look: Callable[[int], None]) -> None:
-    known = open_array(path.parent, path.stem, np.uint8, path.stat().st_size)
-    mapped = _mapping(known)
+    array = open_array(path.parent, path.stem, np.uint8, path.stat().st_size)
+    mapped = _mapping(array)
     with path.open("rb") as file:
         while mapped is not None and mapped.hashes is not None and (data := file.read(COMPARED_BYTES)):
             first = (file.tell() - len(data)) // CHUNK_BYTES
-            found = chunk_hashes(data)
-            different = np.flatnonzero(found != mapped.hashes[first : first + len(found)])
+            hashes = chunk_hashes(data)
+            different = np.flatnonzero(hashes != mapped.hashes[first : first + len(hashes)])
             if different.size:
                 raise _changed(path, first + int(different[0]))
             look(len(data))

@@ -205,7 +205,7 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     reading = Reading(tokenizer, data.special_tokens, held_out, chat)
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
     if recipe.train.epochs:
-        sources = tuple(replace(one, weight=max(1, len(one.train))) for one in sources)
+        sources = tuple(replace(source, weight=max(1, len(source.train))) for source in sources)
     reading = replace(reading, eval_fraction=1.0)
     sets = {
         name: _prepare_sources(data, _eval_field(name), listed, eval_corpora[name], reading, cache)
@@ -239,7 +239,9 @@ def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: Prepared
         message = "`concat` cuts sequences anywhere, but a conversation is never split"
         raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=best_fit"))
     if data.packing == "best_fit" and (faults := list(packed_conversations(family_of(recipe.model)))):
-        raise DataError([Problem("data.conversations_mixed", one.field, one.message, one.fix) for one in faults])
+        raise DataError(
+            [Problem("data.conversations_mixed", fault.field, fault.message, fault.fix) for fault in faults]
+        )
     template = load_template(data.chat_template, tokenizer.folder)
     return ChatReading(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
 
@@ -267,7 +269,9 @@ def _prepare_sources(
 def unique_names(sources: Sequence[Source]) -> list[str]:
     """Returns a unique name for each source."""
     plain = [source.name for source in sources]
-    full = [" ".join(filter(None, (one.name, one.subset, one.split, one.text_column))) for one in sources]
+    full = [
+        " ".join(filter(None, (source.name, source.subset, source.split, source.text_column))) for source in sources
+    ]
     names: list[str] = []
     for number, name in enumerate(plain):
         if plain.count(name) > 1:
@@ -325,11 +329,11 @@ def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
     if not recipe.evaluation.every_steps:
         return
     never = "--set evaluation.every_steps=0"
-    own = [MAIN_SET, *prepared.sets] if prepared.evaluation_sources else [*prepared.sets]
+    separate_sets = [MAIN_SET, *prepared.sets] if prepared.evaluation_sources else [*prepared.sets]
     message = f"contain too little text for one sequence of {prepared.sequence_length:,} tokens"
     problems = [
         Problem("data.eval", _eval_field(name), message, f"add more text, or {never}")
-        for name in own
+        for name in separate_sets
         if not prepared.eval_sequences(name)
     ]
     if problems:
@@ -337,9 +341,9 @@ def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
     if prepared.eval_sequences():
         return
     splits = [source.store.meta["splits"] for source in prepared.sources]
-    documents, held = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
+    documents, held_out = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
     message = (
-        f"{recipe.data.eval_fraction} held out {held:,} of {documents + held:,} documents, which is "
+        f"{recipe.data.eval_fraction} held out {held_out:,} of {documents + held_out:,} documents, which is "
         "too little to evaluate on"
     )
     fix = f"increase it, add more documents (a text file is one), set evaluation.sources, or {never}"

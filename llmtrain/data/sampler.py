@@ -97,7 +97,7 @@ class Completions:
 
     def to(self, device: torch.device) -> Completions:
         """Returns a copy on a device."""
-        return Completions(*(one.to(device, non_blocking=True) for one in self.tensors))
+        return Completions(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,8 @@ class Schedule:
         sources, numbers = self._mixture.locate(np.arange(cursor, cursor + samples))
         sequences = np.empty_like(numbers)
         for number, source in enumerate(self._prepared.sources):
-            mine = sources == number
-            sequences[mine] = _shuffled(numbers[mine], source, self._seed)
+            in_source = sources == number
+            sequences[in_source] = _shuffled(numbers[in_source], source, self._seed)
         return sources, sequences
 
     def train_batch(self, cursor: int) -> StepBatch:
@@ -249,14 +249,18 @@ class Schedule:
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
-        asked = (max_sequences, name)
-        if asked not in self._eval_bytes:
+        key = (max_sequences, name)
+        if key not in self._eval_bytes:
             tokenizer = self._prepared.tokenizer
-            of_token = token_bytes(tokenizer.folder, tokenizer.vocab_size)
+            token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
             rows = self._prepared.eval_order(name).read(max_sequences)
-            known = None if of_token is None else sum(int(of_token[one.labels[one.labels >= 0]].sum()) for one in rows)
-            self._eval_bytes[asked] = known
-        return self._eval_bytes[asked]
+            total = (
+                None
+                if token_sizes is None
+                else sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
+            )
+            self._eval_bytes[key] = total
+        return self._eval_bytes[key]
 
     def _eval_batches(self, max_sequences: int | None, name: str) -> Iterator[StepBatch]:
         step = self._micro * self._size
@@ -265,10 +269,10 @@ class Schedule:
         views = [source.eval for source in evaluated]
         for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
             for start in range(0, len(sequences), step):
-                own = sequences[start : start + step]
-                sources = np.full_like(own, number)
-                _announce(views, sources, own)
-                (batch,) = self._step_batches(views, sources, own, 1, 1, first)
+                batch_sequences = sequences[start : start + step]
+                sources = np.full_like(batch_sequences, number)
+                _announce(views, sources, batch_sequences)
+                (batch,) = self._step_batches(views, sources, batch_sequences, 1, 1, first)
                 first += batch.samples
                 yield replace(batch, evaluated=evaluated[number].name)
 
@@ -276,10 +280,10 @@ class Schedule:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""
         step = self._micro * self._size
         for start in range(0, len(sequences), step):
-            own = sequences[start : start + step]
-            sources = np.zeros_like(own)
-            (batch,) = self._step_batches([view], sources, own, 1, 1, start)
-            yield own[rows_of(0, self._rank, self._size, self._micro)], batch
+            batch_sequences = sequences[start : start + step]
+            sources = np.zeros_like(batch_sequences)
+            (batch,) = self._step_batches([view], sources, batch_sequences, 1, 1, start)
+            yield batch_sequences[rows_of(0, self._rank, self._size, self._micro)], batch
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
         """Yields the batches of several steps at a time; first that of one step, because training waits for it.
@@ -314,10 +318,10 @@ class Schedule:
         """Reads the batches of `steps` steps, each of which has `micro_steps` micro steps."""
         size = micro_steps * self._micro * self._size
         micro_batches = self._micro_batches(views, sources, sequences, steps * micro_steps)
-        others = [one.mismatched for one in views if isinstance(one, PackedSamples) and one.mismatched is not None]
+        others = [view.mismatched for view in views if isinstance(view, PackedSamples) and view.mismatched is not None]
         mismatched = self._micro_batches(others, sources, sequences, steps * micro_steps) if others else []
         targets, examples = (
-            np.add.reduceat(one, np.arange(steps) * size).tolist() for one in _counts(views, sources, sequences)
+            np.add.reduceat(counts, np.arange(steps) * size).tolist() for counts in _counts(views, sources, sequences)
         )
         return [
             StepBatch(
@@ -342,11 +346,11 @@ class Schedule:
         most = max((view.most_pieces for view in of_completions), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
-            mine = np.flatnonzero(sources == number)
-            if mine.size:
-                for target, values in zip(batch, view.read(sequences[mine]), strict=True):
+            rows_of_source = np.flatnonzero(sources == number)
+            if rows_of_source.size:
+                for target, values in zip(batch, view.read(sequences[rows_of_source]), strict=True):
                     if target is not None and values is not None:
-                        target[mine, : values.shape[1]] = values
+                        target[rows_of_source, : values.shape[1]] = values
         return _tensors(batch, steps, self._shortens)
 
     def _check_sizes(self) -> None:
@@ -370,8 +374,8 @@ def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
     epochs, places = np.divmod(numbers, size)
     # Epochs are sorted. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
-        mine = epochs == epoch
-        places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
+        in_epoch = epochs == epoch
+        places[in_epoch] = permute(places[in_epoch], size, permutation_key(seed, source.key, epoch))
     return places
 
 
@@ -384,8 +388,11 @@ def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Ind
     """Returns the number of labels other than `NO_TARGET` in each sequence, and of its examples."""
     targets, examples = np.zeros((2, len(sequences)), np.int64)
     for number, view in enumerate(views):
-        mine = sources == number
-        targets[mine], examples[mine] = view.targets(sequences[mine]), view.examples(sequences[mine])
+        in_source = sources == number
+        targets[in_source], examples[in_source] = (
+            view.targets(sequences[in_source]),
+            view.examples(sequences[in_source]),
+        )
     return targets, examples
 
 
@@ -394,16 +401,16 @@ def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:
     # Imported here: preparing data, in a launcher, must not load torch.
     import torch
 
-    columns = [[None] * steps if one is None else torch.from_numpy(one).chunk(steps) for one in rows]
-    found = []
+    columns = [[None] * steps if array is None else torch.from_numpy(array).chunk(steps) for array in rows]
+    batches = []
     for inputs, positions, labels, segments, *others in zip(*columns, strict=True):
         completions = None if segments is None else Completions.of(segments, labels, *others)
         if shortens:
             targets = (labels >= 0).any(dim=0).nonzero()
             used = int(targets[-1]) + 1 if len(targets) else 1
             size = -(-used // SHORTENED_TO) * SHORTENED_TO
-            inputs, positions, labels = (one[:, :size].contiguous() for one in (inputs, positions, labels))
-        found.append(MicroBatch(inputs, positions, labels, completions))
-    for batch in found:
+            inputs, positions, labels = (tensor[:, :size].contiguous() for tensor in (inputs, positions, labels))
+        batches.append(MicroBatch(inputs, positions, labels, completions))
+    for batch in batches:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
-    return found
+    return batches

@@ -223,15 +223,15 @@ class PackedSamples:
             return Rows(inputs, positions, labels)
         segments = np.zeros(shape, np.int64)
         segments[filled] = np.repeat(runs(np.zeros_like(first), end - first), lengths)
-        for judged in (self.references, self.desirable):
-            if judged is not None:
-                require_intact(judged, first, end)
+        for array in (self.references, self.desirable):
+            if array is not None:
+                require_intact(array, first, end)
         references = np.zeros((len(index), self.most_pieces))
-        held = np.arange(self.most_pieces) < (end - first)[:, None]
-        references[held] = np.nan if self.references is None else self.references[piece]
+        filled_segments = np.arange(self.most_pieces) < (end - first)[:, None]
+        references[filled_segments] = np.nan if self.references is None else self.references[piece]
         desirable = np.tile(np.arange(self.most_pieces) % 2 == 0, (len(index), 1))
         if self.desirable is not None:
-            desirable[held] = self.desirable[piece]
+            desirable[filled_segments] = self.desirable[piece]
         return Rows(inputs, positions, labels, segments, references, desirable)
 
 
@@ -313,12 +313,12 @@ class EvalOrder:
         """Yields each source with the indices of its sequences among the first `max_sequences` (default all)."""
         sources, index = self.sources[:max_sequences], self.index[:max_sequences]
         for number in range(len(self._views)):
-            mine = index[sources == number]
-            if mine.size:
-                yield number, mine
+            indices = index[sources == number]
+            if indices.size:
+                yield number, indices
 
     def read(self, max_sequences: int | None = None) -> Iterator[Rows]:
         """Reads the first `max_sequences` sequences (default all), in batches of one source at a time."""
-        for number, mine in self.by_source(max_sequences):
-            for start in range(0, len(mine), READ_ROWS):
-                yield self._views[number].read(mine[start : start + READ_ROWS])
+        for number, indices in self.by_source(max_sequences):
+            for start in range(0, len(indices), READ_ROWS):
+                yield self._views[number].read(indices[start : start + READ_ROWS])

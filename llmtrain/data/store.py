@@ -143,12 +143,12 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
                 meta = _tokenize_conversations(folder, corpus, field, reading, task)
             else:
                 meta = _tokenize(folder, corpus, field, reading, task)
-        train, held = (meta["splits"][split]["documents"] for split in SPLITS)
-        if not train + held:
+        train, held_out = (meta["splits"][split]["documents"] for split in SPLITS)
+        if not train + held_out:
             raise DataError(_nothing(corpus, field, meta, reading))
         if not train and reading.eval_fraction < 1:
             fix = "lower data.eval_fraction, or set evaluation.sources"
-            raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
+            raise DataError(Problem("data.empty", field, f"all {held_out} documents were held out of training", fix))
         return meta
 
     store = TokenStore(cache.entry("tokens", reading.key(corpus), build))

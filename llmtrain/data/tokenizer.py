@@ -268,18 +268,18 @@ def _difference(file: Path, fast: Any, name: str) -> str:
     """
     from tokenizers import Tokenizer
 
-    both = [Tokenizer.from_file(str(file)), Tokenizer.from_str(fast.to_str())]
-    for one in both:
-        one.no_truncation()
-        one.no_padding()
+    tokenizers = [Tokenizer.from_file(str(file)), Tokenizer.from_str(fast.to_str())]
+    for tokenizer in tokenizers:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     for text in PROBES:
-        of_file, of_class = (one.encode(text, add_special_tokens=False) for one in both)
+        of_file, of_class = (tokenizer.encode(text, add_special_tokens=False) for tokenizer in tokenizers)
         if of_file.ids != of_class.ids:
             pairs = zip(of_file.ids, of_class.ids, strict=False)
             same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs))
             read = [
-                " ".join(repr(text[start:end]) for start, end in one.offsets[same : same + SHOWN_PIECES])
-                for one in (of_class, of_file)
+                " ".join(repr(text[start:end]) for start, end in tokenizer.offsets[same : same + SHOWN_PIECES])
+                for tokenizer in (of_class, of_file)
             ]
             return f"in {text!r}, its class {name} reads {read[0]}, but its tokenizer.json {read[1]}"
     return ""

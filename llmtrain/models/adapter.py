@@ -118,7 +118,9 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     if problems or others:
         raise RecipeError([*others, *problems])
-    weights = frozenset(f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
+    weights = frozenset(
+        f"{name}.{parameter}" for name in saved for parameter, _ in whole.get_submodule(name).named_parameters()
+    )
     packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
     found = Trained(weights, adapted, saved, lora, packed)
     _check_used(config, found)
@@ -165,8 +167,8 @@ def apply_adapter(
         parameter.requires_grad_(is_trained and parameter.requires_grad)
     if trained.config is None:
         return
-    if own := _present(model, trained):
-        _inject(model, trained.config, own)
+    if layer_names := _present(model, trained):
+        _inject(model, trained.config, layer_names)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
     _fill(model, recipe.train.seed, gather, values, names or {})
 
@@ -193,14 +195,14 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
 
     slices: those of its weights, which tensor parallel ranks share.
     """
-    names = {own.removeprefix("model."): whole for own, whole in stage.hf_names.items()}
+    names = {stage_name.removeprefix("model."): whole for stage_name, whole in stage.hf_names.items()}
     apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
     if slices is not None:
         split_adapters(stage.model, slices)
     if trained is not None:
         stage.complete_groups()
-    own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
-    stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in own}
+    plain_names = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
+    stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in plain_names}
 
 
 def split_adapters(model: PreTrainedModel, slices: TensorParallel) -> None:
@@ -220,7 +222,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     groups = aliases(whole)
     parameters = dict(whole.named_parameters())
-    unmatched = [one for one in model.trainable if not any(fnmatchcase(name, one) for name in groups)]
+    unmatched = [pattern for pattern in model.trainable if not any(fnmatchcase(name, pattern) for name in groups)]
     if unmatched:
         message = f"{', '.join(unmatched)} matches no parameter of {_type(whole)}, whose last one is '{[*groups][-1]}'"
         raise RecipeError(
@@ -229,7 +231,8 @@ def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     weights = frozenset(
         name
         for name, parameter in parameters.items()
-        if parameter.requires_grad and any(fnmatchcase(one, p) for one in groups[name] for p in model.trainable)
+        if parameter.requires_grad
+        and any(fnmatchcase(alias, pattern) for alias in groups[name] for pattern in model.trainable)
     )
     if not weights:
         message = "names only parameters that no loss depends on"
@@ -252,29 +255,29 @@ def _adapted_modules(
     names = [
         name
         for name, _ in whole.named_modules()
-        if name and not f"{name}.".startswith(tuple(f"{one}." for one in saved))
+        if name and not f"{name}.".startswith(tuple(f"{module}." for module in saved))
     ]
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
         found = [name for name in names if check_target_module_exists(lora, name)]
-        asked = {name: [name] for name in found} or {str(lora.target_modules): []}
+        matched = {name: [name] for name in found} or {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
         found = [name for name in names if name in linear - ends - unreached]
-        asked = {"all-linear": found}
+        matched = {"all-linear": found}
     else:
-        asked = {one: [name for name in names if matches(name, [one])] for one in adapter.targets}
+        matched = {target: [name for name in names if matches(name, [target])] for target in adapter.targets}
         found = [name for name in names if name in linear - unreached and matches(name, adapter.targets)]
     problems = []
-    if unmatched := [one for one, modules in asked.items() if not modules]:
+    if unmatched := [target for target, modules in matched.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
         problems.append(Problem("adapter.targets", field, message, f"its linear layers are {few_of(layers)}"))
-    if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
+    if others := [modules[0] for modules in matched.values() if modules and linear.isdisjoint(modules)]:
         message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
         fix = "name linear layers; experts that are stored as one tensor contain none"
         problems.append(Problem("adapter.linear", field, message, fix))
-    of_linear = [linear.intersection(modules) for modules in asked.values()]
+    of_linear = [linear.intersection(modules) for modules in matched.values()]
     if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
         message = f"the loss of {_type(whole)} does not depend on an adapter of {few_of(idle)}"
         problems.append(Problem("adapter.unused", field, message, "name the other linear layers"))
@@ -290,9 +293,9 @@ def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     head, targets = whole.get_output_embeddings(), lora.target_modules
-    linear = {name: one for name, one in whole.named_modules() if isinstance(one, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
-        return [name for name, one in linear.items() if targets and one is not head]
+        return [name for name, module in linear.items() if targets and module is not head]
     return [name for name in linear if check_target_module_exists(lora, name)]
 
 
@@ -301,11 +304,11 @@ def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[
     patterns = lora.modules_to_save or []
     found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
     field, problems = "model.adapter.modules_to_save", []
-    if unmatched := [one for one in patterns if not any(matches(name, [one]) for name in found)]:
+    if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in found)]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
-    shared = [own for own, group in aliases(whole).items() if len(group) > 1]
-    tied = [name for name in found if any(own.startswith(f"{name}.") for own in shared)]
+    shared = [alias for alias, group in aliases(whole).items() if len(group) > 1]
+    tied = [name for name in found if any(alias.startswith(f"{name}.") for alias in shared)]
     if tied:
         message = f"{few_of(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
         problems.append(
@@ -348,15 +351,15 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
     """
     import peft
 
-    own = copy(lora)
-    own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
-    own.layers_to_transform = own.layers_pattern = None
-    own.init_lora_weights, own.inference_mode = True, False
-    own.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
-    frozen = {id(one): one.requires_grad for one in model.parameters()}
+    injected = copy(lora)
+    injected.target_modules, injected.modules_to_save, injected.exclude_modules = set(names), None, None
+    injected.layers_to_transform = injected.layers_pattern = None
+    injected.init_lora_weights, injected.inference_mode = True, False
+    injected.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
+    frozen = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        peft.inject_adapter_in_model(own, model, ADAPTER)
+        peft.inject_adapter_in_model(injected, model, ADAPTER)
     # In some mixtures of experts PEFT takes the names of other layers for those of experts.
     if others := {name for name, _ in adapters(model)} ^ set(names):
         raise ValueError(f"PEFT adapts other modules than requested; they differ in {few_of(sorted(others))}")
@@ -368,7 +371,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         if dtype.is_floating_point:
             for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
                 part.to(dtype)
-    return own
+    return injected
 
 
 @torch.no_grad()
@@ -384,16 +387,16 @@ def _fill(
     values: those of a pretrained adapter, including the modules that it trains as a whole.
     """
     for name, parameter in model.named_parameters():
-        own = weight_name(names.get(name, name))
-        if not parameter.requires_grad or not (is_adapter(own) or values is not None):
+        weight = weight_name(names.get(name, name))
+        if not parameter.requires_grad or not (is_adapter(weight) or values is not None):
             continue
-        with nullcontext() if gather is None or is_adapter(own) else gather([parameter]):
+        with nullcontext() if gather is None or is_adapter(weight) else gather([parameter]):
             if values is not None:
-                parameter.copy_(_value(values, own, parameter))
-            elif ".lora_A." in own:
-                parameter.copy_(_drawn(parameter, key(seed, own)))
+                parameter.copy_(_value(values, weight, parameter))
+            elif ".lora_A." in weight:
+                parameter.copy_(_drawn(parameter, key(seed, weight)))
     if values is not None and names == {}:
-        known = {weight_name(name) for name, one in model.named_parameters() if one.requires_grad}
+        known = {weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
         if extra := sorted(values.keys() - known):
             message = f"contains weights that the model does not have: {few_of(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))

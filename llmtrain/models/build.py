@@ -81,7 +81,7 @@ def _check_effect(model: ModelConfig, kind: type[PreTrainedConfig], values: dict
     declared, _ = kind.get_config_dict(model.pretrained, revision=model.revision)
 
     def derived(name: str, fields: dict[str, Any]) -> Any:
-        return kind.from_dict({key: one for key, one in fields.items() if key != name}).to_dict().get(name)
+        return kind.from_dict({key: value for key, value in fields.items() if key != name}).to_dict().get(name)
 
     for name in (name for name, value in declared.items() if isinstance(value, list) and name not in values):
         before, after = derived(name, declared), derived(name, declared | values)
@@ -136,8 +136,8 @@ def build_model(
     if not packed:
         draw_all_weights(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None:
-        own = {name: one for name, one in model.named_parameters() if name not in packed}
-        weights = own | persistent_buffers(model)
+        unpacked = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
+        weights = unpacked | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
@@ -293,11 +293,11 @@ def stage_builder(
         if recipe.model.pretrained is None:
             draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
-            own: dict[str, torch.Tensor] = {
+            unpacked: dict[str, torch.Tensor] = {
                 whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed
             }
-            own |= persistent_buffers(stage.model)
-            _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+            unpacked |= persistent_buffers(stage.model)
+            _load_named(unpacked, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)

@@ -102,7 +102,7 @@ class ChunkedLoss:
         base: nn.Module = backbone(self.model)
         if isinstance(inner := getattr(base, "decoder", None), PreTrainedModel):
             base = inner  # in families derived from encoder-decoder models, the head reads the output of the decoder
-        name = next((name for name, one in self.model.named_modules() if one is base), "")
+        name = next((name for name, module in self.model.named_modules() if module is base), "")
         if not name or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             raise NoChunksError(f"{self.model.config.model_type} has no head that can be called on its own")
         parent, _, self._name = name.rpartition(".")
@@ -186,30 +186,36 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, loss: ChunkedLoss, hidden: Tensor, targets: Tensor, *head: Tensor) -> Tensor:
         """Returns the sum of the losses and saves the gradients."""
         total = torch.zeros((), device=hidden.device)
-        of_hidden = torch.empty_like(hidden)
+        hidden_gradient = torch.empty_like(hidden)
         # In fp32, because a sum over chunks in a lower precision would round where a single product over all tokens
         # does not.
-        of_head: list[Tensor] = [torch.zeros_like(one, dtype=torch.float32) for one in head]
-        parts = loss._parts(hidden, targets, of_hidden)
-        for part, labels, gradient in parts:
+        head_gradients: list[Tensor] = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in head]
+        parts = loss._parts(hidden, targets, hidden_gradient)
+        for part, labels, chunk_gradient in parts:
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 loss_sum = loss._part(part, labels)
-            own, *others = torch.autograd.grad(loss_sum, (part, *head), allow_unused=True)
+            gradient_of_part, *gradients_of_head = torch.autograd.grad(loss_sum, (part, *head), allow_unused=True)
             total += loss_sum.detach()
-            gradient.copy_(own)
-            for sum_, other in zip(of_head, others, strict=True):
-                if other is not None:
-                    sum_ += other
-        ctx.save_for_backward(of_hidden, *(sum_.to(one.dtype) for sum_, one in zip(of_head, head, strict=True)))
+            chunk_gradient.copy_(gradient_of_part)
+            for total_gradient, gradient_of_parameter in zip(head_gradients, gradients_of_head, strict=True):
+                if gradient_of_parameter is not None:
+                    total_gradient += gradient_of_parameter
+        ctx.save_for_backward(
+            hidden_gradient,
+            *(
+                total_gradient.to(parameter.dtype)
+                for total_gradient, parameter in zip(head_gradients, head, strict=True)
+            ),
+        )
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Scales the saved gradients by the gradient of the sum."""
-        of_hidden, *of_head = ctx.saved_tensors
-        return (None, of_hidden * gradient, None, *(one * gradient for one in of_head))
+        hidden_gradient, *head_gradients = ctx.saved_tensors
+        return (None, hidden_gradient * gradient, None, *(head_gradient * gradient for head_gradient in head_gradients))
 
 
 def chunked_loss(model: PreTrainedModel) -> ChunkedLoss | None:

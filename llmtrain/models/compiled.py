@@ -170,11 +170,11 @@ def compile_for_cpu(attention: str, loss: str) -> None:
 @contextmanager
 def _stops_blocked() -> Iterator[None]:
     """Blocks signals instead of ignoring them, so that a signal that arrives meanwhile is delivered afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
@@ -228,17 +228,17 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
 
     def computed() -> list[Tensor | None]:
         output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
-        losses = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
-        loss = torch.stack([one for one in losses if one is not None]).sum()
+        terms = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
+        loss = torch.stack([term for term in terms if term is not None]).sum()
         return [output.logits.detach(), loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True)]
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
         layer.forward = _compiled_layer(layer.forward, attention, run_graph, KINDS)
     worst = 0.0
-    for one, other in zip(computed(), expected, strict=True):
-        if one is not None and other is not None:
-            worst = max(worst, relative_deviation(one, other))
-        elif one is not None or other is not None:
+    for actual, eager in zip(computed(), expected, strict=True):
+        if actual is not None and eager is not None:
+            worst = max(worst, relative_deviation(actual, eager))
+        elif actual is not None or eager is not None:
             return float("inf")
     return worst

@@ -89,7 +89,7 @@ class Outgoing:
         """Maps each name in a file, in the order of the files, to a meta tensor of that shape and dtype."""
         for group in self._groups(names):
             for name, tensor in core_model_loading.revert_weight_conversion(
-                model, {one: self._like[one].data for one in group}
+                model, {weight: self._like[weight].data for weight in group}
             ).items():
                 self._sources[name], self.like[name] = group, tensor
         self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
@@ -104,7 +104,8 @@ class Outgoing:
         if self._converted[0] != group:
             self._converted = ((), {})
             weights = {
-                one: read(one, self._like[one]).view(self._like[one].shape).to(self._like[one].dtype) for one in group
+                weight: read(weight, self._like[weight]).view(self._like[weight].shape).to(self._like[weight].dtype)
+                for weight in group
             }
             self._converted = (group, dict(core_model_loading.revert_weight_conversion(self._model, weights)))
         return self._converted[1][name]
@@ -112,15 +113,15 @@ class Outgoing:
     def _groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """Yields the weights that are translated together, in the order of `transformers`."""
         conversions = [
-            one
-            for one in conversion_mapping.get_model_conversion_mapping(self._model, add_legacy=False)
-            if not isinstance(one, core_model_loading.PrefixChange)
+            conversion
+            for conversion in conversion_mapping.get_model_conversion_mapping(self._model, add_legacy=False)
+            if not isinstance(conversion, core_model_loading.PrefixChange)
         ]
         if not conversions:
             yield from ((name,) for name in names)
             return
-        back = [one.reverse_transform() for one in reversed(conversions)]
-        converters = [one for one in back if isinstance(one, WeightConverter)]
+        back = [conversion.reverse_transform() for conversion in reversed(conversions)]
+        converters = [conversion for conversion in back if isinstance(conversion, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in sorted(names, key=core_model_loading.dot_natural_key):
             translated, pattern = core_model_loading.apply_converters(name, converters)
@@ -188,14 +189,14 @@ class Incoming:
 
     def _own_name(self, name: str) -> str | None:
         """Returns the name under which the files hold a weight."""
-        return next((one for one in (name, *self._aliases.get(name, ())) if one in self._origins), None)
+        return next((alias for alias in (name, *self._aliases.get(name, ())) if alias in self._origins), None)
 
     def _found(self, files: Iterable[str]) -> Iterable[_Origin]:
         """Makes the same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
         mapping = conversion_mapping.get_model_conversion_mapping(self._model)
-        renamings = [one for one in mapping if isinstance(one, core_model_loading.WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [conversion for conversion in mapping if isinstance(conversion, core_model_loading.WeightRenaming)]
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+        by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         own, prefix = self._model.state_dict(), self._model.base_model_prefix
         buffers = {name for name, _ in self._model.named_buffers()}
         skipped = re.compile("|".join((*skipped_patterns(self._model), *OLD_BUFFERS)))

@@ -173,5 +173,5 @@ def _eight_bit() -> Tensor:
     (arXiv 1511.04561; `bitsandbytes.functional.create_dynamic_map`.)
     """
     bounds = [torch.linspace(0.1, 1, 2**exponent + 1) for exponent in range(7)]
-    positive = torch.cat([10.0 ** (i - 6) * ((one[1:] + one[:-1]) / 2) for i, one in enumerate(bounds)])
+    positive = torch.cat([10.0 ** (i - 6) * ((edges[1:] + edges[:-1]) / 2) for i, edges in enumerate(bounds)])
     return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values

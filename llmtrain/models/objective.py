@@ -46,7 +46,7 @@ class Objective:
 
     def rewards(self, device: torch.device) -> Tensor:
         """Returns [5]: this rank's share of the sums over all completions seen that `reward_metrics` reads."""
-        return torch.stack([torch.zeros(5, device=device), *(one.to(device) for one in self._seen)]).sum(0)
+        return torch.stack([torch.zeros(5, device=device), *(sums.to(device) for sums in self._seen)]).sum(0)
 
     def __call__(self, losses: Tensor, completions: Completions) -> Tensor:
         """Returns this rank's share of the sum of the losses of a micro-batch's pairs, or single completions.
@@ -74,7 +74,7 @@ class Objective:
         with torch.no_grad():
             kinds = torch.stack([exists & own.desirable, exists & ~own.desirable])
             sums = [*rewards.where(kinds, 0).sum((1, 2)), (right & seen).sum(), *kinds.sum((1, 2))]
-            self._seen.append((share * torch.stack([one.double() for one in sums])).float())
+            self._seen.append((share * torch.stack([value.double() for value in sums])).float())
         return (share * terms.where(seen, 0).sum()).float()
 
 

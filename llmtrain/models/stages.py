@@ -164,7 +164,7 @@ class Stage(nn.Module):
         The engine reduces the norm group by group, and matrices and vectors are groups of their own: stages with
         another number of groups, or with none, would wait for each other forever.
         """
-        trained = {min(one.ndim, 2) for one in self.model.parameters() if one.requires_grad}
+        trained = {min(parameter.ndim, 2) for parameter in self.model.parameters() if parameter.requires_grad}
         like = next(self.model.parameters())
         lacking = sorted({1, 2} - trained)
         self.idle = nn.ParameterList(torch.zeros((1,) * size, dtype=like.dtype, device=like.device) for size in lacking)
@@ -207,11 +207,11 @@ class Stage(nn.Module):
         if routers and self.cut.sends_routers:
             extras.append(torch.stack(routers))
         # Autograd has no graph if nothing before is trained, but the engine starts a backward pass from each output.
-        return tuple(_differentiable(one) for one in (hidden, position_ids, *extras))
+        return tuple(_differentiable(tensor) for tensor in (hidden, position_ids, *extras))
 
     def _with_idle(self, result: Tensor) -> Tensor:
-        for one in getattr(self, "idle", ()):
-            result = result + 0 * one.sum()
+        for parameter in getattr(self, "idle", ()):
+            result = result + 0 * parameter.sum()
         return result
 
     def _forget(self) -> None:
@@ -242,16 +242,16 @@ class RankStages(nn.ModuleList):
         super().__init__(stages)
         self.hf_names: dict[str, str] = {}
         """Parameter of this module → its name in the whole model."""
-        held: dict[str, nn.Parameter] = {}
+        shared: dict[str, nn.Parameter] = {}
         for index, stage in enumerate(stages):
             parameters = dict(stage.named_parameters())
             for path, name in stage.hf_names.items():
-                if name in held:
-                    _replace(stage, parameters[path], held[name])
+                if name in shared:
+                    _replace(stage, parameters[path], shared[name])
                     continue
                 self.hf_names[f"{index}.{path}"] = name
                 if path in parameters:  # 4-bit weights are not parameters
-                    held[name] = parameters[path]
+                    shared[name] = parameters[path]
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the name of a parameter or buffer in the whole model."""
@@ -260,8 +260,8 @@ class RankStages(nn.ModuleList):
 
 def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:
     """Replaces a parameter in every module that has it; an embedding and a head may be tied within a stage, too."""
-    for path, one in list(stage.named_parameters(remove_duplicate=False)):
-        if one is parameter:
+    for path, candidate in list(stage.named_parameters(remove_duplicate=False)):
+        if candidate is parameter:
             module, _, attribute = path.rpartition(".")
             setattr(stage.get_submodule(module), attribute, by)
 
@@ -281,8 +281,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         found = " and ".join(lists) or "none"
         raise cannot_cut(model.config, f"it should have one list of {count} decoder layers and has {found}")
-    (found_list,) = lists.items()
-    return found_list
+    (named_list,) = lists.items()
+    return named_list
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:

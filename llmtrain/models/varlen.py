@@ -67,9 +67,9 @@ def check_device(attention: str, device: torch.device) -> None:
     newest = NEWEST_GPU.get(attention)
     if found >= OLDEST_GPU and (newest is None or found < newest):
         return
-    least, own = (".".join(map(str, one)) for one in (OLDEST_GPU, found))
+    least, actual = (".".join(map(str, capability)) for capability in (OLDEST_GPU, found))
     most = f" and below {newest[0]}.{newest[1]}" if newest else ""
-    message = f"'{attention}' needs a compute capability of at least {least}{most}, but this GPU has {own}"
+    message = f"'{attention}' needs a compute capability of at least {least}{most}, but this GPU has {actual}"
     raise RecipeError(Problem("model.attention_device", "model.attention", message, "--set model.attention=sdpa"))
 
 
@@ -167,7 +167,7 @@ def _by_kernel(
         raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
-    query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))
+    query, key, value = (functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
     run: Callable[..., tuple[Tensor, Tensor]] = in_graph if isinstance(longest, Tensor) else _kernel
     output, _ = run(query, key, value, bounds, longest, scale, window)
     return output[..., :kept]
@@ -249,12 +249,14 @@ def _in_graph_backward(
     if cpu.computes(query):
         return cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
 
-    def attend(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
-        return _one_by_one(one, other, third, bounds, scale, window)
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return _one_by_one(queries, keys, values, bounds, scale, window)
 
     differentiate = torch.func.vjp(attend, query, key, value)[1]
-    first, second, third = (one.contiguous() for one in differentiate(gradient))
-    return first, second, third
+    query_gradient, key_gradient, value_gradient = (
+        state_gradient.contiguous() for state_gradient in differentiate(gradient)
+    )
+    return query_gradient, key_gradient, value_gradient
 
 
 @_in_graph_backward.register_fake
@@ -284,17 +286,21 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale
     """
     lengths = bounds.diff().tolist()
     outputs = []
-    for parts in zip(*(torch.split(one, lengths) for one in (query, key, value)), strict=True):
-        one, other, third = (part.transpose(0, 1)[None] for part in parts)
-        band = _band(one.shape[2], window, one.device) if window is not None and window < one.shape[2] else None
+    for parts in zip(*(torch.split(states, lengths) for states in (query, key, value)), strict=True):
+        document_query, document_key, document_value = (part.transpose(0, 1)[None] for part in parts)
+        band = (
+            _band(document_query.shape[2], window, document_query.device)
+            if window is not None and window < document_query.shape[2]
+            else None
+        )
         attended = functional.scaled_dot_product_attention(
-            one,
-            other,
-            third,
+            document_query,
+            document_key,
+            document_value,
             attn_mask=band,
             is_causal=band is None,
             scale=scale,
-            enable_gqa=one.shape[1] != other.shape[1],
+            enable_gqa=document_query.shape[1] != document_key.shape[1],
         )
         outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -81,9 +81,9 @@ class ChatEncoder:
         self._plain.no_padding()
         tokens = self._plain.get_added_tokens_decoder().values()
         literal = template.literal_text
-        added = {one.content for one in tokens if not one.special and not one.content.isspace()}
+        added = {token.content for token in tokens if not token.special and not token.content.isspace()}
         controls = Controls(
-            [one.content for one in tokens if one.special], sorted(text for text in added if text in literal)
+            [token.content for token in tokens if token.special], sorted(text for text in added if text in literal)
         )
         self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
         self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
@@ -123,24 +123,26 @@ class ChatEncoder:
 
     def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
-        chats = [one for one in rendered if isinstance(one, ChatText)]
+        chats = [chat for chat in rendered if isinstance(chat, ChatText)]
         bounds = [chat.bounds for chat in chats]
-        texts = [chat.text for chat, one in zip(chats, bounds, strict=True) if one]
+        texts = [chat.text for chat, chat_bounds in zip(chats, bounds, strict=True) if chat_bounds]
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        found = iter(self._bounded(list(zip(filter(None, bounds), ids, strict=True))))
-        made: list[Encoded | RowError | None] = [next(found) if one else None for one in bounds]
-        others = [number for number, one in enumerate(made) if one is None]
-        texts = [chats[number].text for number in others]
+        encoded_by_bounds = iter(self._encode_by_bounds(list(zip(filter(None, bounds), ids, strict=True))))
+        results: list[Encoded | RowError | None] = [
+            next(encoded_by_bounds) if chat_bounds else None for chat_bounds in bounds
+        ]
+        remaining = [number for number, result in enumerate(results) if result is None]
+        texts = [chats[number].text for number in remaining]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        for number, encoding in zip(others, encodings, strict=True):
-            made[number] = self._encoded(chats[number], encoding)
-        whole = iter(one for one in made if one)
-        return [one if isinstance(one, RowError) else next(whole) for one in rendered]
+        for number, encoding in zip(remaining, encodings, strict=True):
+            results[number] = self._encode_by_offsets(chats[number], encoding)
+        encoded = iter(result for result in results if result)
+        return [chat if isinstance(chat, RowError) else next(encoded) for chat in rendered]
 
     def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
         """Renders each conversation and finds its assistant turns; returns an error where that is impossible."""
         texts = self.template.render_each(conversations)
-        return [self._rendered(one, text) for one, text in zip(conversations, texts, strict=True)]
+        return [self._rendered(conversation, text) for conversation, text in zip(conversations, texts, strict=True)]
 
     def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
         """text: what the template renders for the conversation without marks."""
@@ -179,38 +181,38 @@ class ChatEncoder:
             self._proven[key] = turns
         return self._proven[key]
 
-    def _bounded(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
+    def _encode_by_bounds(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
         """Returns the encoded conversations whose turns lie between control tokens; None for the others.
 
         Processes all conversations at once. It needs no token offsets, which `encode_batch_fast` does not compute.
         """
         if not chats:
             return []
-        bounds = [one for one, _ in chats]
+        bounds = [chat_bounds for chat_bounds, _ in chats]
         lists = [ids for _, ids in chats]
-        stops = np.cumsum([len(one) for one in lists])
+        stops = np.cumsum([len(token_ids) for token_ids in lists])
         ids = np.fromiter(chain.from_iterable(lists), np.int64, int(stops[-1]))
         places = np.flatnonzero(self._known[ids] >= 0)
         ends = np.searchsorted(places, stops)  # number of control tokens up to the end of each conversation
-        expected = np.cumsum([len(one.controls) for one in bounds])
+        expected = np.cumsum([len(chat_bounds.controls) for chat_bounds in bounds])
         if (
             not np.array_equal(ends, expected)
-            or (ids[places] != np.concatenate([one.controls for one in bounds])).any()
+            or (ids[places] != np.concatenate([chat_bounds.controls for chat_bounds in bounds])).any()
         ):
             return [None] * len(chats)
         ids[places] = self._known[ids[places]]
-        sizes = [len(one.first) for one in bounds]
+        sizes = [len(chat_bounds.first) for chat_bounds in bounds]
         owners = np.repeat(np.arange(len(bounds)), sizes)
         before = np.concatenate([[0], ends[:-1]])[owners]
-        first = places[np.concatenate([one.first for one in bounds]) + before] + 1
-        after = places[np.concatenate([one.last for one in bounds]) + before] + 1
+        first = places[np.concatenate([chat_bounds.first for chat_bounds in bounds]) + before] + 1
+        after = places[np.concatenate([chat_bounds.last for chat_bounds in bounds]) + before] + 1
         fits = np.ones(len(bounds), bool)
-        heads = [one.head for one in bounds]
+        heads = [chat_bounds.head for chat_bounds in bounds]
         for head in set(heads):
-            mine = np.array([one == head for one in heads])[owners]
+            with_head = np.array([chat_head == head for chat_head in heads])[owners]
             for token in head:
-                fits[owners[mine][ids[np.minimum(first[mine], len(ids) - 1)] != token]] = False
-                first[mine] += 1
+                fits[owners[with_head][ids[np.minimum(first[with_head], len(ids) - 1)] != token]] = False
+                first[with_head] += 1
         if self._train_on == "all":
             trained = np.ones(len(ids), bool)
         else:
@@ -222,8 +224,8 @@ class ChatEncoder:
         starts = np.concatenate([[0], stops[:-1]])
         cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
         return [
-            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), one.ends) if fit else None
-            for one, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
+            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), chat_bounds.ends) if fit else None
+            for chat_bounds, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
         ]
 
     def _check_tokens(self, whole: Rendered) -> None:
@@ -257,7 +259,7 @@ class ChatEncoder:
         ids[places] = known[:, 1]
         return ids
 
-    def _encoded(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
+    def _encode_by_offsets(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
         whole, turns = chat.rendered, chat.turns
         try:
             ids = self._ids(whole.text, encoding)
@@ -286,10 +288,10 @@ class ChatEncoder:
         is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
             trained = np.ones(length, bool)
-            for one in whole.stretches:
-                if not is_trained[one.message]:
+            for stretch in whole.stretches:
+                if not is_trained[stretch.message]:
                     # A token that only partly belongs to such a message is not trained on either.
-                    trained[places.after(one.start) : places.first(one.end)] = False
+                    trained[places.after(stretch.start) : places.first(stretch.end)] = False
             for turn, (first, end) in zip(turns, spans, strict=True):
                 if not is_trained[turn.message]:
                     trained[first:end] = False
@@ -363,10 +365,10 @@ def _with_aliases(plain: Any, controls: Controls) -> tuple[Any, dict[str, tuple[
 
     described = json.loads(plain.to_str())
     described["post_processor"] = None  # it adds no tokens here, but some post-processors trim the offsets
-    for one in described["added_tokens"]:
-        one["special"] |= one["content"] in controls.aliases
+    for added_token in described["added_tokens"]:
+        added_token["special"] |= added_token["content"] in controls.aliases
     copy: Any = Tokenizer.from_str(json.dumps(described))
-    by_text = {one.content: one for one in plain.get_added_tokens_decoder().values()}
+    by_text = {token.content: token for token in plain.get_added_tokens_decoder().values()}
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     copy.add_tokens(
         [

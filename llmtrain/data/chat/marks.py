@@ -135,26 +135,26 @@ class Rendered:
     def gaps(self) -> tuple[tuple[int, str], ...]:
         """The template's own text before the first stretch and after each stretch, each with the number of the message
         that precedes it (-1 for none): the skeleton."""
-        owners = [-1, *(one.message for one in self.stretches)]
-        starts = [0, *(one.end for one in self.stretches)]
-        ends = [*(one.start for one in self.stretches), len(self.text)]
+        owners = [-1, *(stretch.message for stretch in self.stretches)]
+        starts = [0, *(stretch.end for stretch in self.stretches)]
+        ends = [*(stretch.start for stretch in self.stretches), len(self.text)]
         return tuple((owner, self.text[start:end]) for owner, start, end in zip(owners, starts, ends, strict=True))
 
     def texts(self, message: int) -> list[str]:
         """Returns the text of each stretch of a message."""
-        return [self.text[one.start : one.end] for one in self.stretches if one.message == message]
+        return [self.text[stretch.start : stretch.end] for stretch in self.stretches if stretch.message == message]
 
     @cached_property
     def repeated(self) -> frozenset[int]:
         """The indices of the stretches whose text is that of an earlier stretch of the same message."""
-        known: set[tuple[int, str]] = set()
-        found = []
-        for number, one in enumerate(self.stretches):
-            text = one.message, self.text[one.start : one.end]
-            if text in known:
-                found.append(number)
-            known.add(text)
-        return frozenset(found)
+        seen: set[tuple[int, str]] = set()
+        repeated = []
+        for number, stretch in enumerate(self.stretches):
+            text = stretch.message, self.text[stretch.start : stretch.end]
+            if text in seen:
+                repeated.append(number)
+            seen.add(text)
+        return frozenset(repeated)
 
 
 def reject_reserved(values: Any) -> None:

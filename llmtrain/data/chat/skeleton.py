@@ -49,7 +49,7 @@ class Bounds:
         that it stands for, or -1.
         """
         texts = [text for _, text in gaps]
-        before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
+        controls_before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
         heads, first, last = set(), [], []
         for turn in turns:
             (number, place), (end_number, end_place) = turn.start, turn.end
@@ -58,15 +58,17 @@ class Bounds:
             if not found or not turn.ended or not CONTROL.fullmatch(end[-1:]):
                 return None
             heads.add(lead[found[-1].start() :])
-            first.append(before[number] + len(found) - 1)
-            last.append(before[end_number] + len(CONTROL.findall(end)) - 1)
+            first.append(controls_before[number] + len(found) - 1)
+            last.append(controls_before[end_number] + len(CONTROL.findall(end)) - 1)
         if len(heads) > 1 or len({turn.message for turn in turns}) < len(turns):
             return None
         head = tokenizer.encode(lead := heads.pop(), add_special_tokens=False).ids
         added = tokenizer.get_added_tokens_decoder()
         if not lead[1:].isascii() or known[head[0]] < 0 or any(token in added for token in head[1:]):
             return None
-        controls = np.array([tokenizer.token_to_id(one) for one in CONTROL.findall("".join(texts))], np.int64)
+        controls = np.array(
+            [tokenizer.token_to_id(character) for character in CONTROL.findall("".join(texts))], np.int64
+        )
         ends = frozenset(known[controls[last]].tolist())
         return cls(controls, np.array(first), tuple(head[1:]), np.array(last), ends)
 
@@ -95,14 +97,14 @@ def is_byte_level(tokenizer: Any) -> bool:
     from tokenizers import pre_tokenizers
 
     described = json.loads(tokenizer.to_str())
-    model, before = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
+    model, pre_tokenizer_steps = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
     vocabulary = model["vocab"] if model["type"] == "BPE" else {}
     return (
-        bool(before)
+        bool(pre_tokenizer_steps)
         and not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and all(one["type"] == "NFC" for one in _steps(described["normalizer"], "normalizers"))
-        and before[-1]["type"] == "ByteLevel"
-        and all(_keeps(one) for one in before)
+        and all(step["type"] == "NFC" for step in _steps(described["normalizer"], "normalizers"))
+        and pre_tokenizer_steps[-1]["type"] == "ByteLevel"
+        and all(_keeps(step) for step in pre_tokenizer_steps)
         and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
     )
 

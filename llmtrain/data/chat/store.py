@@ -101,10 +101,10 @@ class _Writer:
         """Appends conversations. kept: each conversation with the number of its first tokens to write."""
         if not kept:
             return
-        tokens = np.concatenate([one.ids[:size] for one, size in kept])
+        tokens = np.concatenate([encoded.ids[:size] for encoded, size in kept])
         self._documents.append(np.cumsum([size for _, size in kept]) + self._tokens.length)
         self._tokens.append(tokens)
-        self._trained.append(np.concatenate([one.trained[:size] for one, size in kept]))
+        self._trained.append(np.concatenate([encoded.trained[:size] for encoded, size in kept]))
         self.counts += np.bincount(tokens, minlength=len(self.counts))
 
     def summary(self) -> dict[str, int]:
@@ -138,29 +138,32 @@ def tokenize_conversations(
         batches = prefetched(_batches(corpus, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
-            encoded = iter(encoder.tokenize([chat for one in batch for chat in one.texts]))
+            encoded = iter(encoder.tokenize([chat for chat_row in batch for chat in chat_row.texts]))
             kept: dict[str, list[tuple[Encoded, int]]] = {split: [] for split in SPLITS}
             for document, texts, desirable in batch:
                 if document is not row:  # rows may have several labelled completions
                     row, is_faulty = document, False
                     counts.rows += 1
                     characters += len(row.text)
-                found = [next(encoded) for _ in texts]
-                whole = [one for one in found if not isinstance(one, RowError)]
-                if len(whole) < len(found):
+                results = [next(encoded) for _ in texts]
+                conversations = [conversation for conversation in results if not isinstance(conversation, RowError)]
+                if len(conversations) < len(results):
                     if not is_faulty:
-                        counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
+                        counts.fault(
+                            document.place,
+                            next(conversation for conversation in results if isinstance(conversation, RowError)),
+                        )
                     is_faulty = True
-                elif sizes := _sizes(whole, most, reading.too_long, desirable):
+                elif sizes := _sizes(conversations, most, reading.too_long, desirable):
                     counts.kept += 1
                     split = "eval" if held_out(document.text, eval_fraction) else "train"
-                    kept[split] += zip(whole, sizes, strict=True)
-                    for one, size in zip(whole, sizes, strict=True):
-                        if desirable is not None and one is whole[1]:
+                    kept[split] += zip(conversations, sizes, strict=True)
+                    for conversation, size in zip(conversations, sizes, strict=True):
+                        if desirable is not None and conversation is conversations[1]:
                             continue  # a mismatched conversation is not trained on
-                        counts.cut += size < len(one.ids)
-                        counts.trained_tokens += int(np.count_nonzero(one.trained[1:size]))
-                        for token in one.ends:
+                        counts.cut += size < len(conversation.ids)
+                        counts.trained_tokens += int(np.count_nonzero(conversation.trained[1:size]))
+                        for token in conversation.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
                     if labels := writers[split].desirable:
                         labels.append(np.array([desirable]))
@@ -199,17 +202,17 @@ def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None)
     """
     if len(row) == 1:
         return [size] if (size := _size(row[0], most, too_long)) else []
-    sizes = [len(one.ids) for one in row]
+    sizes = [len(conversation.ids) for conversation in row]
     if desirable is not None:
         return [sizes[0], min(sizes[1], most)] if sizes[0] <= most else []
     return sizes if sum(size - 1 for size in sizes) < most else []
 
 
-def _size(one: Encoded, most: int, too_long: str) -> int:
+def _size(conversation: Encoded, most: int, too_long: str) -> int:
     """Returns the number of tokens to keep of a conversation: all, those up to the last turn that fits, or 0."""
-    if len(one.ids) <= most:
-        return len(one.ids)
-    fitting = [end for end in one.turns if end <= most and one.trained[1:end].any()]
+    if len(conversation.ids) <= most:
+        return len(conversation.ids)
+    fitting = [end for end in conversation.turns if end <= most and conversation.trained[1:end].any()]
     return fitting[-1] if fitting and too_long == "cut_turns" else 0
 
 
@@ -230,46 +233,54 @@ def _batches(
                 layouts[columns] = corpus.chat.layout(columns, place)
                 names[columns] = str(layouts[columns])
             layout = layouts[columns]
-            found = layout.answered(row) if labelled else layout.read(row)
+            parsed = layout.answered(row) if labelled else layout.read(row)
         except RowError as error:
             return error
         except DataError as error:
             return RowError(str(error))
-        where = names[columns]
-        counts.columns[where] = counts.columns.get(where, 0) + 1
+        description = names[columns]
+        counts.columns[description] = counts.columns.get(description, 0) + 1
         for name in layout.unread(row):
             counts.unread[name] = counts.unread.get(name, 0) + 1
-        return found
+        return parsed
 
     documents = corpus.documents()
-    before: list[Answered] = []
+    carried: list[Answered] = []
     while batch := list(islice(documents, BATCH_CONVERSATIONS)):
         rows = [(document, read(document)) for document in batch]
-        known = [*before, *(found for _, found in rows if isinstance(found, Answered))]
-        number = len(before) - 1
+        completions = [*carried, *(parsed for _, parsed in rows if isinstance(parsed, Answered))]
+        number = len(carried) - 1
         chats: list[tuple[Document, list[Conversation | RowError], bool | None]] = []
-        for document, found in rows:
-            if isinstance(found, RowError):
-                chats.append((document, [found], None))
-            elif isinstance(found, tuple):
-                chats.append((document, list(found), None))
+        for document, parsed in rows:
+            if isinstance(parsed, RowError):
+                chats.append((document, [parsed], None))
+            elif isinstance(parsed, tuple):
+                chats.append((document, list(parsed), None))
             else:
                 number += 1
                 others = [
-                    other if isinstance(other, RowError) else found.conversation(other)
-                    for other in _mismatched(known, number)
+                    other if isinstance(other, RowError) else parsed.conversation(other)
+                    for other in _mismatched(completions, number)
                 ]
-                for one, other, is_desirable in zip(found.conversations, others, found.desirable, strict=True):
-                    chats.append((document, [one, other], is_desirable))
-        texts = iter(encoder.render([one for _, row, _ in chats for one in row if not isinstance(one, RowError)]))
+                for conversation, other, is_desirable in zip(
+                    parsed.conversations, others, parsed.desirable, strict=True
+                ):
+                    chats.append((document, [conversation, other], is_desirable))
+        texts = iter(
+            encoder.render(
+                [conversation for _, row, _ in chats for conversation in row if not isinstance(conversation, RowError)]
+            )
+        )
         rendered: list[_ChatRow] = []
         for document, row, desirable in chats:
-            parts = [one if isinstance(one, RowError) else next(texts) for one in row]
+            parts = [conversation if isinstance(conversation, RowError) else next(texts) for conversation in row]
             if desirable is not None and isinstance(parts[1], RowError) and not isinstance(row[1], RowError):
                 parts[1] = RowError(f"with the completion of another row, {parts[1]}")
             rendered.append(_ChatRow(document, parts) if desirable is None else _ChatRow(document, parts, desirable))
         yield rendered
-        before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
+        carried = [candidate for candidate in completions if candidate.prompt != completions[-1].prompt][
+            -1:
+        ] + completions[-1:]
 
 
 def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
@@ -278,11 +289,11 @@ def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]
     The other row is the nearest earlier one, or the nearest later one for the first rows. The choice depends on the
     data alone, so the log-probabilities under the reference can be computed once.
     """
-    own = rows[number]
+    row = rows[number]
     places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))
-    other = next((rows[place] for place in places if rows[place].prompt != own.prompt), None)
+    other = next((rows[place] for place in places if rows[place].prompt != row.prompt), None)
     if other is None:
         return [RowError("no row near it has another prompt, but KTO also needs a completion of another prompt")] * len(
-            own.completions
+            row.completions
         )
-    return [other.completions[place % len(other.completions)] for place in range(len(own.completions))]
+    return [other.completions[place % len(other.completions)] for place in range(len(row.completions))]

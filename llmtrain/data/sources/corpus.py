@@ -75,7 +75,7 @@ class ConversationCorpus:
         """Returns the texts of the messages of a JSON row; an empty text if the row holds no conversation."""
         values = json.loads(row)
         try:
-            return "\n".join(one.text() for one in self.chat.layout(values, "").read(values))
+            return "\n".join(conversation.text() for conversation in self.chat.layout(values, "").read(values))
         except (RowError, DataError):
             return ""
 

@@ -97,15 +97,15 @@ def attention_gradients(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value, given that of the output; the others as for `attention`."""
-    one, other, third = (state.new_empty(state.shape) for state in (query, key, value))
-    given = (query, key, value, output, log_sums, gradient)
-    _attend("attention_backward", bounds, scale, window, *given, one, other, third)
-    return one, other, third
+    query_gradient, key_gradient, value_gradient = (state.new_empty(state.shape) for state in (query, key, value))
+    saved = (query, key, value, output, log_sums, gradient)
+    _attend("attention_backward", bounds, scale, window, *saved, query_gradient, key_gradient, value_gradient)
+    return query_gradient, key_gradient, value_gradient
 
 
 def _attend(name: str, bounds: Tensor, scale: float, window: int | None, *tensors: Tensor) -> None:
-    given = [one.contiguous() for one in (bounds.to(torch.int32), *tensors)]
-    _, query, key, value, *_ = given
+    contiguous = [tensor.contiguous() for tensor in (bounds.to(torch.int32), *tensors)]
+    _, query, key, value, *_ = contiguous
     tokens, heads, width = query.shape
     sizes = _Sizes(
         tokens=tokens,
@@ -118,7 +118,7 @@ def _attend(name: str, bounds: Tensor, scale: float, window: int | None, *tensor
         scale=scale,
         threads=torch.get_num_threads(),
     )
-    if not _function(name)(sizes, *(one.data_ptr() for one in given)):
+    if not _function(name)(sizes, *(tensor.data_ptr() for tensor in contiguous)):
         raise ValueError("the document boundaries or its heads do not fit its tokens")
 
 
@@ -159,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _of_labels(name: str, labels: Tensor, logits: Tensor, *others: Tensor) -> bool:
     tokens, vocabulary = logits.shape
     sizes = _Labels(tokens=tokens, vocabulary=vocabulary, no_target=NO_TARGET, threads=torch.get_num_threads())
-    return _function(name)(sizes, *(one.data_ptr() for one in (labels, logits, *others)))
+    return _function(name)(sizes, *(tensor.data_ptr() for tensor in (labels, logits, *others)))
 
 
 def _function(name: str) -> Callable[..., bool]:

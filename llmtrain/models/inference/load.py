@@ -117,6 +117,6 @@ def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
     if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
         message = f"{len(names)} of its weights are integers, not floating point numbers: {few_of(names)}"
         yield Problem("model.weights", name, message, AGAIN)
-    if names := [name for name, one in model.named_parameters() if not is_finite(one)]:
+    if names := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:
         message = f"{len(names)} of its weights contain NaN or infinity: {few_of(names)}"
         yield Problem("model.weights", name, message, AGAIN)

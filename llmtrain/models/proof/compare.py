@@ -23,7 +23,7 @@ class Comparison:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         device = next(model.parameters()).device
-        self._tokens, self._positions = (one.to(device) for one in packed_input(model.config))
+        self._tokens, self._positions = (tensor.to(device) for tensor in packed_input(model.config))
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._expected = self._compute(takes_targets=False)
 
@@ -35,11 +35,11 @@ class Comparison:
         """
         (loss, gradients), (expected_loss, expected) = self._compute(takes_targets), self._expected
         worst = _larger(0.0, abs(float(loss.detach()) / float(expected_loss.detach()) - 1))
-        largest = max(float(one.abs().max()) for one in expected if one is not None)
-        for one, other in zip(gradients, expected, strict=True):
-            if one is not None and other is not None:
-                worst = _larger(worst, float((one - other).abs().max()) / largest)
-            elif one is not None or other is not None:
+        largest = max(float(gradient.abs().max()) for gradient in expected if gradient is not None)
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            if gradient is not None and expected_gradient is not None:
+                worst = _larger(worst, float((gradient - expected_gradient).abs().max()) / largest)
+            elif gradient is not None or expected_gradient is not None:
                 return math.inf
         return worst
 
@@ -72,6 +72,6 @@ def deviation_of(
         return comparison.deviation(takes_targets)
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(worst: float, deviation: float) -> float:
     """Returns the larger number; infinity if `other` is not finite, because Python's `max` can drop a NaN."""
-    return max(one, other) if math.isfinite(other) else math.inf
+    return max(worst, deviation) if math.isfinite(deviation) else math.inf

@@ -70,7 +70,10 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
             reason = reason or f"its forward pass fails on a part of the layers ({type(error).__name__}: {error})"
             continue
-        deviation = max(relative_deviation(part, other) for part, other in zip(result, expected, strict=True))
+        deviation = max(
+            relative_deviation(output, expected_output)
+            for output, expected_output in zip(result, expected, strict=True)
+        )
         if deviation <= TOLERANCE:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
@@ -171,9 +174,9 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
     received: tuple[Tensor, ...] = inputs
     for stage in stages:
         prefix = f"model.{decoder_layers(stage.model)[0]}."
-        names = {name: one for name, one in stage.named_parameters() if not name.startswith(prefix)}
-        for one in names.values():
-            one.requires_grad_(True)  # nothing else uses these stages
+        names = {name: parameter for name, parameter in stage.named_parameters() if not name.startswith(prefix)}
+        for parameter in names.values():
+            parameter.requires_grad_(True)  # nothing else uses these stages
         output = stage(tuple(value.detach() for value in received))
         received = output if isinstance(output, tuple) else (output,)
         total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()

@@ -109,12 +109,12 @@ class TensorParallel:
             return
         if shard is None or not isinstance(base, nn.Linear):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
-        part: Any
-        part, other = (inner, outer) if shard.dim else (outer, inner)
-        section.use(other.weight)
-        part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
-        part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, section, config)
+        split_layer: Any
+        split_layer, unsplit = (inner, outer) if shard.dim else (outer, inner)
+        section.use(unsplit.weight)
+        split_layer.weight.data = shard.part(split_layer.weight.data, self.ranks.rank, self.ranks.size)
+        split_layer.weight.tensor_shard, split_layer.weight.model_parallel = shard, True
+        STYLES[style].install(split_layer, section, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -282,8 +282,8 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = plan.get(_pattern(name)) or styles.get(_module(name), "replicate")
         by_parameter.setdefault(id(parameter), {})[name] = style
-    asked = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
-    unknown = sorted(asked - STYLES.keys())
+    requested = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
+    unknown = sorted(requested - STYLES.keys())
     if unknown:
         raise no_split(config, f"its plan asks for the styles {', '.join(unknown)}")
     shards: dict[str, Shard] = {}
