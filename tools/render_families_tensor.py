@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.slices_check import VOCABULARY, compare_slices, has_regions
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_slices, has_regions
 
 HEAD = """# Model families with tensor parallelism
 

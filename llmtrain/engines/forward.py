@@ -41,8 +41,8 @@ from llmtrain.models.compiled import (
     compiled_loss,
     share_processors,
 )
-from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
+from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan

@@ -32,10 +32,10 @@ from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_unreached, target_loss_sum
 from llmtrain.models.pretrained import is_finite
-from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import without_gradient
 from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
@@ -326,7 +326,7 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
     try:
         tiny_config = shrink_configuration(config)
         with torch.random.fork_rng(devices=[]):
-            tiny = reference(tiny_config, "eager").train()
+            tiny = build_tiny_model(tiny_config, "eager").train()
             assert trained.config is not None
             _inject(tiny, trained.config, _present(tiny, trained))
             tokens, positions = packed_input(tiny_config)

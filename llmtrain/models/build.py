@@ -24,11 +24,11 @@ from llmtrain.models.hub_names import empty_model, naming_own_code
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
-from llmtrain.models.proof.cut import check_cut
-from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.exchanges import Ranks
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
+from llmtrain.models.tiny.stages_check import check_cut
+from llmtrain.models.tiny.tensor_check import check_slices
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
 from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.facts.model_facts import (

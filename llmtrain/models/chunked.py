@@ -30,10 +30,10 @@ from transformers.utils import ModelOutput
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import COPY_ERRORS, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
 from llmtrain.models.stages import backbone
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model
 
 
 class NoChunksError(Exception):
@@ -244,7 +244,7 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 
 def _deviation(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
-    model = reference(config, "eager")
+    model = build_tiny_model(config, "eager")
     comparison = Comparison(model)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False, loss_of=loss_of)
     worst = 0.0

@@ -27,9 +27,9 @@ from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
 from llmtrain.models.loss import target_loss_sum, target_losses
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
@@ -221,7 +221,7 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 def _deviation(config: PreTrainedConfig, attention: str) -> float:
     """Returns the largest deviation of logits, auxiliary loss and gradients, each relative to its largest value."""
-    model = reference(config, attention)
+    model = build_tiny_model(config, attention)
     tokens, positions = packed_input(config)
     bounds = Documents.of(positions).arguments(tokens.device) if attention == VARLEN else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.data import NO_TARGET
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import ChunkedLoss, NoChunksError
-from llmtrain.models.proof.compare import deviation_of
-from llmtrain.models.proof.cut import COPY_ERRORS
+from llmtrain.models.tiny.compare import deviation_of
+from llmtrain.models.tiny.model import COPY_ERRORS
 from llmtrain.overrides.transformers import call_instead
 
 PACKAGES = ("liger_kernel", "triton")

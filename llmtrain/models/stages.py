@@ -43,7 +43,7 @@ def cannot_cut(config: PreTrainedConfig, reason: str) -> FamilyError:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a family into stages; found and verified on a tiny copy of the model (`llmtrain.models.proof.cut`)."""
+    """Where a family is cut into stages, found and verified on a tiny copy (`llmtrain.models.tiny.stages_check`)."""
 
     bounds: tuple[StageBounds, ...]
     outside: tuple[frozenset[str], ...]

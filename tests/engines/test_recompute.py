@@ -12,10 +12,10 @@ from llmtrain.engines.deepspeed import autotp, engine
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, compiled, model_configuration
 from llmtrain.models.liger import use_blocks
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import reference
 from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
 from llmtrain.models.stages import decoder_layers
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.model import build_tiny_model
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from tests.helpers import triton_on_cpu
@@ -163,7 +163,7 @@ def test_results_that_autotp_sums_in_place_are_not_kept():
 def test_results_that_liger_rotates_in_place_are_not_kept():
     """It is why `recompute.selective` refuses Liger's layers."""
     triton_on_cpu.complete()
-    model = reference(model_configuration(tiny_recipe()), "eager").train()
+    model = build_tiny_model(model_configuration(tiny_recipe()), "eager").train()
     use_blocks(model)
     comparison = Comparison(model)
     assert comparison.deviation() == 0

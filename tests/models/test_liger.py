@@ -13,10 +13,11 @@ from transformers.initialization import no_init_weights
 from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import check_cut, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import build_stage
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model
+from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.plan.stages import StageBounds
 from tests.helpers import triton_on_cpu
 from tests.helpers.harness import run_ranks
@@ -263,7 +264,7 @@ def test_a_kernel_with_deviating_results_is_refused(monkeypatch):
 
 def test_a_nan_gradient_deviates():
     config = shrink_configuration(AutoConfig.for_model("llama"), 2)
-    model = reference(config, "eager")
+    model = build_tiny_model(config, "eager")
     comparison = Comparison(model)
     assert comparison.deviation() == 0
     model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))

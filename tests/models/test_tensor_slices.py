@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
 from llmtrain.models.build import stage_builder
-from llmtrain.models.proof import slices_check
-from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.slices_check import ThreadRanks, check_slices, compare_slices
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor import exchanges, regions, split
 from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
 from llmtrain.models.tensor.split import TensorParallel, plan_split
+from llmtrain.models.tiny import tensor_check
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.models.tiny.tensor_check import ThreadRanks, check_slices, compare_slices
 from llmtrain.plan.facts.families import REGION_FAMILIES
 from llmtrain.plan.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
@@ -69,7 +69,7 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
             seen.append("all_gather" if value.shape[1:] == (length // 2, width) else "other")
             return super().gather(value)
 
-    monkeypatch.setattr(slices_check, "ThreadRanks", Counted)
+    monkeypatch.setattr(tensor_check, "ThreadRanks", Counted)
     compare_slices(tiny(family), regions=True)
     # Of four layers four of each; the embedding's sum and its gradient, and what enters the head and its gradient.
     own = {kind: seen.count(kind) // 2 for kind in seen}
@@ -237,7 +237,7 @@ def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numb
 def _accumulated(family: str):
     """How far gradients of two passes, joined from the ranks, are from the whole model's; the share of it held."""
     config = tiny(family)
-    whole, inputs = reference(config, "eager"), packed_input(config)
+    whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
     ranks = GroupRanks(torch.distributed.group.WORLD)
     own = TensorParallel(plan_split(whole, 2), ranks)
     sliced = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import cpu, varlen
-from llmtrain.models.proof.varlen_check import check_attention
+from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import in_graph, varlen_attention
 from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan

@@ -20,9 +20,9 @@ from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.models import build_sliced, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.tensor_check import check_slices
 
 
 class SlicedAxis(EngineAxis):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.compare import deviation_of
-from llmtrain.models.proof.cut import COPY_ERRORS
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiny.compare import deviation_of
+from llmtrain.models.tiny.model import COPY_ERRORS
 
 NAMES = ("mlp", "feed_forward", "ffn")
 """Names of the feed-forward part of a layer in the families."""

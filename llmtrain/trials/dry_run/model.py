@@ -16,8 +16,8 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.adapter import Trained, trained_part
 from llmtrain.models.hub_names import empty_model
-from llmtrain.models.proof.cut import MODEL_ERRORS
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS
 from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 

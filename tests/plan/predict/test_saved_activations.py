@@ -16,16 +16,15 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model, model_configuration
+from llmtrain.models import activation_bytes, build_model, model_configuration
+from llmtrain.models.activation_bytes import traced_layers
 from llmtrain.models.build import build_sliced
 from llmtrain.models.compiled import compile_layers
-from llmtrain.models.proof import trace
-from llmtrain.models.proof.slices_check import check_slices
-from llmtrain.models.proof.trace import traced_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.tensor_check import check_slices
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.activations import kept_bytes, layer_bytes
@@ -356,7 +355,7 @@ def test_a_trace_equals_the_saved_bytes(family, attention, precision, tmp_path, 
     plan = plan_for(family, attention, precision, mask=True)
     traced = traced_layers(plan)
     assert traced == (saved_bytes(plan),) * 2
-    monkeypatch.setattr(trace, "_trace", None)  # the second time it comes from the cache
+    monkeypatch.setattr(activation_bytes, "_trace", None)  # the second time it comes from the cache
     assert traced_layers(plan) == traced
     doubled = memory_of(plan, tuple(2 * size for size in traced)).stages[0].forward.activations
     assert doubled - memory_of(plan, traced).stages[0].forward.activations == pytest.approx(sum(traced), abs=2)
@@ -371,10 +370,10 @@ def test_a_trace_is_cached_by_model_and_options():
     ]
     larger = {"model.config.intermediate_size": 192}, {"data.sequence_length": T // 2}, {"batch.micro_batch_size": 1}
     others += [resolve(base.recipe.with_(**fields), base.cluster) for fields in larger]
-    keys = {trace._key(plan) for plan in (base, *others)}
+    keys = {activation_bytes._key(plan) for plan in (base, *others)}
     assert len(keys) == 7
     renamed = base.recipe.with_(**{"name": "other", "optim.lr": 0.5, "parallel.zero_stage": 3})
-    assert trace._key(resolve(renamed, base.cluster)) in keys
+    assert activation_bytes._key(resolve(renamed, base.cluster)) in keys
 
 
 def test_untraceable_models_are_reported(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.cut import CPU, packed_input, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import CPU, build_tiny_model, packed_input
 
 
 class Comparison:
@@ -66,7 +66,7 @@ def deviation_of(
 ) -> float:
     """Returns the deviation of a tiny copy of a model after a change of it, as `Comparison` computes it."""
     with torch.random.fork_rng(devices=[]):  # initialized on the CPU
-        model = reference(shrink_configuration(config, LAYERS), "eager").to(device)
+        model = build_tiny_model(shrink_configuration(config, LAYERS), "eager").to(device)
         comparison = Comparison(model)
         change(model)
         return comparison.deviation(takes_targets)

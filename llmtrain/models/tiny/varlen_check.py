@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
 from llmtrain.models.varlen import VARLEN, takes_bounds
 from llmtrain.overrides.transformers import attention_of
 
@@ -128,7 +128,7 @@ def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
     All models have the same weights.
     """
-    return reference(copy.deepcopy(config), attention).eval()
+    return build_tiny_model(copy.deepcopy(config), attention).eval()
 
 
 def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import COPY_ERRORS, MODEL_ERRORS, packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
 
 TOLERANCE = 1e-5
 """Largest allowed deviation of a logit or of a gradient, relative to the largest one.
@@ -96,7 +96,7 @@ def has_regions(config: PreTrainedConfig, attention: str = "eager") -> bool:
 def compare_slices(config: PreTrainedConfig, attention: str = "eager", regions: bool = False) -> DeclaredSplit:
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
-        whole = reference(config, attention)
+        whole = build_tiny_model(config, attention)
         inputs = packed_input(config)
         weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
         expected = _outcome(whole, inputs, weights)
