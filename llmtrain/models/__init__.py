@@ -2,7 +2,7 @@
 
 from llmtrain.models.build import (
     build_model,
-    build_sliced,
+    build_tensor_parallel,
     check_trained,
     check_weights,
     find_stages,
@@ -22,7 +22,7 @@ __all__ = [
     "RankStages",
     "Stage",
     "build_model",
-    "build_sliced",
+    "build_tensor_parallel",
     "check_trained",
     "check_weights",
     "chunked_loss",

@@ -190,26 +190,28 @@ def file_name(name: str) -> str:
     return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
 
 
-def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
+def apply_to_stage(
+    stage: Stage, trained: Trained | None, recipe: Recipe, tensor_parallel: TensorParallel | None = None
+) -> None:
     """Does what `apply_adapter` does for a pipeline stage.
 
-    slices: those of its weights, which tensor parallel ranks share.
+    tensor_parallel: if given, the stage holds this rank's shards, and so do its adapters.
     """
     names = {stage_name.removeprefix("model."): whole for stage_name, whole in stage.hf_names.items()}
-    apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
-    if slices is not None:
-        split_adapters(stage.model, slices)
+    apply_adapter(stage.model, trained, recipe, tensor_parallel.whole if tensor_parallel else None, names)
+    if tensor_parallel is not None:
+        split_adapters(stage.model, tensor_parallel)
     if trained is not None:
         stage.complete_groups()
     plain_names = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in plain_names}
 
 
-def split_adapters(model: PreTrainedModel, slices: TensorParallel) -> None:
+def split_adapters(model: PreTrainedModel, tensor_parallel: TensorParallel) -> None:
     """Splits the adapters of a model, or of a part of it, as the layers that they are added to."""
     for name, module in adapters(model):
         inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-        slices.adapt(name, module.get_base_layer(), inner, outer, model.config)
+        tensor_parallel.split_adapter(name, module.get_base_layer(), inner, outer, model.config)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,10 +25,10 @@ from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unreached
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
-from llmtrain.models.tensor.exchanges import Ranks
+from llmtrain.models.tensor.collectives import TensorGroup
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.models.tiny.stages_check import check_cut
-from llmtrain.models.tiny.tensor_check import check_slices
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
 from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.facts.model_facts import (
@@ -157,34 +157,34 @@ def causal_lm(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) 
     return made
 
 
-def build_sliced(
+def build_tensor_parallel(
     recipe: Recipe,
     dtype: torch.dtype,
     device: torch.device,
-    slices: TensorParallel,
+    tensor_parallel: TensorParallel,
     partition: Callable[[torch.nn.Module], None] = lambda _: None,
     gather: Gather = lambda _: nullcontext(),
     is_reader: bool = True,
 ) -> PreTrainedModel:
-    """Builds a tensor parallel rank's slices of the recipe's causal LM with its initial or pretrained weights.
+    """Builds a tensor parallel rank's shards of the recipe's causal LM with its initial or pretrained weights.
 
     A parameter is whole only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds
-    more than the slices of a layer; ranks with `is_reader` read pretrained weights.
+    more than its shards of a layer; ranks with `is_reader` read pretrained weights.
     """
     config = training_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = causal_lm(config, recipe.model, dtype)
     freeze_unreached(model).tie_weights()
     for name, parameter in model.named_parameters():
-        slices.slice(name, parameter)
+        tensor_parallel.shard(name, parameter)
     for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):
         allocate(part, device)
         partition(part)
-    slices.install(model, {name: name for name, _ in model.named_parameters()})
+    tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
 
     @contextmanager
     def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        with gather(parameters), slices.whole(parameters):
+        with gather(parameters), tensor_parallel.whole(parameters):
             yield
 
     if recipe.model.pretrained is None:
@@ -193,7 +193,7 @@ def build_sliced(
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, whole, is_reader)
     adapter.apply_adapter(model, adapter.trained_part(recipe, config), recipe, whole)
-    adapter.split_adapters(model, slices)
+    adapter.split_adapters(model, tensor_parallel)
     return model
 
 
@@ -248,24 +248,28 @@ def check_trained(recipe: Recipe) -> None:
 class StageBuilder(Protocol):
     """A function that builds one pipeline stage."""
 
-    def __call__(self, index: int, ranks: Ranks | None = None) -> Stage:
-        """Builds stage `index`; if tensor parallel ranks share it, only the slices of this rank."""
+    def __call__(self, index: int, group: TensorGroup | None = None) -> Stage:
+        """Builds stage `index`. group: the tensor parallel ranks that share it; then only this rank's shards."""
 
 
 def find_stages(
-    recipe: Recipe, stages: int, tensor: int = 1, regions: bool = False
+    recipe: Recipe, stages: int, tensor: int = 1, sequence_parallel: bool = False
 ) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
     Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
-    ranks that share each stage; regions: whether they hold slices of the residual stream, if the family can. Raises
-    RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
+    ranks that share each stage. sequence_parallel: whether they shard the residual stream, if the family allows it.
+    Raises RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
     """
     config = training_configuration(recipe)
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return config, cut, check_slices(config, tensor, attention, regions) if tensor > 1 else DeclaredSplit({}, {})
+    return (
+        config,
+        cut,
+        check_tensor_split(config, tensor, attention, sequence_parallel) if tensor > 1 else DeclaredSplit({}, {}),
+    )
 
 
 def stage_builder(
@@ -274,22 +278,22 @@ def stage_builder(
     dtype: torch.dtype,
     device: torch.device,
     tensor: int = 1,
-    regions: bool = False,
+    sequence_parallel: bool = False,
 ) -> StageBuilder:
     """Returns a function that builds the stages of the recipe's model with their initial or pretrained weights.
 
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
     RecipeError like `find_stages`.
     """
-    config, cut, split = find_stages(recipe, stages, tensor, regions)
+    config, cut, split = find_stages(recipe, stages, tensor, sequence_parallel)
     trained = adapter.trained_part(recipe, config)
 
-    def build(index: int, ranks: Ranks | None = None) -> Stage:
-        slices = TensorParallel(split, ranks) if ranks else None
-        whole = slices.whole if slices else None
+    def build(index: int, group: TensorGroup | None = None) -> Stage:
+        tensor_parallel = TensorParallel(split, group) if group else None
+        whole = tensor_parallel.whole if tensor_parallel else None
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
-        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, slices)
+        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, tensor_parallel)
         if recipe.model.pretrained is None:
             draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
@@ -302,7 +306,7 @@ def stage_builder(
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
-        adapter.apply_to_stage(stage, trained, recipe, slices)
+        adapter.apply_to_stage(stage, trained, recipe, tensor_parallel)
         return stage
 
     return build

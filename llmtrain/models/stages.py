@@ -306,7 +306,7 @@ def build_stage(
     """Builds a stage of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
     `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. tensor: if
-    given, only this rank's slices are allocated, and `draw_all_weights` needs `tensor.whole`.
+    given, only this rank's shards are allocated, and `draw_all_weights` needs `tensor.whole`.
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
@@ -322,7 +322,7 @@ def build_stage(
     names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}
     if tensor is not None:
         for name, parameter in model.named_parameters():
-            tensor.slice(names[name], parameter)
+            tensor.shard(names[name], parameter)
     allocate(model, device)
     if tensor is not None:
         tensor.install(model, names)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.models import adapter, nf4
-from llmtrain.models.tensor import regions, split
+from llmtrain.models.tensor import sequence_parallel, split
 
 
 def _after(patch, name, change):
@@ -92,16 +92,18 @@ def adapter_of_one_stage_frozen(patch):
 
 def gradient_of_a_not_summed(patch):
     """Each tensor parallel rank keeps the part of A's gradient that its own rows of B give."""
-    original = split.TensorParallel.adapt
+    original = split.TensorParallel.split_adapter
 
     def adapt(self, name, base, inner, outer, config):
         forward = outer.forward
         with pytest.MonkeyPatch.context() as meanwhile:
-            meanwhile.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
+            meanwhile.setattr(
+                sequence_parallel.SequenceParallelBlock, "prepare_whole_parameter", lambda block, parameter: None
+            )
             original(self, name, base, inner, outer, config)
         outer.forward = forward
 
-    patch.setattr(split.TensorParallel, "adapt", adapt)
+    patch.setattr(split.TensorParallel, "split_adapter", adapt)
 
 
 FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]

@@ -18,11 +18,11 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.partitioned import gather_partitioned, partition_with
 from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import shape_of
-from llmtrain.models import build_sliced, model_configuration
+from llmtrain.models import build_tensor_parallel, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
 from llmtrain.models.tensor.split import TensorParallel
-from llmtrain.models.tiny.tensor_check import check_slices
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 
 
 class SlicedAxis(EngineAxis):
@@ -53,7 +53,7 @@ class SlicedAxis(EngineAxis):
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Joins the slices."""
         shard = shard_of(parameter)
-        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
+        return own if shard is None else shard.whole(TorchTensorGroup(self.copies).all_gather(own))
 
 
 def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
@@ -69,21 +69,21 @@ class TensorAxis(SlicedAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        config, regions = model_configuration(recipe), self.plan.region_ranks > 1
-        self._split = check_slices(config, degree, recipe.model.attention_kernel, regions)
+        config, sequence_parallel = model_configuration(recipe), self.plan.region_ranks > 1
+        self._split = check_tensor_split(config, degree, recipe.model.attention_kernel, sequence_parallel)
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
         self._grid = PipelineParallelGrid(topology)
 
     def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         """Returns the model with this rank's slices. Those of a layer are allocated, then partitioned at ZeRO-3."""
         recipe = self.plan.recipe
-        slices = TensorParallel(self._split, GroupRanks(self.copies))
+        slices = TensorParallel(self._split, TorchTensorGroup(self.copies))
         dtype = weight_dtype(recipe.parallel.precision)
         if self.plan.parallel.zero_stage < 3:
-            return build_sliced(recipe, dtype, self.device, slices)
+            return build_tensor_parallel(recipe, dtype, self.device, slices)
         partition = partition_with(ds_config, self.replicas, self.grid)
         is_reader = dist.get_rank(self.replicas) == 0
-        return build_sliced(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
+        return build_tensor_parallel(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
 
     @property
     def grid(self) -> PipelineParallelGrid:

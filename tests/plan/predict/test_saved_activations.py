@@ -18,13 +18,13 @@ from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
 from llmtrain.models import activation_bytes, build_model, model_configuration
 from llmtrain.models.activation_bytes import traced_layers
-from llmtrain.models.build import build_sliced
+from llmtrain.models.build import build_tensor_parallel
 from llmtrain.models.compiled import compile_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.split import TensorParallel
-from llmtrain.models.tiny.tensor_check import check_slices
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.activations import kept_bytes, layer_bytes
@@ -94,13 +94,13 @@ class FirstOf:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
 
-    def sum_own(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def reduce_scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return values[0].clone()
 
-    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value.clone() for _ in range(self.size)]
 
 
@@ -109,8 +109,8 @@ def model_of(plan: Plan) -> PreTrainedModel:
     if plan.parallel.tensor == 1:
         return build_model(plan.recipe, dtype, torch.device("cpu"))
     recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
-    split = check_slices(model_configuration(recipe), ranks.size, regions=plan.region_ranks > 1)
-    return build_sliced(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
+    split = check_tensor_split(model_configuration(recipe), ranks.size, sequence_parallel=plan.region_ranks > 1)
+    return build_tensor_parallel(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
 
 
 class Saved:
