@@ -28,9 +28,9 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError, reason, shown
 from llmtrain.models import nf4
-from llmtrain.models.hub_names import aliases, empty_model, few_of
-from llmtrain.models.initial import Gather, key
-from llmtrain.models.loss import freeze_unreached, target_loss_sum
+from llmtrain.models.hub_names import abbreviate, aliases, empty_model
+from llmtrain.models.initial import Gather, seed_for_name
+from llmtrain.models.loss import freeze_unused, target_loss_sum
 from llmtrain.models.pretrained import is_finite
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
@@ -102,7 +102,7 @@ class Trained:
     """Names of the frozen weights that are held in 4 bits."""
 
 
-def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
+def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     """Returns the part of the model that a recipe trains; None if it freezes nothing. Nothing is allocated.
 
     Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
@@ -110,9 +110,9 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     model = recipe.model
     if not model.is_frozen_in_part:
         return None
-    whole = freeze_unreached(empty_model(config, torch.float32, model.trust_remote_code))
+    whole = freeze_unused(empty_model(config, torch.float32, model.trust_remote_code))
     if model.adapter is None:
-        return _by_name(model, whole)
+        return _select_by_name(model, whole)
     lora = adapter_configuration(model.adapter)
     saved, problems = saved_modules(whole, lora)
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
@@ -167,20 +167,20 @@ def apply_adapter(
         parameter.requires_grad_(is_trained and parameter.requires_grad)
     if trained.config is None:
         return
-    if layer_names := _present(model, trained):
-        _inject(model, trained.config, layer_names)
+    if layer_names := _adapted_layers_in(model, trained):
+        _inject_adapter(model, trained.config, layer_names)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
-    _fill(model, recipe.train.seed, gather, values, names or {})
+    _initialize_adapters(model, recipe.train.seed, gather, values, names or {})
 
 
 def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
     """Adds the adapters to a model without memory; returns the configuration with which PEFT does the same."""
-    trained = trained_part(recipe, model.config)
+    trained = select_trained(recipe, model.config)
     assert trained is not None
     assert trained.config is not None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained.weights)
-    found = _inject(model, trained.config, list(trained.modules))
+    found = _inject_adapter(model, trained.config, list(trained.modules))
     found.modules_to_save, found.inference_mode = list(trained.saved) or None, True
     return found
 
@@ -190,10 +190,10 @@ def file_name(name: str) -> str:
     return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
 
 
-def apply_to_stage(
+def apply_adapter_to_stage(
     stage: Stage, trained: Trained | None, recipe: Recipe, tensor_parallel: TensorParallel | None = None
 ) -> None:
-    """Does what `apply_adapter` does for a pipeline stage.
+    """Applies the adapter to a pipeline stage, as `apply_adapter` does to a whole model.
 
     tensor_parallel: if given, the stage holds this rank's shards, and so do its adapters.
     """
@@ -202,7 +202,7 @@ def apply_to_stage(
     if tensor_parallel is not None:
         split_adapters(stage.model, tensor_parallel)
     if trained is not None:
-        stage.complete_groups()
+        stage.add_idle_parameters()
     plain_names = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in plain_names}
 
@@ -221,7 +221,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
-def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
+def _select_by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     groups = aliases(whole)
     parameters = dict(whole.named_parameters())
     unmatched = [pattern for pattern in model.trainable if not any(fnmatchcase(name, pattern) for name in groups)]
@@ -274,17 +274,19 @@ def _adapted_modules(
     if unmatched := [target for target, modules in matched.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
-        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {few_of(layers)}"))
+        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {abbreviate(layers)}"))
     if others := [modules[0] for modules in matched.values() if modules and linear.isdisjoint(modules)]:
-        message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
+        message = (
+            f"{abbreviate(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
+        )
         fix = "name linear layers; experts that are stored as one tensor contain none"
         problems.append(Problem("adapter.linear", field, message, fix))
     of_linear = [linear.intersection(modules) for modules in matched.values()]
     if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
-        message = f"the loss of {_type(whole)} does not depend on an adapter of {few_of(idle)}"
+        message = f"the loss of {_type(whole)} does not depend on an adapter of {abbreviate(idle)}"
         problems.append(Problem("adapter.unused", field, message, "name the other linear layers"))
     if heads := [name for name in found if name in ends]:
-        message = f"{few_of(heads)} is the head, whose weight the chunked loss reads directly"
+        message = f"{abbreviate(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
     return tuple(found), problems
@@ -312,7 +314,7 @@ def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[
     shared = [alias for alias, group in aliases(whole).items() if len(group) > 1]
     tied = [name for name in found if any(alias.startswith(f"{name}.") for alias in shared)]
     if tied:
-        message = f"{few_of(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
+        message = f"{abbreviate(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
@@ -330,7 +332,7 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         with torch.random.fork_rng(devices=[]):
             tiny = build_tiny_model(tiny_config, "eager").train()
             assert trained.config is not None
-            _inject(tiny, trained.config, _present(tiny, trained))
+            _inject_adapter(tiny, trained.config, _adapted_layers_in(tiny, trained))
             tokens, positions = packed_input(tiny_config)
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
             outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
@@ -341,12 +343,12 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         raise RecipeError(Problem("adapter.family", "model.adapter.targets", message, fix)) from error
     idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
-        message = f"the loss of {config.model_type} does not depend on an adapter of {few_of(idle)}"
+        message = f"the loss of {config.model_type} does not depend on an adapter of {abbreviate(idle)}"
         fix = "name the other linear layers in model.adapter.targets"
         raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
 
 
-def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
+def _inject_adapter(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
     """Puts PEFT's modules in the place of linear layers; returns their configuration.
 
     Leaves the random state as it is.
@@ -364,7 +366,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         peft.inject_adapter_in_model(injected, model, ADAPTER)
     # In some mixtures of experts PEFT takes the names of other layers for those of experts.
     if others := {name for name, _ in adapters(model)} ^ set(names):
-        raise ValueError(f"PEFT adapts other modules than requested; they differ in {few_of(sorted(others))}")
+        raise ValueError(f"PEFT adapts other modules than requested; they differ in {abbreviate(sorted(others))}")
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):
@@ -377,7 +379,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
 
 
 @torch.no_grad()
-def _fill(
+def _initialize_adapters(
     model: PreTrainedModel,
     seed: int,
     gather: Gather | None,
@@ -394,23 +396,23 @@ def _fill(
             continue
         with nullcontext() if gather is None or is_adapter(weight) else gather([parameter]):
             if values is not None:
-                parameter.copy_(_value(values, weight, parameter))
+                parameter.copy_(_pretrained_value(values, weight, parameter))
             elif ".lora_A." in weight:
-                parameter.copy_(_drawn(parameter, key(seed, weight)))
+                parameter.copy_(_draw_lora_a(parameter, seed_for_name(seed, weight)))
     if values is not None and names == {}:
         known = {weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
         if extra := sorted(values.keys() - known):
-            message = f"contains weights that the model does not have: {few_of(extra)}"
+            message = f"contains weights that the model does not have: {abbreviate(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
 
 
-def _drawn(like: Tensor, seed: int) -> Tensor:
+def _draw_lora_a(like: Tensor, seed: int) -> Tensor:
     """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, so that ranks draw alike."""
     drawn = torch.empty(like.shape, dtype=torch.float32)
     return nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
 
 
-def _value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+def _pretrained_value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     found = values.get(name)
     if found is None or found.shape != like.shape:
         message = (
@@ -434,7 +436,7 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
     except Exception as error:  # what torch and safetensors raise depends on the damage
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     if wrong := [name for name, value in stored.items() if not (value.is_floating_point() and is_finite(value))]:
-        raise _unreadable(adapter, f"{few_of(wrong)} is not of finite floating point numbers")
+        raise _unreadable(adapter, f"{abbreviate(wrong)} is not of finite floating point numbers")
     return {
         name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
@@ -484,7 +486,7 @@ def _unreadable(adapter: LoraConfig, why: str) -> RecipeError:
     return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, fix))
 
 
-def _present(model: nn.Module, trained: Trained) -> list[str]:
+def _adapted_layers_in(model: nn.Module, trained: Trained) -> list[str]:
     """Returns the names of the linear layers with an adapter that a part of the whole model holds."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return [name for name in trained.modules if isinstance(modules.get(name), nn.Linear | Conv1D)]

@@ -20,9 +20,9 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
-from llmtrain.models.hub_names import empty_model, naming_own_code
+from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
-from llmtrain.models.loss import freeze_unreached
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
@@ -60,7 +60,7 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
         pretrained_folder(model)
-        with naming_own_code(str(model.pretrained)):
+        with remote_code_errors(str(model.pretrained)):
             config = pretrained_configuration(model, values)
         if values and not has_own_code(model, vars(config)):
             _check_effect(model, type(config), values)
@@ -120,10 +120,10 @@ def build_model(
     them, no rank ever holds the whole model, and ranks with `is_reader` read pretrained weights one tensor at a time.
     """
     config = training_configuration(recipe)
-    trained = adapter.trained_part(recipe, config)
+    trained = adapter.select_trained(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
     if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_unreached(_load_dequantized(recipe.model, config, dtype, device))
+        loaded = freeze_unused(_load_dequantized(recipe.model, config, dtype, device))
         adapter.apply_adapter(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
@@ -142,7 +142,7 @@ def build_model(
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
-    adapter.apply_adapter(freeze_unreached(model), trained, recipe, gather)
+    adapter.apply_adapter(freeze_unused(model), trained, recipe, gather)
     return model
 
 
@@ -174,7 +174,7 @@ def build_tensor_parallel(
     config = training_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = causal_lm(config, recipe.model, dtype)
-    freeze_unreached(model).tie_weights()
+    freeze_unused(model).tie_weights()
     for name, parameter in model.named_parameters():
         tensor_parallel.shard(name, parameter)
     for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):
@@ -192,7 +192,7 @@ def build_tensor_parallel(
     else:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, whole, is_reader)
-    adapter.apply_adapter(model, adapter.trained_part(recipe, config), recipe, whole)
+    adapter.apply_adapter(model, adapter.select_trained(recipe, config), recipe, whole)
     adapter.split_adapters(model, tensor_parallel)
     return model
 
@@ -239,10 +239,10 @@ def check_trained(recipe: Recipe) -> None:
     The weights of a pretrained adapter are read and compared with the model's.
     """
     config = model_configuration(recipe)
-    trained = adapter.trained_part(recipe, config)
+    trained = adapter.select_trained(recipe, config)
     if recipe.model.adapter and recipe.model.adapter.pretrained is not None:
         whole = empty_model(config, torch.float32, recipe.model.trust_remote_code)
-        adapter.apply_adapter(freeze_unreached(whole), trained, recipe)
+        adapter.apply_adapter(freeze_unused(whole), trained, recipe)
 
 
 class StageBuilder(Protocol):
@@ -252,7 +252,7 @@ class StageBuilder(Protocol):
         """Builds stage `index`. group: the tensor parallel ranks that share it; then only this rank's shards."""
 
 
-def find_stages(
+def find_cut_and_split(
     recipe: Recipe, stages: int, tensor: int = 1, sequence_parallel: bool = False
 ) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
@@ -283,10 +283,10 @@ def stage_builder(
     """Returns a function that builds the stages of the recipe's model with their initial or pretrained weights.
 
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
-    RecipeError like `find_stages`.
+    RecipeError like `find_cut_and_split`.
     """
-    config, cut, split = find_stages(recipe, stages, tensor, sequence_parallel)
-    trained = adapter.trained_part(recipe, config)
+    config, cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
+    trained = adapter.select_trained(recipe, config)
 
     def build(index: int, group: TensorGroup | None = None) -> Stage:
         tensor_parallel = TensorParallel(split, group) if group else None
@@ -306,7 +306,7 @@ def stage_builder(
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
-        adapter.apply_to_stage(stage, trained, recipe, tensor_parallel)
+        adapter.apply_adapter_to_stage(stage, trained, recipe, tensor_parallel)
         return stage
 
     return build
@@ -315,9 +315,9 @@ def stage_builder(
 def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
     """Returns, for each stage, the names of its weights in the whole model. Nothing is allocated.
 
-    Raises RecipeError like `find_stages`.
+    Raises RecipeError like `find_cut_and_split`.
     """
-    config, cut, _ = find_stages(recipe, stages)
+    config, cut, _ = find_cut_and_split(recipe, stages)
     meta = torch.device("meta")
     built = (
         build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)

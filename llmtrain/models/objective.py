@@ -45,7 +45,7 @@ class Objective:
         self._seen: list[Tensor] = []
 
     def rewards(self, device: torch.device) -> Tensor:
-        """Returns [5]: this rank's share of the sums over all completions seen that `reward_metrics` reads."""
+        """Returns this rank's share of the sums that `reward_metrics` reads, [sums], over all completions seen."""
         return torch.stack([torch.zeros(5, device=device), *(sums.to(device) for sums in self._seen)]).sum(0)
 
     def __call__(self, losses: Tensor, completions: Completions) -> Tensor:
@@ -145,9 +145,9 @@ def kto_losses(config: ObjectiveConfig, ratios: Tensor, desirable: Tensor, diver
 
 
 class _SummedOverSlices(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which then computes an equal share of one function of it.
+    """All-reduces values over the ranks of a group, each of which then computes the same loss, divided by their number.
 
-    The gradient of the whole function is therefore that of a share times the number of ranks, on every rank.
+    On every rank, the gradient of the loss is therefore that of its own term times the number of ranks.
     """
 
     @staticmethod

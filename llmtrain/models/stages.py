@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.loss import freeze_unreached
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
 from llmtrain.plan.facts.built_model import decoder_lists
@@ -158,7 +158,7 @@ class Stage(nn.Module):
         if self.is_last and cut.sends_routers:
             base.register_forward_hook(self._prepend_routers)
 
-    def complete_groups(self) -> None:
+    def add_idle_parameters(self) -> None:
         """Adds a matrix or a vector of one number, whose gradient is 0, if this stage trains none.
 
         The engine reduces the norm group by group, and matrices and vectors are groups of their own: stages with
@@ -310,7 +310,7 @@ def build_stage(
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    freeze_unreached(model).tie_weights()
+    freeze_unused(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     list_name, layers = decoder_layers(model)
     bounds = cut.bounds[index]

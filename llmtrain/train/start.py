@@ -191,12 +191,12 @@ def check_stages(plan: Plan) -> None:
             check_trained(plan.recipe)
     if not plan.stages:
         return
-    from llmtrain.models import find_stages
+    from llmtrain.models import find_cut_and_split
     from llmtrain.plan.search.cheapest import suggesting
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
-        find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
+        find_cut_and_split(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
 
 
 def check_pretrained(recipe: Recipe) -> None:

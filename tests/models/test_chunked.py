@@ -66,7 +66,7 @@ def test_a_lost_router_loss_is_detected(monkeypatch):
         check_chunks(config)
 
 
-@pytest.mark.parametrize("tokens", [5, chunked.ALL])
+@pytest.mark.parametrize("tokens", [5, chunked.ONE_CHUNK])
 def test_the_router_loss_is_that_of_the_model(tokens):
     config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
     model, (inputs, labels) = build_tiny_model(shrink_configuration(config, LAYERS), "eager"), _batch()
@@ -76,8 +76,8 @@ def test_the_router_loss_is_that_of_the_model(tokens):
 
 
 def test_a_family_whose_head_has_other_inputs_is_refused(monkeypatch):
-    part = ChunkedLoss._part
-    monkeypatch.setattr(ChunkedLoss, "_part", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
+    part = ChunkedLoss._chunk_loss
+    monkeypatch.setattr(ChunkedLoss, "_chunk_loss", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
     with pytest.raises(RecipeError, match=r"losses or gradients deviate by .*\n.*kernels\.loss=whole"):
         check_chunks(AutoConfig.for_model("llama"))
 

@@ -15,7 +15,7 @@ from llmtrain.data import NO_TARGET
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.loss import freeze_unreached
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.stages import StageEntry, build_stage
 from llmtrain.models.tiny.configuration import SIZES, shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input, relative_deviation
@@ -198,9 +198,9 @@ def test_a_stage_takes_no_memory_for_other_stages(monkeypatch):
 
     def whole(model):
         devices.update(parameter.device.type for parameter in model.parameters())
-        return freeze_unreached(model)
+        return freeze_unused(model)
 
-    monkeypatch.setattr("llmtrain.models.stages.freeze_unreached", whole)
+    monkeypatch.setattr("llmtrain.models.stages.freeze_unused", whole)
     config = families.tiny_config("llama")
     stage = build_stage(config, 0, check_cut(config, HALVES), "eager", torch.bfloat16, CPU)
     layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 96 + 2 * 64

@@ -16,7 +16,7 @@ from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
-from llmtrain.models.varlen import VARLEN, takes_bounds
+from llmtrain.models.varlen import VARLEN, takes_cu_seq_lens
 from llmtrain.overrides.transformers import attention_of
 
 GRADIENT_TOLERANCE = 1e-4
@@ -42,7 +42,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
     compute what its authors say; the check is that the boundaries reach it. The random state is preserved. Raises
     FamilyError if the check fails.
     """
-    if not takes_bounds(attention):
+    if not takes_cu_seq_lens(attention):
         return
     try:
         with torch.random.fork_rng(devices=[]):
