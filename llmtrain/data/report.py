@@ -15,7 +15,7 @@ from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
-from llmtrain.data.samples import filled_share
+from llmtrain.data.samples import fill_fraction
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import short_names, visible
 
@@ -161,6 +161,6 @@ def _source(source: PreparedSource) -> dict[str, Any]:
         "store": str(source.store.path),
         "tokens_per_second": tokens / max(source.store.seconds, 1e-9),
         "unused_tokens": source.train.unused(),
-        "train": {**splits["train"], "sequences": len(source.train), "fill": filled_share(source.train)},
-        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": filled_share(source.eval)},
+        "train": {**splits["train"], "sequences": len(source.train), "fill": fill_fraction(source.train)},
+        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": fill_fraction(source.eval)},
     }

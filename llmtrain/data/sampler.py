@@ -1,4 +1,4 @@
-"""Selects the sequences of each step, and returns this rank's part of them as tensors.
+"""The batches of each step: the global batch's sequences are selected, and this rank's micro-batches are read.
 
 The order depends only on the seed and the number of samples consumed: neither the number of ranks nor the batch size
 changes it, and any position in it is reached in constant time.
@@ -71,8 +71,8 @@ class Completions:
     """The completions in a micro-batch. In pairs, conversation 2·p of a row is the chosen one of its pair p, and
     conversation 2·p + 1 the rejected one."""
 
-    segments: torch.Tensor
-    """[micro_batch_size, T], int64: the conversation of each token that has a target."""
+    segment_ids: torch.Tensor
+    """[micro_batch_size, T], int64: the index, in its row, of the conversation of each token that has a label."""
     lengths: torch.Tensor
     """[micro_batch_size, conversations], int64: targets of each conversation; 0 if a row has no such conversation."""
     references: torch.Tensor
@@ -82,18 +82,18 @@ class Completions:
 
     @classmethod
     def of(
-        cls, segments: torch.Tensor, labels: torch.Tensor, references: torch.Tensor, desirable: torch.Tensor
+        cls, segment_ids: torch.Tensor, labels: torch.Tensor, references: torch.Tensor, desirable: torch.Tensor
     ) -> Self:
         """Counts the targets; whole sequences, on the host."""
         import torch
 
-        lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segments, (labels >= 0).long())
-        return cls(segments, lengths, references, desirable)
+        lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segment_ids, (labels >= 0).long())
+        return cls(segment_ids, lengths, references, desirable)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors, in the order in which they are given."""
-        return self.segments, self.lengths, self.references, self.desirable
+        return self.segment_ids, self.lengths, self.references, self.desirable
 
     def to(self, device: torch.device) -> Completions:
         """Returns a copy on a device."""
@@ -152,7 +152,7 @@ def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) 
     return slice(start, start + micro_batch_size)
 
 
-def with_steps(plan: Plan, prepared: Prepared) -> Plan:
+def with_max_steps(plan: Plan, prepared: Prepared) -> Plan:
     """Returns a plan with the number of steps that its epochs take."""
     epochs = plan.recipe.train.epochs
     if epochs is None:
@@ -161,8 +161,8 @@ def with_steps(plan: Plan, prepared: Prepared) -> Plan:
     return plan.model_copy(update={"recipe": plan.recipe.with_(**{"train.max_steps": max(1, steps)})})
 
 
-class Schedule:
-    """The batches of one rank, distributed as in `rows_of`."""
+class BatchLoader:
+    """Loads the batches of one data parallel rank; `rows_of` says which rows of a global batch are its own."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Schedule:
         sequences = np.empty_like(numbers)
         for number, source in enumerate(self._prepared.sources):
             in_source = sources == number
-            sequences[in_source] = _shuffled(numbers[in_source], source, self._seed)
+            sequences[in_source] = _permuted(numbers[in_source], source, self._seed)
         return sources, sequences
 
     def train_batch(self, cursor: int) -> StepBatch:
@@ -230,7 +230,7 @@ class Schedule:
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
         """Yields batches from sample `cursor` on, without end, prefetched in a thread; close it to stop."""
-        with closing(prefetched(self._reads(cursor))) as reads:
+        with closing(prefetched(self._read_ahead(cursor))) as reads:
             for steps in reads:
                 yield from steps
 
@@ -271,7 +271,7 @@ class Schedule:
             for start in range(0, len(sequences), step):
                 batch_sequences = sequences[start : start + step]
                 sources = np.full_like(batch_sequences, number)
-                _announce(views, sources, batch_sequences)
+                _prefetch_counts(views, sources, batch_sequences)
                 (batch,) = self._step_batches(views, sources, batch_sequences, 1, 1, first)
                 first += batch.samples
                 yield replace(batch, evaluated=evaluated[number].name)
@@ -285,7 +285,7 @@ class Schedule:
             (batch,) = self._step_batches([view], sources, batch_sequences, 1, 1, start)
             yield batch_sequences[rows_of(0, self._rank, self._size, self._micro)], batch
 
-    def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
+    def _read_ahead(self, cursor: int) -> Iterator[list[StepBatch]]:
         """Yields the batches of several steps at a time; first that of one step, because training waits for it.
 
         This avoids waking the reading thread in every step, since it would compete with training for the interpreter
@@ -309,7 +309,8 @@ class Schedule:
             samples = min(samples, self._end - cursor)
             steps = -(-samples // self._global)
         sources, sequences = self.sample_ids(cursor, samples)
-        _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
+        # The disk reads the rest while this rank's rows are assembled.
+        _prefetch_counts(self._train, sources, sequences)
         return self._step_batches(self._train, sources, sequences, steps, self._steps, cursor)
 
     def _step_batches(
@@ -343,7 +344,7 @@ class Schedule:
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
         of_completions = [view for view in views if isinstance(view, PackedSamples) and view.of_completions]
-        most = max((view.most_pieces for view in of_completions), default=0)
+        most = max((view.most_segments for view in of_completions), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
             rows_of_source = np.flatnonzero(sources == number)
@@ -368,7 +369,7 @@ class Schedule:
             raise DataError(problems)
 
 
-def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
+def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """Returns the n-th sequence drawn from a source for each n; each epoch has its own order."""
     size = len(source.train)
     epochs, places = np.divmod(numbers, size)
@@ -379,9 +380,9 @@ def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
     return places
 
 
-def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
+def _prefetch_counts(views: list[Samples], sources: Index, sequences: Index) -> None:
     for number, view in enumerate(views):
-        view.announce(sequences[sources == number])
+        view.prefetch_counts(sequences[sources == number])
 
 
 def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
@@ -390,8 +391,8 @@ def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Ind
     for number, view in enumerate(views):
         in_source = sources == number
         targets[in_source], examples[in_source] = (
-            view.targets(sequences[in_source]),
-            view.examples(sequences[in_source]),
+            view.count_targets(sequences[in_source]),
+            view.count_examples(sequences[in_source]),
         )
     return targets, examples
 

@@ -56,7 +56,7 @@ class Objective:
         own = completions.to(losses.device)
         conversations = torch.arange(own.lengths.shape[1], device=losses.device)
         # A product, because the order of an addition by index on a GPU differs from run to run.
-        members = (own.segments[:, None] == conversations[:, None]).double()
+        members = (own.segment_ids[:, None] == conversations[:, None]).double()
         log_probs = -(members @ losses.double()[:, :, None])[:, :, 0]
         share = 1.0
         if self._slices is not None:

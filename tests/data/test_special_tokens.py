@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, notes, prepare
-from llmtrain.data.sources.special import Finder, Found
+from llmtrain.data.sources.special import SpecialTokenCounter, SpecialTokenCounts
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
@@ -123,7 +123,7 @@ def test_the_finder_equals_a_plain_search() -> None:
     draw = random.Random(0)
     for tokens in (["<s>", "</s>", "<s>x", "[A]", "[AB]", "[", "."], ["<|a|>"], [f"<|{n}|>" for n in range(300)], [""]):
         text = "".join(draw.choice([*tokens, "<|", "x", "[A", " "]) for _ in range(3000))
-        finder = Finder(tokens)
+        finder = SpecialTokenCounter(tokens)
         finder.look(text)
         found = finder.found()
         wanted = sorted(filter(None, tokens), key=len, reverse=True)
@@ -134,4 +134,4 @@ def test_the_finder_equals_a_plain_search() -> None:
 
 @pytest.mark.parametrize(("count", "characters", "few"), [(10, 0, True), (11, 10**6, False), (99, 10**8, True)])
 def test_the_accepted_number_grows_with_the_corpus(count: int, characters: int, few: bool) -> None:
-    assert Found(count, 1, 1, characters, {}, "").is_handful == few
+    assert SpecialTokenCounts(count, 1, 1, characters, {}, "").are_few == few

@@ -46,27 +46,27 @@ MOST_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
-_ANSWERED: dict[str, tuple[str, ...]] = {
+_PROMPT_COMPLETION: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query"),
     "completion": ("completion", "response", "answer"),
 }
-_ASIDE: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
+_CONTEXT: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
-    "prompt_completion": _ANSWERED,
+    "prompt_completion": _PROMPT_COMPLETION,
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
     "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
-    "unpaired_preference": {**_ANSWERED, "label": ("label", "desirable")},
+    "unpaired_preference": {**_PROMPT_COMPLETION, "label": ("label", "desirable")},
 }
 """The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
-    "messages": {**_ASIDE, "tools": ("tools", "functions")},
-    "prompt_completion": {"history": ("history",), **_ASIDE},
-    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _ASIDE["system"]},
-    "preference": {"prompt": _ANSWERED["prompt"], **_ASIDE},
-    "unpaired_preference": _ASIDE,
+    "messages": {**_CONTEXT, "tools": ("tools", "functions")},
+    "prompt_completion": {"history": ("history",), **_CONTEXT},
+    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _CONTEXT["system"]},
+    "preference": {"prompt": _PROMPT_COMPLETION["prompt"], **_CONTEXT},
+    "unpaired_preference": _CONTEXT,
 }
-FOUND: dict[Format | None, tuple[Format, ...]] = {
+FORMATS_TO_TRY: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
@@ -120,14 +120,14 @@ class Layout:
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
         """Returns the conversation of a row, or one per completion (chosen before rejected). Raises RowError."""
         if self.format in _COMPLETIONS:
-            return self.answered(row).conversations
+            return self.read_completions(row).conversations
         row = self._considered(row)
         parts = self._parts(row)
         conversations = (self._conversation(_TURNS[self.format](parts), parts),)
         self._require_read(row, conversations)
         return conversations
 
-    def answered(self, row: Mapping[str, Any]) -> Answered:
+    def read_completions(self, row: Mapping[str, Any]) -> PromptWithCompletions:
         """Returns the prompt of a row with its completions. Raises RowError."""
         row = self._considered(row)
         parts = self._parts(row)
@@ -142,7 +142,7 @@ class Layout:
         turns, labels = zip(*completions, strict=True)
         conversations = tuple(map(conversation, turns))
         self._require_read(row, conversations)
-        return Answered(prompt, turns, labels, conversations, conversation)
+        return PromptWithCompletions(prompt, turns, labels, conversations, conversation)
 
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
@@ -230,7 +230,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptWithCompletions:
     """A prompt with completions, each labelled as desirable or undesirable."""
 
     prompt: list[Any]
@@ -278,7 +278,7 @@ def find_layout(
         if column not in known:
             message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
-    formats = FOUND.get(format, (format,) if format else ())
+    formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
     for name in formats:
         columns_of = {
             part: _column(part, names, named, known) for part, names in (NAMES[name] | OPTIONAL[name]).items()

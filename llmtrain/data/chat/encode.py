@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
-from llmtrain.data.chat.marks import CONTROL, Controls, Rendered, plain_contents, reject_reserved
+from llmtrain.data.chat.marks import CONTROL, ControlTokens, Rendered, plain_contents, reject_reserved
 from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
-from llmtrain.data.chat.spans import MOST_SKELETONS, PARTS, Renderer, Turn
+from llmtrain.data.chat.spans import MAX_SKELETONS, PARTS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
-MOST_RENDERED = 1000
+MAX_MESSAGES = 1000
 """Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
 for this number."""
 UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
@@ -32,8 +32,8 @@ class Encoded:
     """The tokens of a conversation."""
 
     ids: NDArray[np.int64]
-    trained: NDArray[np.bool_]
-    """For each token, whether the loss includes its prediction."""
+    loss_mask: NDArray[np.bool_]
+    """[tokens]: whether a token is a label, so that the loss includes its prediction."""
     turns: tuple[int, ...]
     """For each assistant turn, the number of tokens up to its end: the places where the conversation may be cut."""
     ends: frozenset[int]
@@ -41,7 +41,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class ChatText:
+class RenderedChat:
     """A rendered conversation."""
 
     conversation: Conversation
@@ -82,10 +82,10 @@ class ChatEncoder:
         tokens = self._plain.get_added_tokens_decoder().values()
         literal = template.literal_text
         added = {token.content for token in tokens if not token.special and not token.content.isspace()}
-        controls = Controls(
+        controls = ControlTokens(
             [token.content for token in tokens if token.special], sorted(text for text in added if text in literal)
         )
-        self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
+        self._tokenizer, self._aliases = _with_control_characters(self._plain, controls)
         self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
         """Token id in the copy → id of the control token that it stands for; -1 for all other tokens."""
         for copy, token in self._aliases.values():
@@ -121,9 +121,9 @@ class ChatEncoder:
         except RowError as fault:
             raise RecipeError(Problem("chat.template", "the messages", str(fault))) from None
 
-    def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
+    def tokenize(self, rendered: Sequence[RenderedChat | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
-        chats = [chat for chat in rendered if isinstance(chat, ChatText)]
+        chats = [chat for chat in rendered if isinstance(chat, RenderedChat)]
         bounds = [chat.bounds for chat in chats]
         texts = [chat.text for chat, chat_bounds in zip(chats, bounds, strict=True) if chat_bounds]
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -139,33 +139,33 @@ class ChatEncoder:
         encoded = iter(result for result in results if result)
         return [chat if isinstance(chat, RowError) else next(encoded) for chat in rendered]
 
-    def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
+    def render(self, conversations: Sequence[Conversation]) -> list[RenderedChat | RowError]:
         """Renders each conversation and finds its assistant turns; returns an error where that is impossible."""
         texts = self.template.render_each(conversations)
         return [self._rendered(conversation, text) for conversation, text in zip(conversations, texts, strict=True)]
 
-    def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
+    def _rendered(self, conversation: Conversation, text: str | RowError) -> RenderedChat | RowError:
         """text: what the template renders for the conversation without marks."""
-        if len(conversation.messages) > MOST_RENDERED:
-            return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_RENDERED:,} can be marked")
+        if len(conversation.messages) > MAX_MESSAGES:
+            return RowError(f"has {len(conversation.messages):,} messages; at most {MAX_MESSAGES:,} can be marked")
         if isinstance(text, RowError):
             return text
         roles = tuple([message["role"] for message in conversation.messages])
         contents = None if conversation.tools else plain_contents(conversation.messages, self._renderer.controls)
         if contents and (skeleton := self._skeletons.get(roles)) and skeleton.renders(contents, text):
             # Most conversations only differ in their contents. The text around these was already checked.
-            return ChatText(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
+            return RenderedChat(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
         try:
             whole = self._renderer.rendered(conversation, text)
             turns = self._turns(conversation, whole)
         except RowError as fault:
             return fault
         if contents and [owner for owner, _ in whole.gaps] == list(range(-1, len(roles))):
-            if len(self._skeletons) >= MOST_SKELETONS:
+            if len(self._skeletons) >= MAX_SKELETONS:
                 self._skeletons.clear()
             bounds = Bounds.of(whole.gaps, turns, self._tokenizer, self._known) if self._is_byte_level else None
             self._skeletons[roles] = Skeleton(whole.gaps, turns, self._renderer.controls, bounds)
-        return ChatText(conversation, whole.text, turns, whole)
+        return RenderedChat(conversation, whole.text, turns, whole)
 
     def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         parts = tuple(
@@ -176,7 +176,7 @@ class ChatEncoder:
         if key not in self._proven:
             turns = self._renderer.turns(conversation, whole)
             self._check_tokens(whole)
-            if len(self._proven) >= MOST_SKELETONS:
+            if len(self._proven) >= MAX_SKELETONS:
                 self._proven.clear()
             self._proven[key] = turns
         return self._proven[key]
@@ -259,11 +259,11 @@ class ChatEncoder:
         ids[places] = known[:, 1]
         return ids
 
-    def _encode_by_offsets(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
+    def _encode_by_offsets(self, chat: RenderedChat, encoding: Any) -> Encoded | RowError:
         whole, turns = chat.rendered, chat.turns
         try:
             ids = self._ids(whole.text, encoding)
-            places = _Places(whole.text, encoding)
+            places = _TokenOffsets(whole.text, encoding)
             spans = [
                 (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
             ]
@@ -283,7 +283,7 @@ class ChatEncoder:
         return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
 
     def _trained(
-        self, chat: ChatText, whole: Rendered, spans: list[tuple[int, int]], places: _Places, length: int
+        self, chat: RenderedChat, whole: Rendered, spans: list[tuple[int, int]], places: _TokenOffsets, length: int
     ) -> NDArray[np.bool_]:
         is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
@@ -305,7 +305,7 @@ class ChatEncoder:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenOffsets:
     """Finds tokens by positions in a text.
 
     It queries single tokens: building the list of all offsets would take longer than tokenizing.
@@ -354,7 +354,7 @@ def _position(whole: Rendered, place: tuple[int, int]) -> int:
     return (whole.stretches[number - 1].end if number else 0) + offset
 
 
-def _with_aliases(plain: Any, controls: Controls) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _with_control_characters(plain: Any, controls: ControlTokens) -> tuple[Any, dict[str, tuple[int, int]]]:
     """Returns a copy of a tokenizer that recognizes control tokens only by their single characters.
 
     Also returns, for each such character, its id in the copy and the id of its control token. With the copy, each

@@ -18,9 +18,9 @@ from itertools import pairwise, takewhile
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import (
     CONTROL,
-    NO_CONTROLS,
+    NO_CONTROL_TOKENS,
     SPECIAL,
-    Controls,
+    ControlTokens,
     Rendered,
     broken_up,
     marked,
@@ -29,7 +29,7 @@ from llmtrain.data.chat.marks import (
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import shown
 
-MOST_SKELETONS = 10_000
+MAX_SKELETONS = 10_000
 """Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
@@ -59,7 +59,7 @@ class Renderer:
     """Renders conversations with marks."""
 
     template: ChatTemplate
-    controls: Controls
+    controls: ControlTokens
     parses: bool = False
     """Whether the text of a special token in a message becomes the token."""
     bos: str | None = None
@@ -84,9 +84,9 @@ class Renderer:
         return re.compile(f"{SPECIAL.pattern}|{self.added_end}") if self.added_end else SPECIAL
 
     @property
-    def breaks(self) -> Controls:
+    def breaks(self) -> ControlTokens:
         """The control tokens whose texts are broken up in messages."""
-        return NO_CONTROLS if self.parses else self.controls
+        return NO_CONTROL_TOKENS if self.parses else self.controls
 
     def rendered(self, conversation: Conversation, plain: str) -> Rendered:
         """Returns the rendering of the whole conversation, obtained with marks.
@@ -122,7 +122,7 @@ class Renderer:
             if written != last:
                 raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
-            turns = self._said_turns(conversation, whole)
+            turns = self._turns_of_generation_blocks(conversation, whole)
         else:
             turns = [
                 self._turn(conversation, whole, number)
@@ -264,7 +264,7 @@ class Renderer:
             return len(after), False
         return max((len(text.rstrip()) for text in shared), default=0), False
 
-    def _said_turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+    def _turns_of_generation_blocks(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         """Returns the turns that the template marks with `{% generation %}`, each extended to its end token."""
         messages, tools = conversation.messages, conversation.tools
         text, spans = self.template.render_spans(marked(messages, self.breaks), broken_up(tools, self.breaks))

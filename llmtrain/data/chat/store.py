@@ -14,14 +14,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
-from llmtrain.data.chat.conversation import Answered, Conversation, Layout, RowError
-from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
+from llmtrain.data.chat.conversation import Conversation, Layout, PromptWithCompletions, RowError
+from llmtrain.data.chat.encode import ChatEncoder, Encoded, RenderedChat, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
 from llmtrain.data.sources.corpus import ConversationCorpus, held_out
 from llmtrain.data.sources.formats import Document
-from llmtrain.data.sources.special import Finder
+from llmtrain.data.sources.special import SpecialTokenCounter
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.facts.template_limits import limited_templates
 
@@ -34,7 +34,7 @@ SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
-class ChatReading:
+class ChatOptions:
     """The settings that determine how conversations become tokens."""
 
     template: ChatTemplate
@@ -80,7 +80,7 @@ class _ChatRow(NamedTuple):
     """
 
     document: Document
-    texts: list[ChatText | RowError]
+    texts: list[RenderedChat | RowError]
     desirable: bool | None = None
     """Whether a labelled conversation is desirable; None for other conversations."""
 
@@ -104,7 +104,7 @@ class _Writer:
         tokens = np.concatenate([encoded.ids[:size] for encoded, size in kept])
         self._documents.append(np.cumsum([size for _, size in kept]) + self._tokens.length)
         self._tokens.append(tokens)
-        self._trained.append(np.concatenate([encoded.trained[:size] for encoded, size in kept]))
+        self._trained.append(np.concatenate([encoded.loss_mask[:size] for encoded, size in kept]))
         self.counts += np.bincount(tokens, minlength=len(self.counts))
 
     def summary(self) -> dict[str, int]:
@@ -116,9 +116,9 @@ def tokenize_conversations(
     corpus: ConversationCorpus,
     place: str,
     *,
-    reading: ChatReading,
+    options: ChatOptions,
     encoder: ChatEncoder,
-    finder: Finder,
+    counter: SpecialTokenCounter,
     eval_fraction: float,
     vocab_size: int,
     task: Task,
@@ -131,11 +131,11 @@ def tokenize_conversations(
     started, counts, characters = time.perf_counter(), _Counts(), 0
     row: Document | None = None
     is_faulty = False
-    most, labelled = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
+    most, labelled = options.sequence_length + 1, corpus.chat.format == "unpaired_preference"
     with limited_templates(), ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, labelled, stack) for split in SPLITS}
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
-        batches = prefetched(_batches(corpus, place, encoder, finder, counts))
+        batches = prefetched(_batches(corpus, place, encoder, counter, counts))
         stack.callback(batches.close)
         for batch in batches:
             encoded = iter(encoder.tokenize([chat for chat_row in batch for chat in chat_row.texts]))
@@ -154,7 +154,7 @@ def tokenize_conversations(
                             next(conversation for conversation in results if isinstance(conversation, RowError)),
                         )
                     is_faulty = True
-                elif sizes := _sizes(conversations, most, reading.too_long, desirable):
+                elif sizes := _sizes(conversations, most, options.too_long, desirable):
                     counts.kept += 1
                     split = "eval" if held_out(document.text, eval_fraction) else "train"
                     kept[split] += zip(conversations, sizes, strict=True)
@@ -162,7 +162,7 @@ def tokenize_conversations(
                         if desirable is not None and conversation is conversations[1]:
                             continue  # a mismatched conversation is not trained on
                         counts.cut += size < len(conversation.ids)
-                        counts.trained_tokens += int(np.count_nonzero(conversation.trained[1:size]))
+                        counts.trained_tokens += int(np.count_nonzero(conversation.loss_mask[1:size]))
                         for token in conversation.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
                     if labels := writers[split].desirable:
@@ -173,7 +173,7 @@ def tokenize_conversations(
                 writer.add(kept[split])
             task.update(batch[-1].document.fraction, f"{counts.rows:,} rows")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
-    if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
+    if counts.faulty and (options.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
         lines = "".join(f"\n    {fault}" for fault in counts.faults)
         more = f"\n    and {counts.faulty - SHOWN:,} more" if counts.faulty > SHOWN else ""
@@ -185,7 +185,7 @@ def tokenize_conversations(
         "vocab_size": vocab_size,
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
-        "special_tokens": asdict(finder.found()),
+        "special_tokens": asdict(counter.counts()),
         "conversations": asdict(counts) | {"ordinary_end": encoder.ordinary_end},
         "pairs": corpus.chat.format == "preference",
         "judged": labelled,  # the name in existing stores
@@ -212,20 +212,20 @@ def _size(conversation: Encoded, most: int, too_long: str) -> int:
     """Returns the number of tokens to keep of a conversation: all, those up to the last turn that fits, or 0."""
     if len(conversation.ids) <= most:
         return len(conversation.ids)
-    fitting = [end for end in conversation.turns if end <= most and conversation.trained[1:end].any()]
+    fitting = [end for end in conversation.turns if end <= most and conversation.loss_mask[1:end].any()]
     return fitting[-1] if fitting and too_long == "cut_turns" else 0
 
 
 def _batches(
-    corpus: ConversationCorpus, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
+    corpus: ConversationCorpus, place: str, encoder: ChatEncoder, counter: SpecialTokenCounter, counts: _Counts
 ) -> Iterator[list[_ChatRow]]:
     """Yields batches of documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     names: dict[tuple[str, ...], str] = {}
     labelled = corpus.chat.format == "unpaired_preference"
 
-    def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
-        finder.look(document.text)
+    def read(document: Document) -> PromptWithCompletions | tuple[Conversation, ...] | RowError:
+        counter.count(document.text)
         row = document.row or json.loads(document.text)
         columns = tuple(row)
         try:
@@ -233,7 +233,7 @@ def _batches(
                 layouts[columns] = corpus.chat.layout(columns, place)
                 names[columns] = str(layouts[columns])
             layout = layouts[columns]
-            parsed = layout.answered(row) if labelled else layout.read(row)
+            parsed = layout.read_completions(row) if labelled else layout.read(row)
         except RowError as error:
             return error
         except DataError as error:
@@ -245,10 +245,10 @@ def _batches(
         return parsed
 
     documents = corpus.documents()
-    carried: list[Answered] = []
+    carried: list[PromptWithCompletions] = []
     while batch := list(islice(documents, BATCH_CONVERSATIONS)):
         rows = [(document, read(document)) for document in batch]
-        completions = [*carried, *(parsed for _, parsed in rows if isinstance(parsed, Answered))]
+        completions = [*carried, *(parsed for _, parsed in rows if isinstance(parsed, PromptWithCompletions))]
         number = len(carried) - 1
         chats: list[tuple[Document, list[Conversation | RowError], bool | None]] = []
         for document, parsed in rows:
@@ -283,7 +283,7 @@ def _batches(
         ] + completions[-1:]
 
 
-def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
+def _mismatched(rows: list[PromptWithCompletions], number: int) -> list[list[Any] | RowError]:
     """Returns, for each completion of a row, a completion of another row that answers a different prompt.
 
     The other row is the nearest earlier one, or the nearest later one for the first rows. The choice depends on the

@@ -143,7 +143,7 @@ def fingerprints(cache: Cache, source: str, files: Sequence[Path]) -> tuple[Fing
     prints = {name: cached[name] for name, stamp in stamps.items() if name in cached and cached[name][:2] == stamp}
     unknown = [name for name in stamps if name not in prints]
     if unknown:
-        cache.require_making(unknown[0])
+        cache.require_writable(unknown[0])
         with cache.progress.task("Hashing the files") as task:
             for number, name in enumerate(unknown):
                 prints[name] = Fingerprint(*stamps[name], _hash(Path(name)))
