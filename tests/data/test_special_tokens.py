@@ -119,13 +119,13 @@ def test_a_start_token_in_the_text_is_not_added_again(make_recipe: MakeRecipe, t
     assert [(ids[0], ids.count(0), ids[-1]) for ids in stored(prepared)] == [(0, 1, 1)] * 2
 
 
-def test_the_finder_equals_a_plain_search() -> None:
+def test_the_counter_equals_a_plain_search() -> None:
     draw = random.Random(0)
     for tokens in (["<s>", "</s>", "<s>x", "[A]", "[AB]", "[", "."], ["<|a|>"], [f"<|{n}|>" for n in range(300)], [""]):
         text = "".join(draw.choice([*tokens, "<|", "x", "[A", " "]) for _ in range(3000))
-        finder = SpecialTokenCounter(tokens)
-        finder.look(text)
-        found = finder.found()
+        counter = SpecialTokenCounter(tokens)
+        counter.count(text)
+        found = counter.counts()
         wanted = sorted(filter(None, tokens), key=len, reverse=True)
         expected = re.findall("|".join(map(re.escape, wanted)), text) if wanted else []
         assert found.count == len(expected)
