@@ -1,4 +1,4 @@
-"""The objectives of whole completions: sums over pairs of them, or over single ones, which the caller divides.
+"""Losses on completions: DPO, IPO and ORPO on pairs, KTO on single ones; each is a sum, which the caller divides.
 
 A loss depends on the sums of the log-probabilities of a completion's tokens, and mostly on small differences between
 such sums. A sum over a thousand tokens has an error of 1e-4 in fp32, therefore sums and differences are in fp64.
@@ -23,7 +23,7 @@ from llmtrain.recipe import ObjectiveConfig
 
 
 class Objective:
-    """An objective, and what it has seen of the completions since `begin`."""
+    """An objective, with the log-probabilities and rewards of the completions since the last `begin`."""
 
     def __init__(self, config: ObjectiveConfig, slices: dist.ProcessGroup | None = None) -> None:
         """slices: the ranks that hold slices of this rank's sequences, if there are any."""

@@ -159,10 +159,10 @@ class Stage(nn.Module):
             base.register_forward_hook(self._prepend_routers)
 
     def add_idle_parameters(self) -> None:
-        """Adds a matrix or a vector of one number, whose gradient is 0, if this stage trains none.
+        """Adds a matrix or a vector of one element, whose gradient is 0, if this stage trains no matrix or no vector.
 
-        The engine reduces the norm group by group, and matrices and vectors are groups of their own: stages with
-        another number of groups, or with none, would wait for each other forever.
+        The optimizer has a parameter group of matrices and one of vectors, and the engine all-reduces the gradient norm
+        of one group after the other. If stages had different groups, they would wait for each other forever.
         """
         trained = {min(parameter.ndim, 2) for parameter in self.model.parameters() if parameter.requires_grad}
         like = next(self.model.parameters())
@@ -187,20 +187,22 @@ class Stage(nn.Module):
         try:
             with self.context:
                 output = self._run[0](**arguments)
-            return self._last(output) if self.is_last else self._sent(output, position_ids, tokens)
+            return (
+                self._last_output(output) if self.is_last else self._output_for_next_stage(output, position_ids, tokens)
+            )
         finally:
-            self._forget()
+            self._release()
 
     def inputs(self, received: Sequence[Tensor], tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Returns the arguments of a stage but the first, from what it received: hidden states and router logits."""
         hidden, *routers = received
         return (hidden, position_ids, *([tokens] if self.cut.sends_tokens else []), *routers)
 
-    def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
+    def _last_output(self, output: Any) -> Tensor | tuple[Tensor, ...]:
         result = self._with_idle(output.logits if self.targets is None else output.loss_sum)
         return (result, output.aux_loss) if self.cut.sends_routers else result
 
-    def _sent(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    def _output_for_next_stage(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self._with_idle(self._exit[0].result)
         extras = [tokens] if self.cut.sends_tokens else []
         routers = (*self._received_routers, *(getattr(output, "router_logits", None) or ()))
@@ -214,7 +216,7 @@ class Stage(nn.Module):
             result = result + 0 * parameter.sum()
         return result
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
         self.targets = None
         self.bounds, self.kept, self.context = {}, {}, nullcontext()

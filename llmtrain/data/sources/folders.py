@@ -114,7 +114,7 @@ def _named(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Returns the data files below a folder. Beside Arrow files that `save_to_disk` wrote are those of its cache."""
+    """Returns the data files below a folder, without the cache files in a folder that `save_to_disk` wrote."""
     files = []
     saved: dict[Path, set[str] | None] = {}
     for path in sorted(folder.rglob("*")):

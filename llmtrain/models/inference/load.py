@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from llmtrain.errors import CheckpointError, Problem, UserError, reason
 from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import abbreviate, remote_code_errors
-from llmtrain.models.pretrained import is_finite, stored_as_integers
+from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.system.hub import ask_first, stored_file
 from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
@@ -113,8 +113,7 @@ def _is_part(name: str, model: PreTrainedModel) -> bool:
 
 def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
     """Yields which weights are not finite floating point numbers."""
-    is_quantized = getattr(model.config, "quantization_config", None) is not None
-    if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
+    if is_folder(Path(name)) and not is_quantized(model.config) and (names := stored_as_integers(Path(name), model)):
         message = f"{len(names)} of its weights are integers, not floating point numbers: {abbreviate(names)}"
         yield Problem("model.weights", name, message, AGAIN)
     if names := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:
