@@ -236,22 +236,22 @@ def data(
     """
     from rich.console import Console
 
-    from llmtrain.data import Progress, compare_with_hashes, data_summary, prepare, report
-    from llmtrain.data.shown import as_html, first_sequences, on_terminal
+    from llmtrain.data import Progress, data_summary, prepare, report, verify_prepared
+    from llmtrain.data.preview import first_sequences, render_html, render_terminal
     from llmtrain.plan.load import load_recipe
 
     declared, _ = load_recipe(recipe, assignments)
     progress = Progress(Console(stderr=True) if as_json else Console())
     prepared = prepare(declared, progress)
     if verify:
-        progress.say(f"{compare_with_hashes(prepared, progress):,} bytes are as they were written")
+        progress.say(f"{verify_prepared(prepared, progress):,} bytes are as they were written")
     if as_json:
         print(json.dumps(data_summary(prepared, declared), indent=2))
     else:
         console = Console()
         console.print(report(prepared, declared))
         if html:
-            page = as_html(first_sequences(prepared, declared, show or 8), prepared, declared)
+            page = render_html(first_sequences(prepared, declared, show or 8), prepared, declared)
             try:
                 html.write_text(page, "utf-8")
             except OSError as error:
@@ -260,7 +260,7 @@ def data(
             console.print(f"wrote {html}", highlight=False, soft_wrap=True)
         elif show:
             has_colors = console.color_system is not None and not console.no_color
-            console.print(on_terminal(first_sequences(prepared, declared, show), has_colors))
+            console.print(render_terminal(first_sequences(prepared, declared, show), has_colors))
 
 
 @app.command()

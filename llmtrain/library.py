@@ -106,7 +106,7 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
         check_stages(resolved)
     traced = None
     if trace:
-        from llmtrain.models.proof.trace import traced_layers
+        from llmtrain.models.activation_bytes import traced_layers
 
         traced = traced_layers(resolved)
     return Planned(resolved, memory_of(resolved, traced))

@@ -268,9 +268,9 @@ def _predicted(plan: Plan, device: str, rates: Path | None) -> Numbers:
 def _batches(timed: TimedPlan, plan: Plan) -> list[StepBatch]:
     if timed.source != CHATS:
         return [random_batch(plan, timed.documents) for _ in range(BATCHES)]
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
 
-    schedule = Schedule.of(plan, prepare(plan.recipe), dp_rank=0)
+    schedule = BatchLoader.of(plan, prepare(plan.recipe), dp_rank=0)
     size = plan.batch.global_batch_size
     return [schedule.train_batch(number * size) for number in range(WARM_UP + MOST_STEPS)]
 

@@ -129,12 +129,12 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
     from torch._C._distributed_c10d import Work
 
     from benchmarks.programs.bare import deepspeed_steps, torch_steps
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.models import build_model
     from llmtrain.models.precision import weight_dtype
 
     recipe = plan.recipe
-    schedule = Schedule.of(plan, prepare(recipe), dp_rank=rank)
+    schedule = BatchLoader.of(plan, prepare(recipe), dp_rank=rank)
     steps = [schedule.train_batch(number * plan.batch.global_batch_size) for number in range(KEPT_BATCHES)]
     batches = itertools.cycle(
         [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in steps]

@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.plan.load import load_recipe
     from llmtrain.plan.rules import resolve
     from llmtrain.recipe.cluster import Cluster
@@ -32,7 +32,7 @@ def main() -> None:
 
     recipe, _ = load_recipe(RECIPE, options.fields)
     plan = resolve(recipe, Cluster())
-    batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
     trial = Trial(plan, batch, torch.device("cpu"))
     if options.transposed:
         for module in trial.model.modules():

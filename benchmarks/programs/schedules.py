@@ -60,7 +60,7 @@ def work(rank: int, port: int, fields: list[str], turns: int) -> None:
 
 def _engine(fields: list[str]) -> tuple[Any, Any]:
     """Returns the engine of a recipe, and a batch for its steps."""
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.engines import build_engine
     from llmtrain.plan.ds_config import render
     from llmtrain.plan.load import load_recipe
@@ -69,7 +69,7 @@ def _engine(fields: list[str]) -> tuple[Any, Any]:
 
     recipe, _ = load_recipe(RECIPE, fields)
     plan = resolve(recipe, Cluster(devices_per_node=RANKS))
-    batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0)
+    batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0)
     return build_engine(plan, render(plan), torch.device("cpu")), batch
 
 

@@ -19,7 +19,7 @@ from llmtrain.engines.state.files import StoredShard
 from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
-from llmtrain.models.adapter import trained_part
+from llmtrain.models.adapter import select_trained
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
@@ -93,7 +93,7 @@ class ReaderWithBase(ExportReader):
         stored = {alias for name in super().shards for alias in groups.get(name, (name,))}
         self._base: dict[str, list[StoredShard]] = {name: [] for name in groups if name not in stored}
         self._model, self._config = model, config
-        trained = trained_part(plan.recipe, config)
+        trained = select_trained(plan.recipe, config)
         self._packed = trained.packed if trained else frozenset()
 
     @cached_property

@@ -25,7 +25,7 @@ from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
-from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
@@ -93,7 +93,7 @@ def export(
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
-            outgoing = Outgoing(model, stored_names(checkpoint, reader, model))
+            outgoing = WeightExporter(model, stored_names(checkpoint, reader, model))
             with utf8_name(whole) as named:
                 _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
             write_weights(outgoing, reader.read_as, model.num_parameters(), most_bytes, whole)
@@ -173,7 +173,7 @@ def write_adapter(
     settings = adapter.outline(model, recipe)
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
-    part = adapter.trained_part(recipe, config)
+    part = adapter.select_trained(recipe, config)
     if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -196,9 +196,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def write_weights(
-    outgoing: Outgoing, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
+    outgoing: WeightExporter, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
 ) -> None:
-    """Writes safetensors files, and an index if there are several. read: as for `Outgoing.tensor`."""
+    """Writes safetensors files, and an index if there are several. read: as for `WeightExporter.tensor`."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,
         get_storage_size=tensor_bytes,

@@ -32,10 +32,10 @@ from llmtrain.models.adapter import (
     targeted_layers,
 )
 from llmtrain.models.build import configuration_of
-from llmtrain.models.hub_names import Outgoing, aliases, empty_model, few_of
+from llmtrain.models.hub_names import WeightExporter, abbreviate, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
-from llmtrain.models.pretrained import Pretrained, head_like, is_finite, read_pretrained
+from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
@@ -131,7 +131,7 @@ def merge(
     with new_folder(out) as folder:
         write_configuration(empty, folder)
         text.save_pretrained(folder)
-        write_weights(Outgoing(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
+        write_weights(WeightExporter(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
 
 
 def _unties(adapter: Path, base: PreTrainedModel) -> bool:
@@ -180,7 +180,8 @@ class MergedWeights:
         self._lora, self._base, self._folder, self._packed = lora, base, folder, packed
         self._modules = dict(model.named_modules())
         self._file = _opened(folder)
-        heads = {name.removeprefix(FILE_PREFIX): head_like(self._file.get_slice(name)) for name in self._file.keys()}  # noqa: SIM118
+        names = self._file.keys()
+        heads = {name.removeprefix(FILE_PREFIX): meta_tensor_like(self._file.get_slice(name)) for name in names}
         self._shapes = {name: tuple(head.shape) for name, head in heads.items()}
         self._check(model, [name for name, head in heads.items() if not head.is_floating_point()])
 
@@ -269,7 +270,7 @@ class MergedWeights:
             ],
         }
         problems = [
-            Problem("merge.weights", str(self._folder), f"{message}: {few_of(names)}")
+            Problem("merge.weights", str(self._folder), f"{message}: {abbreviate(names)}")
             for message, names in wrong.items()
             if names
         ]

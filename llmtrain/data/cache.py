@@ -74,14 +74,14 @@ class Cache:
         """
         final = self.folder / kind / key
         if not (final / META).exists():
-            self.require_making(str(final))
+            self.require_writable(str(final))
             with self._writing(final.parent), self._lock(final):
                 if not (final / META).exists():
                     self._sweep(final.parent, keep=final)
                     return Entry(final, self._make(final, build), made=True)
         return Entry(final, _meta_of(final / META), made=False)
 
-    def require_making(self, what: str) -> None:
+    def require_writable(self, what: str) -> None:
         """Raises NotPreparedError if the cache is read-only."""
         if self.read_only:
             raise NotPreparedError(what)

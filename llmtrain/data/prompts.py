@@ -51,7 +51,7 @@ def _questions(prompts: Sequence[str], prepared: Prepared) -> list[list[int]]:
             try:
                 encoded.append(encoder.prompt([{"role": "user", "content": prompt}]))
             except RecipeError as error:
-                problems += [replace(one, field=f"{FIELD}.{number}") for one in error.problems]
+                problems += [replace(problem, field=f"{FIELD}.{number}") for problem in error.problems]
     if problems:
         raise DataError(problems)
     return encoded

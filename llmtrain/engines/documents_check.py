@@ -10,8 +10,8 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import documents_known
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model
 from llmtrain.recipe import Recipe
 
 ALONE = 1e-4
@@ -34,7 +34,7 @@ def influences(config: PreTrainedConfig) -> bool:
         positions = torch.cat([torch.arange(FIRST), torch.arange(BOTH - FIRST)])[None]
         other = tokens.clone()
         other[:, :FIRST] = 3 + (other[:, :FIRST] + 7) % 80
-        model = reference(config, "eager").eval()
+        model = build_tiny_model(config, "eager").eval()
         after_first, after_other = (_logits(model, given, positions)[FIRST:] for given in (tokens, other))
         alone = _logits(model, tokens[:, FIRST:], positions[:, FIRST:])
     scale = after_first.abs().max()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.data import Prepared, PreparedSource, Schedule
+from llmtrain.data import BatchLoader, Prepared, PreparedSource
 from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import META, Cache, cache_folder, key_of
 from llmtrain.data.progress import Progress
@@ -104,7 +104,7 @@ def log_probs(
     """
     assert isinstance(view, PackedSamples), "completions are packed"
     assert engine.objective is not None, "the loss is one of completions"
-    schedule = Schedule.of(plan, prepared, engine.data_parallel_rank)
+    schedule = BatchLoader.of(plan, prepared, engine.data_parallel_rank)
     values = torch.full((len(view.starts),), -torch.inf, dtype=torch.float64)
     for indices, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):
         engine.eval_step(batch)

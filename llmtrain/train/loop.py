@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
-from llmtrain.data import MAIN_SET, Schedule, StepBatch
+from llmtrain.data import MAIN_SET, BatchLoader, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
@@ -43,7 +43,7 @@ class Run:
 
     recipe: Recipe
     engine: Engine
-    data: Schedule
+    data: BatchLoader
     saver: Saver
     state: TrainerState
     stop_step: int

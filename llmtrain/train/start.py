@@ -72,7 +72,7 @@ class LocalStart:
     def _launch(self, plan: Plan, folder: RunDir, template: Template | None) -> int:
         """Checks the pipeline's stages, prepares the data, and runs the workers."""
         from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
-        from llmtrain.data import Progress, Schedule, encode_prompts, prepare, report, with_steps
+        from llmtrain.data import BatchLoader, Progress, encode_prompts, prepare, report, with_max_steps
         from llmtrain.launch.local import common_environment
         from llmtrain.launch.tools import check_tool
         from llmtrain.plan.ds_config import render
@@ -93,7 +93,7 @@ class LocalStart:
             check_stages(plan)
             check_pretrained(plan.recipe)
             prepared = prepare(plan.recipe, Progress(console))
-            plan = with_steps(plan, prepared)
+            plan = with_max_steps(plan, prepared)
             console.print(report(prepared, plan.recipe))
             if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, self.max_steps)):
                 console.print(reason, highlight=False, soft_wrap=True)
@@ -101,7 +101,7 @@ class LocalStart:
             if checkpoint:
                 check_data(checkpoint, prepared.key, plan.recipe)
             # Refused before anything is written or started: data shorter than a batch, prompts without room.
-            Schedule.of(plan, prepared, dp_rank=0)
+            BatchLoader.of(plan, prepared, dp_rank=0)
             encode_prompts(plan.recipe, prepared)
             folder.create(plan, render(plan))
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
@@ -191,12 +191,12 @@ def check_stages(plan: Plan) -> None:
             check_trained(plan.recipe)
     if not plan.stages:
         return
-    from llmtrain.models import find_stages
+    from llmtrain.models import find_cut_and_split
     from llmtrain.plan.search.cheapest import suggesting
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
-        find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
+        find_cut_and_split(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
 
 
 def check_pretrained(recipe: Recipe) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.resume import ResumeChoice
     from llmtrain.checkpoint.save import Saver
     from llmtrain.checkpoint.storage import Storage
-    from llmtrain.data import Prepared, Schedule
+    from llmtrain.data import BatchLoader, Prepared
     from llmtrain.engines import Engine
     from llmtrain.train.loop import Beside
 
@@ -130,7 +130,7 @@ class _Worker:
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """Runs the whole life of a worker."""
-        from llmtrain.data import Progress, encode_prompts, prepare, with_steps
+        from llmtrain.data import Progress, encode_prompts, prepare, with_max_steps
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
@@ -141,7 +141,7 @@ class _Worker:
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
             self.watch.meet(store("watch"), secret.seal)
-            plan = with_kernels(with_steps(self.plan, prepared), device, self.rank, status.update)
+            plan = with_kernels(with_max_steps(self.plan, prepared), device, self.rank, status.update)
             settled = replace(self, secret=secret, plan=plan)
         settled._note_kernels()
         return settled._train(prepared, prompts, device, ds_config, resume, max_steps)
@@ -161,8 +161,8 @@ class _Worker:
         from llmtrain.checkpoint.manifest import already_taken
         from llmtrain.checkpoint.save import Saver
         from llmtrain.checkpoint.storage import probe
-        from llmtrain.data import Schedule
-        from llmtrain.data.shown import first_batch
+        from llmtrain.data import BatchLoader
+        from llmtrain.data.preview import first_batch_html
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure_own_time
         from llmtrain.engines.reference_model import with_references
@@ -189,13 +189,13 @@ class _Worker:
                     prepared = with_references(engine, plan, prepared, self.heartbeat.beat)
             state = self._start(engine, choice, prepared.key, storage)
             self._note_history(state)
-        data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
+        data = BatchLoader.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
             template = prepared.chat_template
             source = template.source if template else None
             run_dir.keep_tokenizer(prepared.tokenizer_dir, source, prepared.stop_ids)
             if template and not state.step:
-                run_dir.write_first_batch(first_batch(prepared, plan.recipe))
+                run_dir.write_first_batch(first_batch_html(prepared, plan.recipe))
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
@@ -269,7 +269,7 @@ class _Worker:
     def _attempt(
         self,
         engine: Engine,
-        data: Schedule,
+        data: BatchLoader,
         saver: Saver,
         state: TrainerState,
         stop_step: int,

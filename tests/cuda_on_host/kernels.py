@@ -163,7 +163,7 @@ def _passes(plan: Any) -> None:
     from llmtrain.engines.forward import forward, use_kernels
     from llmtrain.models.build import model_configuration
     from llmtrain.models.precision import autocast, weight_dtype
-    from llmtrain.models.proof.tiny import with_layers
+    from llmtrain.models.tiny.configuration import with_layers
     from tests.helpers.batches import global_batch
 
     recipe, precision = plan.recipe, plan.recipe.parallel.precision

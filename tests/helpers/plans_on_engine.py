@@ -24,7 +24,7 @@ from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed.autotp_split import split_of
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.models.stages import decoder_layers
-from llmtrain.models.tensor.exchanges import shard_of
+from llmtrain.models.tensor.collectives import shard_of
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.ds_config import render

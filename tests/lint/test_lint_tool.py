@@ -223,7 +223,7 @@ def test_line_ends_of_windows_are_kept():
 
 
 def test_the_faults_of_a_file_are_fixed_together(monkeypatch):
-    """Reading takes long if the file is large."""
+    """TokenizeOptions takes long if the file is large."""
     numbers = dict.fromkeys(("data_parallel_size", "sequence_parallel_size", "vocabulary_size"), "7")
     switches = {key: {"enabled": "true"} for key in ("fp16", "bf16", "flops_profiler", "tensorboard", "csv_monitor")}
     text, texts = json.dumps({**numbers, **switches, "stage": 2, "overlap_comm": "true"}), []

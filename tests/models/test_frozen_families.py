@@ -12,8 +12,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.models import target_loss_sum
-from llmtrain.models.loss import freeze_unreached
-from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.models.loss import freeze_unused
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import CHOOSERS
 
 SPEC = importlib.util.spec_from_file_location(
@@ -33,7 +33,7 @@ def _without_gradient(family: str) -> tuple[set[str], set[str]]:
     config = families.tiny_config(family)
     for name, value in LONG.get(family, {}).items():
         setattr(config, name, value)
-    model = freeze_unreached(reference(config, "eager").train())
+    model = freeze_unused(build_tiny_model(config, "eager").train())
     frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
     tokens, positions = packed_input(config)
     output = model(input_ids=tokens, position_ids=positions, use_cache=False)

@@ -46,27 +46,27 @@ MOST_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
-_ANSWERED: dict[str, tuple[str, ...]] = {
+_PROMPT_COMPLETION: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query"),
     "completion": ("completion", "response", "answer"),
 }
-_ASIDE: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
+_CONTEXT: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
-    "prompt_completion": _ANSWERED,
+    "prompt_completion": _PROMPT_COMPLETION,
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
     "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
-    "unpaired_preference": {**_ANSWERED, "label": ("label", "desirable")},
+    "unpaired_preference": {**_PROMPT_COMPLETION, "label": ("label", "desirable")},
 }
 """The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
-    "messages": {**_ASIDE, "tools": ("tools", "functions")},
-    "prompt_completion": {"history": ("history",), **_ASIDE},
-    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _ASIDE["system"]},
-    "preference": {"prompt": _ANSWERED["prompt"], **_ASIDE},
-    "unpaired_preference": _ASIDE,
+    "messages": {**_CONTEXT, "tools": ("tools", "functions")},
+    "prompt_completion": {"history": ("history",), **_CONTEXT},
+    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _CONTEXT["system"]},
+    "preference": {"prompt": _PROMPT_COMPLETION["prompt"], **_CONTEXT},
+    "unpaired_preference": _CONTEXT,
 }
-FOUND: dict[Format | None, tuple[Format, ...]] = {
+FORMATS_TO_TRY: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
@@ -120,27 +120,29 @@ class Layout:
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
         """Returns the conversation of a row, or one per completion (chosen before rejected). Raises RowError."""
         if self.format in _COMPLETIONS:
-            return self.answered(row).conversations
+            return self.read_completions(row).conversations
         row = self._considered(row)
         parts = self._parts(row)
-        found = (self._conversation(_TURNS[self.format](parts), parts),)
-        self._require_read(row, found)
-        return found
+        conversations = (self._conversation(_TURNS[self.format](parts), parts),)
+        self._require_read(row, conversations)
+        return conversations
 
-    def answered(self, row: Mapping[str, Any]) -> Answered:
+    def read_completions(self, row: Mapping[str, Any]) -> PromptWithCompletions:
         """Returns the prompt of a row with its completions. Raises RowError."""
         row = self._considered(row)
         parts = self._parts(row)
         prompt, completions = _COMPLETIONS[self.format](parts)
 
         def conversation(turns: list[Any]) -> Conversation:
-            one = self._conversation([*prompt, *turns], parts)
-            return replace(one, trained=(*[False] * (len(one.messages) - len(turns)), *one.trained[-len(turns) :]))
+            whole = self._conversation([*prompt, *turns], parts)
+            return replace(
+                whole, trained=(*[False] * (len(whole.messages) - len(turns)), *whole.trained[-len(turns) :])
+            )
 
         turns, labels = zip(*completions, strict=True)
-        found = tuple(map(conversation, turns))
-        self._require_read(row, found)
-        return Answered(prompt, turns, labels, found, conversation)
+        conversations = tuple(map(conversation, turns))
+        self._require_read(row, conversations)
+        return PromptWithCompletions(prompt, turns, labels, conversations, conversation)
 
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
@@ -164,7 +166,7 @@ class Layout:
 
         def without(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
-                return [without(one) for one in value]
+                return [without(item) for item in value]
             return {key: value[key] for key in value if key not in self.ignored} if _role(value) else value
 
         return {name: without(value) for name, value in row.items() if name not in self.ignored}
@@ -198,7 +200,7 @@ class Layout:
                 )
         return {part: row.get(column) for part, column in self.columns.items()}
 
-    def _require_read(self, row: Mapping[str, Any], found: tuple[Conversation, ...]) -> None:
+    def _require_read(self, row: Mapping[str, Any], conversations: tuple[Conversation, ...]) -> None:
         """Raises RowError if an unread column, or key of a message, may say who speaks, or what."""
         columns = self._unread_columns(row)
         suspects: list[tuple[str, str, Any, str | None]] = [
@@ -210,12 +212,12 @@ class Layout:
             ]
         if not suspects:
             return
-        said = "\n".join(one.text() for one in found)
+        known_text = "\n".join(conversation.text() for conversation in conversations)
         for what, name, value, role in suspects:
             if name.lower() in _SPEAKERS:
                 if _ROLE[value] != role:
                     raise RowError(f"nothing reads the {what} '{name}', which may say who speaks; {_or_ignore(name)}")
-            elif not all(text.strip() in said for text in _texts(value)):
+            elif not all(text.strip() in known_text for text in _texts(value)):
                 raise RowError(
                     f"nothing reads the {what} '{name}', which may be a part of the conversation: {shown(value)}; "
                     f"name its part in `columns` of the source, {_or_ignore(name)}"
@@ -228,7 +230,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptWithCompletions:
     """A prompt with completions, each labelled as desirable or undesirable."""
 
     prompt: list[Any]
@@ -276,15 +278,17 @@ def find_layout(
         if column not in known:
             message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
-    formats = FOUND.get(format, (format,) if format else ())
-    for one in formats:
-        found = {part: _column(part, names, named, known) for part, names in (NAMES[one] | OPTIONAL[one]).items()}
-        if all(found[part] for part in NAMES[one]):
-            if unused := set(named) - set(found):
-                message = f"'{one}' has no part {', '.join(sorted(unused))}; its parts are {', '.join(found)}"
+    formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
+    for name in formats:
+        columns_of = {
+            part: _column(part, names, named, known) for part, names in (NAMES[name] | OPTIONAL[name]).items()
+        }
+        if all(columns_of[part] for part in NAMES[name]):
+            if unused := set(named) - set(columns_of):
+                message = f"'{name}' has no part {', '.join(sorted(unused))}; its parts are {', '.join(columns_of)}"
                 raise DataError(Problem("data.column", f"{field}.columns", message))
-            return Layout(one, {part: column for part, column in found.items() if column}, system)
-    parts = "; ".join(f"{one}: {', '.join(NAMES[one])}" for one in formats)
+            return Layout(name, {part: column for part, column in columns_of.items() if column}, system)
+    parts = "; ".join(f"{name}: {', '.join(NAMES[name])}" for name in formats)
     message = f"no conversations were found in the columns {', '.join(known) or '(none)'}"
     fix = f'name the columns: columns={{"PART": "COLUMN"}} ({parts})'
     raise DataError(Problem("data.column", f"{field}.columns", message, fix))
@@ -305,8 +309,8 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     if "assistant" not in roles:
         raise RowError("the assistant says nothing")
     if "tool" in roles:
-        for number, (role, before) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
-            if role == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
+        for number, (role, previous) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
+            if role == "tool" and not (previous and (previous["role"] == "tool" or "tool_calls" in previous)):
                 raise RowError(f"message {number} is the result of a tool that was not called")
     return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
 
@@ -435,8 +439,8 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _texts(_content(value) if _role(value) else list(value.values()))
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)
 
 
 def _parts_of(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -459,7 +463,9 @@ def _check_nesting(value: Any, what: str) -> None:
     """Raises RowError for JSON data that is nested too deeply for a template, which writes it recursively."""
     level = [value]
     for _ in range(MOST_NESTED):
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, _CONTAINERS)]
+        inner = [
+            item.values() if isinstance(item, Mapping) else item for item in level if isinstance(item, _CONTAINERS)
+        ]
         if not inner:
             return
         level = list(chain.from_iterable(inner))
@@ -488,10 +494,10 @@ def _history(parts: Mapping[str, Any]) -> list[Any]:
     """Returns the earlier turns of a row, which are pairs of a question and its answer. Raises RowError."""
     pairs = parts.get("history") or []
     if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
         raise RowError(f"the history is {shown(pairs)}, not a list of pairs of a question and its answer")
-    return [{"role": role, "content": text} for one in pairs for role, text in zip(_EXCHANGE, one, strict=True)]
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(_EXCHANGE, pair, strict=True)]
 
 
 def _turns(value: Any, role: str) -> list[Any]:

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.engines.deepspeed.autotp_split import gather_whole, split_of
 from llmtrain.engines.optim import gradient_of
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import SIZES, shrink_configuration
+from llmtrain.models.tiny.configuration import SIZES, shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS, build_tiny_model, packed_input, relative_deviation
 from llmtrain.overrides.deepspeed import check_no_inputs, tensor_group
 
 TOLERANCE = 1e-4
@@ -63,7 +63,7 @@ def check_autotp(config: PreTrainedConfig, block: dict[str, Any], attention: str
         raise cannot_split(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            whole = reference(tiny, attention if attention in ("eager", "sdpa") else "eager").eval().to(device)
+            whole = build_tiny_model(tiny, attention if attention in ("eager", "sdpa") else "eager").eval().to(device)
             inputs = tuple(value.to(device) for value in packed_input(tiny))
             parts = _split(copy.deepcopy(whole), block)
             expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))

@@ -56,7 +56,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gradient, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_whole_layers, require_input_gradient, use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
@@ -169,10 +169,10 @@ class DeepSpeedEngine(HasState):
             # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
             use_recomputation(model, recipe.parallel)
             use_kernels(model, self.plan, has_head)
-        if self.plan.parallel.zero_stage == 3 and gathers_layers(recipe):
+        if self.plan.parallel.zero_stage == 3 and gathers_whole_layers(recipe):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
-                layer.register_forward_pre_hook(give_input_gradient, with_kwargs=True)
+                layer.register_forward_pre_hook(require_input_gradient, with_kwargs=True)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         optim = self.plan.recipe.optim

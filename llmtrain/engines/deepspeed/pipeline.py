@@ -34,7 +34,7 @@ from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.exchanges import GroupRanks
+from llmtrain.models.tensor.collectives import TorchTensorGroup
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -67,7 +67,7 @@ class StagePipeline(PipelineTiedByName):
 
         def make(rank: int) -> RankStages:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
-            slices = GroupRanks(self.mpu().get_slice_parallel_group())
+            slices = TorchTensorGroup(self.mpu().get_slice_parallel_group())
             return RankStages([build(stage, slices) for stage in schedule.stages_of(rank)])
 
         def names_of_ranks() -> list[list[str]]:

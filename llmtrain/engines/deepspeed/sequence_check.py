@@ -25,8 +25,8 @@ from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
-from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
@@ -86,7 +86,7 @@ def compare_sliced_sequences(
     batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
     """
     try:
-        whole = reference(config, attention).train()
+        whole = build_tiny_model(config, attention).train()
         if batch is None:
             tokens, positions = packed_input(config)
             batch = MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))

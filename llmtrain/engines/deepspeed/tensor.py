@@ -18,11 +18,11 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
 from llmtrain.engines.deepspeed.partitioned import gather_partitioned, partition_with
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.engines.state.shards import WeightSlice
-from llmtrain.models import build_sliced, model_configuration
+from llmtrain.models import build_tensor_parallel, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.proof.slices_check import check_slices
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 
 
 class SlicedAxis(EngineAxis):
@@ -54,7 +54,7 @@ class SlicedAxis(EngineAxis):
     def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """Gathers the slices of a weight."""
         split = shard_of(parameter)
-        return shard if split is None else split.whole(GroupRanks(self.tensor_parallel_group).gather(shard))
+        return shard if split is None else split.whole(TorchTensorGroup(self.tensor_parallel_group).all_gather(shard))
 
 
 def slice_of_rank(split: Shard, local: torch.Size, rank: int, ranks: int) -> WeightSlice:
@@ -71,21 +71,21 @@ class TensorAxis(SlicedAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        config, splits_sequence = model_configuration(recipe), self.plan.region_ranks > 1
-        self._split = check_slices(config, degree, recipe.model.attention_kernel, splits_sequence)
+        config, sequence_parallel = model_configuration(recipe), self.plan.region_ranks > 1
+        self._split = check_tensor_split(config, degree, recipe.model.attention_kernel, sequence_parallel)
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
         self._grid = PipelineParallelGrid(topology)
 
     def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         """Returns the model with this rank's slices. Those of a layer are allocated, then partitioned at ZeRO-3."""
         recipe = self.plan.recipe
-        slices = TensorParallel(self._split, GroupRanks(self.tensor_parallel_group))
+        slices = TensorParallel(self._split, TorchTensorGroup(self.tensor_parallel_group))
         dtype = weight_dtype(recipe.parallel.precision)
         if self.plan.parallel.zero_stage < 3:
-            return build_sliced(recipe, dtype, self.device, slices)
+            return build_tensor_parallel(recipe, dtype, self.device, slices)
         partition = partition_with(ds_config, self.data_parallel_group, self.mpu)
         is_reader = dist.get_rank(self.data_parallel_group) == 0
-        return build_sliced(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
+        return build_tensor_parallel(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
 
     @property
     def mpu(self) -> PipelineParallelGrid:

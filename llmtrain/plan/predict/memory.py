@@ -159,7 +159,7 @@ def by_part(parts: Parts) -> str:
 def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:
     """Returns the memory of a plan; None for a model that is not a chain of layers, since its activations are unknown.
 
-    traced: bytes that each layer was observed to save (`models.trace.traced_layers`).
+    traced: bytes that each layer was observed to save (`models.activation_bytes.traced_layers`).
     """
     weights = plan.model.weights
     if weights is None:

@@ -197,7 +197,7 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
     refuses=False,
 )
 def without_gradient(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unreached`)."""
+    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unused`)."""
     names = draft.facts.without_gradient if draft.facts is not None else ()
     if names:
         parts: dict[tuple[str, ...], list[str]] = {}

@@ -97,7 +97,7 @@ def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) 
     """Prints what is measured. plan: as JSON; the others as for `measure`."""
     import torch
 
-    from llmtrain.data import MicroBatch, Schedule, prepare
+    from llmtrain.data import BatchLoader, MicroBatch, prepare
     from llmtrain.train.tune.search import tune
     from llmtrain.train.tune.trial import BusyError
 
@@ -107,7 +107,7 @@ def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) 
     prepared = prepare(run.recipe)
 
     def batch_of(one: Plan) -> MicroBatch:
-        return Schedule.of(one, prepared, dp_rank=0).train_batch(0).micro_batches[0]
+        return BatchLoader.of(one, prepared, dp_rank=0).train_batch(0).micro_batches[0]
 
     try:
         choice = tune(run, batch_of, where, threads, always, lambda one: _tell(output, trying=one))

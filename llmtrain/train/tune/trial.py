@@ -13,8 +13,8 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
-from llmtrain.models.proof.tiny import with_layers
 from llmtrain.models.recompute.checkpoints import use_recomputation
+from llmtrain.models.tiny.configuration import with_layers
 from llmtrain.plan import Plan
 from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores
 from llmtrain.train.tune.choice import THREADS

@@ -14,10 +14,10 @@ from transformers.utils import logging
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
-from llmtrain.models.adapter import Trained, trained_part
+from llmtrain.models.adapter import Trained, select_trained
 from llmtrain.models.hub_names import empty_model
-from llmtrain.models.proof.cut import MODEL_ERRORS
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS
 from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
@@ -62,7 +62,7 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     }
     declared["vocab_size"] = tiny.vocab_size
     copy = ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
-    trained = trained_part(recipe, config)
+    trained = select_trained(recipe, config)
     return copy if trained is None else copy.model_copy(update=_trained(recipe.model, trained, config, tiny))
 
 

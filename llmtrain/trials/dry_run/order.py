@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmtrain.data import Prepared, Schedule
+from llmtrain.data import BatchLoader, Prepared
 from llmtrain.data.order import Mixture
 from llmtrain.data.sampler import rows_of
 from llmtrain.plan.plan import Plan
@@ -72,7 +72,7 @@ def _ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
 
 def _reads(plan: Plan, prepared: Prepared | None) -> Iterator[Read]:
     mixture = Mixture([source.weight for source in plan.recipe.data.sources])
-    schedule = Schedule.of(plan, prepared, dp_rank=0) if prepared else None
+    schedule = BatchLoader.of(plan, prepared, dp_rank=0) if prepared else None
     batch = plan.batch
     for step in range(STEPS):
         for replica in range(min(plan.readers, REPLICAS)):

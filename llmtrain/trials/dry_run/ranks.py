@@ -19,7 +19,7 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.data import Prepared, Schedule
+from llmtrain.data import BatchLoader, Prepared
 from llmtrain.data.sampler import rows_of
 from llmtrain.data.synthetic import synthetic
 from llmtrain.engines import Engine, build_engine
@@ -47,7 +47,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.parallel.tensor)
     engine = build_engine(plan, render(plan), device)
     prepared = with_references(engine, plan, prepared)
-    data = Schedule.of(plan, prepared, engine.data_parallel_rank)
+    data = BatchLoader.of(plan, prepared, engine.data_parallel_rank)
     described = engine.describe()
     say(f"engine: {described}")
     facts = _facts(plan, engine)
@@ -75,7 +75,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
         write_atomically(folder / FINDINGS_FILE, findings.model_dump_json())
 
 
-def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryRunStep:
+def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> DryRunStep:
     started = time.perf_counter()
     batch = data.train_batch(state.samples)
     result = engine.train_step(batch)
@@ -95,7 +95,7 @@ def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryR
     return step
 
 
-def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
+def _evaluate(engine: Engine, data: BatchLoader, most: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
     if engine.objective and engine.objective.needs_divergence:
@@ -122,7 +122,7 @@ def _continued(
     assert folder is not None, "it was just saved"
     state = load(folder, engine, plan, prepared.key)
     seconds = time.perf_counter() - started
-    again = _step(engine, Schedule.of(plan, prepared, engine.data_parallel_rank), state, lambda _: None)
+    again = _step(engine, BatchLoader.of(plan, prepared, engine.data_parallel_rank), state, lambda _: None)
     found = _weights(engine)
     apart = [
         f"{name} {getattr(again, name)!r} instead of {getattr(expected, name)!r}"

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmtrain.data import NO_TARGET, Completions, MicroBatch, Prepared, PreparedSource, Schedule, StepBatch
+from llmtrain.data import NO_TARGET, BatchLoader, Completions, MicroBatch, Prepared, PreparedSource, StepBatch
 from llmtrain.data.samples import PackedSamples
 from llmtrain.data.store import Split
 from llmtrain.engines import Engine
@@ -63,7 +63,7 @@ class Batches:
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields what a plan's own schedule gives to a data parallel rank in each step."""
-        schedule = Schedule.of(plan, self.prepared, dp_rank)
+        schedule = BatchLoader.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
 
         def uneven(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -87,7 +87,7 @@ class Batches:
         if not plan.recipe.objective.needs_reference:
             return self
         wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
-        schedule, order = Schedule.of(plan, self.prepared, 0), self.prepared.eval_order()
+        schedule, order = BatchLoader.of(plan, self.prepared, 0), self.prepared.eval_order()
         drawn = schedule.sample_ids(0, self.steps * self.size)
         for number, source in enumerate(self.prepared.sources):
             wanted[source.key, "train"].append(drawn[1][drawn[0] == number])
@@ -102,7 +102,7 @@ class Batches:
 
     def held_out_part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields held-out sequences as a plan gives them to a data parallel rank."""
-        return Schedule.of(plan, self.prepared, dp_rank).eval_batches(self._held_out)
+        return BatchLoader.of(plan, self.prepared, dp_rank).eval_batches(self._held_out)
 
     @property
     def _held_out(self) -> int:
@@ -113,7 +113,7 @@ class Batches:
         """Global batches, read by document."""
         data, padding = self.recipe.data, self.prepared.eos_id
         sizes = {"global_batch_size": self.size, "micro_batch_size": self.size, "gradient_accumulation_steps": 1}
-        schedule = Schedule(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
+        schedule = BatchLoader(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
         views = [source.train for source in self.prepared.sources]
         steps: list[Sequences] = []
         for step in range(self.steps):
@@ -150,9 +150,9 @@ class Batches:
     def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
         """Makes rows uneven; `samples` are their indices within their batch."""
         if (found := rows.completions) is not None:
-            lost = (samples[:, None] % LOSES_ONE == 1) & (found.segments < self._conversations)
+            lost = (samples[:, None] % LOSES_ONE == 1) & (found.segment_ids < self._conversations)
             labels = rows.labels.masked_fill(lost, NO_TARGET)
-            left = Completions.of(found.segments, labels, found.references, found.desirable)
+            left = Completions.of(found.segment_ids, labels, found.references, found.desirable)
             return replace(rows, labels=labels, completions=left)
         hidden, start = (one[:, None] for one in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]

@@ -48,8 +48,8 @@ def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:
     """Returns the document with the inputs from `begin` to `end`, which is its last token or where it is cut."""
     tokens = torch.from_numpy(np.asarray(stream.tokens[begin : end + 1], dtype=np.int64))
     targets = tokens[1:].clone()
-    if stream.trained is not None:
-        targets[torch.from_numpy(~stream.trained[begin + 1 : end + 1])] = NO_TARGET
+    if stream.loss_mask is not None:
+        targets[torch.from_numpy(~stream.loss_mask[begin + 1 : end + 1])] = NO_TARGET
     return ReferenceDocument(tokens[:-1], targets)
 
 

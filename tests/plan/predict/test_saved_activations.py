@@ -16,16 +16,15 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model, model_configuration
-from llmtrain.models.build import build_sliced
+from llmtrain.models import activation_bytes, build_model, model_configuration
+from llmtrain.models.activation_bytes import traced_layers
+from llmtrain.models.build import build_tensor_parallel
 from llmtrain.models.compiled import compile_layers
-from llmtrain.models.proof import trace
-from llmtrain.models.proof.slices_check import check_slices
-from llmtrain.models.proof.trace import traced_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.activations import kept_bytes, layer_bytes
@@ -95,13 +94,13 @@ class FirstOf:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
 
-    def sum_own(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def reduce_scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return values[0].clone()
 
-    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value.clone() for _ in range(self.size)]
 
 
@@ -110,8 +109,8 @@ def model_of(plan: Plan) -> PreTrainedModel:
     if plan.parallel.tensor == 1:
         return build_model(plan.recipe, dtype, torch.device("cpu"))
     recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
-    split = check_slices(model_configuration(recipe), ranks.size, regions=plan.region_ranks > 1)
-    return build_sliced(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
+    split = check_tensor_split(model_configuration(recipe), ranks.size, sequence_parallel=plan.region_ranks > 1)
+    return build_tensor_parallel(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
 
 
 class Saved:
@@ -356,7 +355,7 @@ def test_a_trace_equals_the_saved_bytes(family, attention, precision, tmp_path, 
     plan = plan_for(family, attention, precision, mask=True)
     traced = traced_layers(plan)
     assert traced == (saved_bytes(plan),) * 2
-    monkeypatch.setattr(trace, "_trace", None)  # the second time it comes from the cache
+    monkeypatch.setattr(activation_bytes, "_trace", None)  # the second time it comes from the cache
     assert traced_layers(plan) == traced
     doubled = memory_of(plan, tuple(2 * size for size in traced)).stages[0].forward.activations
     assert doubled - memory_of(plan, traced).stages[0].forward.activations == pytest.approx(sum(traced), abs=2)
@@ -371,10 +370,10 @@ def test_a_trace_is_cached_by_model_and_options():
     ]
     larger = {"model.config.intermediate_size": 192}, {"data.sequence_length": T // 2}, {"batch.micro_batch_size": 1}
     others += [resolve(base.recipe.with_(**fields), base.cluster) for fields in larger]
-    keys = {trace._key(plan) for plan in (base, *others)}
+    keys = {activation_bytes._key(plan) for plan in (base, *others)}
     assert len(keys) == 7
     renamed = base.recipe.with_(**{"name": "other", "optim.lr": 0.5, "parallel.zero_stage": 3})
-    assert trace._key(resolve(renamed, base.cluster)) in keys
+    assert activation_bytes._key(resolve(renamed, base.cluster)) in keys
 
 
 def test_untraceable_models_are_reported(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data import Schedule, find_prepared, prepare
+from llmtrain.data import BatchLoader, find_prepared, prepare
 from llmtrain.data.synthetic import synthetic
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.predict.links import Groups
@@ -45,7 +45,7 @@ def test_the_reported_order_is_that_of_the_ranks(recipe):
     assert order.is_prepared
     assert order.ranks == ((0, 1), (2, 3), (4, 5))
     for read in order.reads:
-        schedule = Schedule.of(plan, prepared, read.data_rank)
+        schedule = BatchLoader.of(plan, prepared, read.data_rank)
         rows = schedule.train_batch((read.step - 1) * 24).micro_batches[read.micro_batch]
         for row, (source, sequence) in enumerate(zip(read.sources, read.sequences, strict=True)):
             expected = prepared.sources[source].train.read(torch.tensor([sequence]).numpy())

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.trials.verify.compare import FP32
 from llmtrain.trials.verify.job import worst
 from tests.helpers.batches import step_batch, tiny_recipe

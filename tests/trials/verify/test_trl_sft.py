@@ -109,7 +109,7 @@ def test_the_plain_loop_trains_as_trl_does(tmp_path, rows):
     ).train()
     bounds = stream.documents.astype(int).tolist()
     documents = {
-        tuple(stream.tokens[first:end].tolist()): (number, stream.trained[first:end])
+        tuple(stream.tokens[first:end].tolist()): (number, stream.loss_mask[first:end])
         for number, (first, end) in enumerate(pairwise(bounds))
     }
     loop = PlainLoop(model, recipe)

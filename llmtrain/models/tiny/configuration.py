@@ -98,7 +98,7 @@ def _of_layers(name: str, value: Any, total: int, kept: list[int]) -> Any:
     if name == "per_layer_config":
         return {f"{kept.index(int(k)):02d}": v for k, v in value.items() if int(k) in kept}
     if isinstance(value, dict):
-        return {key: _of_layers(key, one, total, kept) for key, one in value.items()}
+        return {key: _of_layers(key, item, total, kept) for key, item in value.items()}
     return value
 
 

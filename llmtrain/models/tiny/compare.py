@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.cut import CPU, packed_input, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import CPU, build_tiny_model, packed_input
 
 
 class Comparison:
@@ -23,7 +23,7 @@ class Comparison:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         device = next(model.parameters()).device
-        self._tokens, self._positions = (one.to(device) for one in packed_input(model.config))
+        self._tokens, self._positions = (tensor.to(device) for tensor in packed_input(model.config))
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._expected = self._compute(takes_targets=False)
 
@@ -35,11 +35,11 @@ class Comparison:
         """
         (loss, gradients), (expected_loss, expected) = self._compute(takes_targets), self._expected
         worst = _larger(0.0, abs(float(loss.detach()) / float(expected_loss.detach()) - 1))
-        largest = max(float(one.abs().max()) for one in expected if one is not None)
-        for one, other in zip(gradients, expected, strict=True):
-            if one is not None and other is not None:
-                worst = _larger(worst, float((one - other).abs().max()) / largest)
-            elif one is not None or other is not None:
+        largest = max(float(gradient.abs().max()) for gradient in expected if gradient is not None)
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            if gradient is not None and expected_gradient is not None:
+                worst = _larger(worst, float((gradient - expected_gradient).abs().max()) / largest)
+            elif gradient is not None or expected_gradient is not None:
                 return math.inf
         return worst
 
@@ -66,12 +66,12 @@ def deviation_of(
 ) -> float:
     """Returns the deviation of a tiny copy of a model after a change of it, as `Comparison` computes it."""
     with torch.random.fork_rng(devices=[]):  # initialized on the CPU
-        model = reference(shrink_configuration(config, LAYERS), "eager").to(device)
+        model = build_tiny_model(shrink_configuration(config, LAYERS), "eager").to(device)
         comparison = Comparison(model)
         change(model)
         return comparison.deviation(takes_targets)
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(worst: float, deviation: float) -> float:
     """Returns the larger number; infinity if `other` is not finite, because Python's `max` can drop a NaN."""
-    return max(one, other) if math.isfinite(other) else math.inf
+    return max(worst, deviation) if math.isfinite(deviation) else math.inf

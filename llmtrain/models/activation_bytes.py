@@ -121,8 +121,8 @@ class _Seen:
     def _enter(self, index: int, named: dict[str, Any]) -> None:
         """Excludes a layer's keyword arguments, such as masks and rotary tables, because all layers share them."""
         self._inside = index
-        for one in named.values():
-            for tensor in one if isinstance(one, tuple) else (one,):
+        for argument in named.values():
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
                 if isinstance(tensor, Tensor):
                     self._kept.append(tensor)
                     self._known.add(storage_of(tensor))

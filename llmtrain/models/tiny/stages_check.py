@@ -1,4 +1,4 @@
-"""Finds how a family can be cut into stages, and verifies on a tiny copy that the stages compute the same.
+"""Finds how a family can be cut into stages, and verifies on a tiny copy that the stages give the model's logits.
 
 Nothing about a family is taken for granted: if the chain of stages does not give the logits of the uncut model, the
 family is rejected.
@@ -6,31 +6,25 @@ family is rejected.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Cut, Stage, build_stage, cannot_cut, decoder_layers
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import (
+    COPY_ERRORS,
+    CPU,
+    MODEL_ERRORS,
+    TOLERANCE,
+    build_tiny_model,
+    packed_input,
+    relative_deviation,
+)
 from llmtrain.plan.stages import StageBounds
-
-TOLERANCE = 1e-5
-"""Largest allowed deviation of a logit, relative to the largest logit.
-
-Both sides compute the same fp32 operations in the same order, so results are normally equal. The tolerance allows for
-kernels that choose a different algorithm for a different memory layout.
-"""
-CPU = torch.device("cpu")
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
-"""Exceptions that a family's own code raises if something is not as it expects."""
-COPY_ERRORS = (*MODEL_ERRORS, StrictDataclassError)
-"""The same, and what a configuration class raises for fields that are inconsistent."""
 
 
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
@@ -52,7 +46,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
 def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
     """Does the same as `check_cut` on the model of `config` itself."""
     try:
-        whole = reference(config, attention)
+        whole = build_tiny_model(config, attention)
         inputs = packed_input(config)
         tuple_length, expected = _observe(whole, inputs)
     except MODEL_ERRORS as error:
@@ -70,7 +64,10 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
             reason = reason or f"its forward pass fails on a part of the layers ({type(error).__name__}: {error})"
             continue
-        deviation = max(relative_deviation(part, other) for part, other in zip(result, expected, strict=True))
+        deviation = max(
+            relative_deviation(output, expected_output)
+            for output, expected_output in zip(result, expected, strict=True)
+        )
         if deviation <= TOLERANCE:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
@@ -82,38 +79,6 @@ def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -
     starts, ends = [0, *(bound.last for bound in bounds)], [*(bound.first for bound in bounds), layers]
     if starts != ends or any(bound.first >= bound.last for bound in bounds):
         raise ValueError(f"stages {list(bounds)} do not divide layers 0 to {layers}")
-
-
-def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Builds the whole model in fp32 with weights that expose differences: no norm is 1, and no bias or gate is 0."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float32
-    )
-    draw_all_weights(model, 0)
-    model.tie_weights()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return model
-
-
-def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
-    """Returns two sequences of 16 tokens, which hold one and two documents, and their positions; both [2, 16]."""
-    tokens = torch.randint(3, min(config.get_text_config(decoder=True).vocab_size, 90), (2, 16))
-    positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
-    return tokens, positions
-
-
-def relative_deviation(ours: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """Returns the largest deviation of an entry, relative to the largest expected one, or to `least` if that is larger.
-
-    The result is infinite if the shapes differ or a deviation is not finite, because Python's `max` can drop a NaN.
-    """
-    if ours.shape != expected.shape:
-        return math.inf
-    deviation = float((ours - expected).abs().max()) / max(float(expected.abs().max()), least)
-    return deviation if math.isfinite(deviation) else math.inf
 
 
 def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:
@@ -171,9 +136,9 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
     received: tuple[Tensor, ...] = inputs
     for stage in stages:
         prefix = f"model.{decoder_layers(stage.model)[0]}."
-        names = {name: one for name, one in stage.named_parameters() if not name.startswith(prefix)}
-        for one in names.values():
-            one.requires_grad_(True)  # nothing else uses these stages
+        names = {name: parameter for name, parameter in stage.named_parameters() if not name.startswith(prefix)}
+        for parameter in names.values():
+            parameter.requires_grad_(True)  # nothing else uses these stages
         output = stage(tuple(value.detach() for value in received))
         received = output if isinstance(output, tuple) else (output,)
         total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()

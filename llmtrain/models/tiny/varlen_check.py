@@ -14,9 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
-from llmtrain.models.varlen import VARLEN, takes_bounds
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
+from llmtrain.models.varlen import VARLEN, takes_cu_seq_lens
 from llmtrain.overrides.transformers import attention_of
 
 GRADIENT_TOLERANCE = 1e-4
@@ -42,7 +42,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
     compute what its authors say; the check is that the boundaries reach it. The random state is preserved. Raises
     FamilyError if the check fails.
     """
-    if not takes_bounds(attention):
+    if not takes_cu_seq_lens(attention):
         return
     try:
         with torch.random.fork_rng(devices=[]):
@@ -106,13 +106,13 @@ def varlen_deviation(config: PreTrainedConfig) -> str:
     The result may agree with `eager` on packed documents or on each document alone: in some families, masks that are
     not computed from positions let packed documents attend to each other.
     """
-    own = _forward_and_backward(_model(config, VARLEN), _packed_logits)
+    actual = _forward_and_backward(_model(config, VARLEN), _packed_logits)
     reason = ""
     for logits_of in (_packed_logits, _logits_alone):
-        found = _difference(own, _forward_and_backward(_model(config, "eager"), logits_of))
-        if not found:
+        difference = _difference(actual, _forward_and_backward(_model(config, "eager"), logits_of))
+        if not difference:
             return ""
-        reason = reason or found
+        reason = reason or difference
     return reason
 
 
@@ -128,7 +128,7 @@ def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
     All models have the same weights.
     """
-    return reference(copy.deepcopy(config), attention).eval()
+    return build_tiny_model(copy.deepcopy(config), attention).eval()
 
 
 def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
@@ -141,7 +141,10 @@ def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 def _logits_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     tokens, positions = (inputs[name].flatten() for name in ("input_ids", "position_ids"))
     documents = (slice(*bounds) for bounds in pairwise(inputs["cu_seq_lens_q"].tolist()))
-    parts = [model(tokens[None, one], position_ids=positions[None, one], use_cache=False).logits for one in documents]
+    parts = [
+        model(tokens[None, document], position_ids=positions[None, document], use_cache=False).logits
+        for document in documents
+    ]
     return torch.cat(parts, dim=1)[0]
 
 
@@ -152,18 +155,24 @@ def _forward_and_backward(
     torch.manual_seed(0)
     logits = logits_of(model, packed(model.config))
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad((logits * weights).sum(), list(trained.values()), materialize_grads=True)
     return logits.detach(), dict(zip(trained, gradients, strict=True))
 
 
-def _difference(own: Result, expected: Result) -> str:
-    off = _largest(own[0] - expected[0]) / _largest(expected[0])
-    if not off <= TOLERANCE:
-        return f"logits deviate from those of 'eager' by {off:.0e}"
+def _difference(actual: Result, expected: Result) -> str:
+    deviation = _largest(actual[0] - expected[0]) / _largest(expected[0])
+    if not deviation <= TOLERANCE:
+        return f"logits deviate from those of 'eager' by {deviation:.0e}"
     scale = max(map(_largest, expected[1].values()))
-    off, name = max((_largest(own[1][name] - gradient) / scale, name) for name, gradient in expected[1].items())
-    return "" if off <= GRADIENT_TOLERANCE else f"the gradient of {name} deviates from that of 'eager' by {off:.0e}"
+    deviation, name = max(
+        (_largest(actual[1][name] - gradient) / scale, name) for name, gradient in expected[1].items()
+    )
+    return (
+        ""
+        if deviation <= GRADIENT_TOLERANCE
+        else f"the gradient of {name} deviates from that of 'eager' by {deviation:.0e}"
+    )
 
 
 def _largest(values: Tensor) -> float:

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from llmtrain.data import Progress, prepare, report
+from llmtrain.data.preview import SequencePreview, first_sequences, render_html, render_terminal
 from llmtrain.data.samples import NO_TARGET
-from llmtrain.data.shown import Shown, as_html, first_sequences, on_terminal
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible
 from tests.helpers.chat_tokenizers import Case, case
@@ -33,7 +33,7 @@ def made(tmp_path: Path) -> Recipe:
     return recipe(one, ROWS, sequence_length=512)
 
 
-def texts(one: Shown, *, is_trained: bool) -> str:
+def texts(one: SequencePreview, *, is_trained: bool) -> str:
     return "".join(token.text for document in one.documents for token in document if token.is_trained is is_trained)
 
 
@@ -46,17 +46,20 @@ def test_the_first_sequences_are_shown_with_trained_tokens_marked(made: Recipe) 
         assert len(re.findall(r"snow 雪🙂 \d+<\|im_end\|>", texts(one, is_trained=True))) == count
         assert texts(one, is_trained=False).count(NASTY) == count
         assert "\ufffd" not in texts(one, is_trained=False)
-        assert one.trained == sum(len(t.ids) for document in one.documents for t in document if t.is_trained)
+        assert one.trained_tokens == sum(len(t.ids) for document in one.documents for t in document if t.is_trained)
         inputs = sum(len(token.ids) for document in one.documents for token in document)
         assert inputs + one.padding == 512
     samples = prepared.sources[0].train
     everything = samples.read(np.arange(len(samples))).labels
-    assert sum(one.trained for one in first_sequences(prepared, made, len(samples))) == (everything != NO_TARGET).sum()
+    assert (
+        sum(one.trained_tokens for one in first_sequences(prepared, made, len(samples)))
+        == (everything != NO_TARGET).sum()
+    )
 
 
 def test_the_page_escapes_the_data(made: Recipe) -> None:
     prepared = prepare(made)
-    page = as_html(first_sequences(prepared, made, 2), prepared, made)
+    page = render_html(first_sequences(prepared, made, 2), prepared, made)
     assert "<script>" not in page
     assert not set("\x1b\x00\u202e") & set(page)
     text = unescape(re.sub(r"<[^>]*>", "", page))
@@ -70,7 +73,7 @@ def test_a_terminal_marks_trained_tokens_by_colour_or_brackets(made: Recipe, col
         force_terminal=color is not None, color_system=color, width=200, record=True, file=None, quiet=False
     )
     with console.capture() as captured:
-        console.print(on_terminal(first_sequences(prepare(made), made, 1), color is not None))
+        console.print(render_terminal(first_sequences(prepare(made), made, 1), color is not None))
     written = captured.get()
     assert "\x1b[31mred" not in written
     assert r"\x1b[31mred" in written
@@ -89,7 +92,7 @@ def test_names_of_files_are_no_markup(
     console = Console(force_terminal=is_terminal, width=400, file=(written := io.StringIO()))
     prepared = prepare(named, Progress(console))
     console.print(report(prepared, named))
-    console.print(on_terminal(first_sequences(prepared, named, 1), is_terminal))
+    console.print(render_terminal(first_sequences(prepared, named, 1), is_terminal))
     assert "\x1b[9m" not in written.getvalue()
     for after in (" ...", "  train", " has 40 conversations", ": "):
         assert is_terminal or rf"a[/b]\x1b[9mc.jsonl{after}" in written.getvalue()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import COPY_ERRORS, MODEL_ERRORS, packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
 
 TOLERANCE = 1e-5
 """Largest allowed deviation of a logit or of a gradient, relative to the largest one.
@@ -33,8 +33,8 @@ VOCABULARY = 100
 _TIMEOUT_S = 60.0
 
 
-class ThreadRanks:
-    """Implements `Ranks` with threads of this process."""
+class ThreadTensorGroup:
+    """A `TensorGroup` of threads of this process."""
 
     def __init__(self, rank: int, places: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -42,15 +42,15 @@ class ThreadRanks:
         self._places = places
         self._barrier = barrier
 
-    def sum(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         """Returns the sum in the order of the ranks."""
-        return torch.stack(self.gather(value)).sum(0)
+        return torch.stack(self.all_gather(value)).sum(0)
 
-    def sum_own(self, values: Sequence[Tensor]) -> Tensor:
+    def reduce_scatter(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the sum in the order of the ranks."""
-        return self.sum(torch.stack(tuple(values)))[self.rank]
+        return self.all_reduce(torch.stack(tuple(values)))[self.rank]
 
-    def gather(self, value: Tensor) -> list[Tensor]:
+    def all_gather(self, value: Tensor) -> list[Tensor]:
         """Stores this thread's value, waits for the others and returns all values."""
         self._places[self.rank] = value.detach()
         self._barrier.wait()
@@ -59,14 +59,14 @@ class ThreadRanks:
         return values
 
 
-def check_slices(
-    config: PreTrainedConfig, degree: int, attention: str = "eager", regions: bool = False
+def check_tensor_split(
+    config: PreTrainedConfig, degree: int, attention: str = "eager", sequence_parallel: bool = False
 ) -> DeclaredSplit:
     """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
 
-    Runs on the CPU, in fp32, without dropout. The random state is preserved. regions: whether the ranks hold slices of
-    the residual stream; they hold all of it if that gives other results. Raises FamilyError with the reason if
-    logits or gradients differ, or if the family declares no plan.
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. sequence_parallel: whether the ranks shard
+    the residual stream, unless this gives other results. Raises FamilyError with the reason if logits or gradients
+    differ, or if the family declares no plan.
     """
     try:
         with torch.device("meta"):
@@ -78,31 +78,33 @@ def check_slices(
         raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
     attention = attention if attention in ("eager", "sdpa") else "eager"
     with torch.random.fork_rng(devices=[]):
-        if regions and has_regions(tiny, attention):
-            return replace(split, regions=True)
-        compare_slices(tiny, attention)
+        if sequence_parallel and supports_sequence_parallel(tiny, attention):
+            return replace(split, sequence_parallel=True)
+        compare_tensor_split(tiny, attention)
     return split
 
 
-def has_regions(config: PreTrainedConfig, attention: str = "eager") -> bool:
-    """Whether the model of `config` computes the same if two ranks hold slices of its residual stream."""
+def supports_sequence_parallel(config: PreTrainedConfig, attention: str = "eager") -> bool:
+    """Whether the model of `config` computes the same with sequence parallelism between two ranks."""
     try:
-        compare_slices(config, attention, regions=True)
+        compare_tensor_split(config, attention, sequence_parallel=True)
     except FamilyError:
         return False
     return True
 
 
-def compare_slices(config: PreTrainedConfig, attention: str = "eager", regions: bool = False) -> DeclaredSplit:
+def compare_tensor_split(
+    config: PreTrainedConfig, attention: str = "eager", sequence_parallel: bool = False
+) -> DeclaredSplit:
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
-        whole = reference(config, attention)
+        whole = build_tiny_model(config, attention)
         inputs = packed_input(config)
         weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
         expected = _outcome(whole, inputs, weights)
     except MODEL_ERRORS as error:
         raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
-    split = replace(plan_split(whole, _RANKS), regions=regions)
+    split = replace(plan_split(whole, _RANKS), sequence_parallel=sequence_parallel)
     try:
         results = _run_split(whole, split, inputs, weights)
     except MODEL_ERRORS as error:
@@ -127,10 +129,10 @@ def _run_split(
     models = []
     for rank in range(_RANKS):
         model = copy.deepcopy(whole)
-        own = TensorParallel(split, ThreadRanks(rank, places, barrier))
+        tensor_parallel = TensorParallel(split, ThreadTensorGroup(rank, places, barrier))
         for name, parameter in model.named_parameters():
-            own.slice(name, parameter)
-        own.install(model, {name: name for name, _ in model.named_parameters()})
+            tensor_parallel.shard(name, parameter)
+        tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
         models.append(model)
 
     def run(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from llmtrain.data.prepare import Prepared
 from llmtrain.data.report import notes
-from llmtrain.data.sampler import Schedule
+from llmtrain.data.sampler import BatchLoader
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible
@@ -46,30 +46,30 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Shown:
+class SequencePreview:
     """A sequence."""
 
     source: str
     documents: tuple[tuple[Token, ...], ...]
     padding: int
     """Number of tokens of padding after the documents."""
-    trained: int
+    trained_tokens: int
     """Number of tokens that are trained on."""
 
     def __str__(self) -> str:
         tokens = sum(len(token.ids) for document in self.documents for token in document)
         what = f"{len(self.documents)} document{'s' if len(self.documents) > 1 else ''}, {tokens:,} tokens"
-        return f"{visible(self.source)}: {what}, {self.trained:,} trained on, {self.padding:,} of padding"
+        return f"{visible(self.source)}: {what}, {self.trained_tokens:,} trained on, {self.padding:,} of padding"
 
 
-def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Shown]:
+def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[SequencePreview]:
     """Returns the sequences that a run reads first."""
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json"))
-    special = {token for token, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+    special = {token for token, added_token in tokenizer.get_added_tokens_decoder().items() if added_token.special}
     size = recipe.batch.global_batch_size
-    schedule = Schedule(
+    loader = BatchLoader(
         prepared,
         seed=recipe.train.seed,
         global_batch_size=size,
@@ -78,11 +78,11 @@ def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Show
         dp_rank=0,
         dp_size=1,
     )
-    found = []
-    for source, number in zip(*(one.tolist() for one in schedule.sample_ids(0, count)), strict=True):
+    previews = []
+    for source, number in zip(*(indices.tolist() for indices in loader.sample_ids(0, count)), strict=True):
         view, index = prepared.sources[source].train, np.array([number])
         inputs, positions, labels = (row[0] for row in view.read(index)[:3])
-        size = int(view.inputs_of(index)[0])
+        size = int(view.count_inputs(index)[0])
         starts = [0, *(np.flatnonzero(np.diff(positions[:size]) != 1) + 1).tolist(), size]
         documents = []
         for first, end in pairwise(starts):
@@ -92,31 +92,33 @@ def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Show
                 ids.append(targets[-1])  # the last target is not an input
             documents.append(tuple(_tokens(tokenizer, special, ids, trained)))
         trained_on = int((labels != NO_TARGET).sum())
-        found.append(Shown(prepared.sources[source].name, tuple(documents), len(inputs) - size, trained_on))
-    return found
+        previews.append(
+            SequencePreview(prepared.sources[source].name, tuple(documents), len(inputs) - size, trained_on)
+        )
+    return previews
 
 
 def _tokens(tokenizer: Any, special: set[int], ids: list[int], trained: Sequence[bool]) -> Iterator[Token]:
-    before: list[int] = []
+    previous: list[int] = []
     pending: list[int] = []
     for token, is_trained, following in zip(ids, trained, [*trained[1 : len(ids)], None], strict=False):
         pending.append(token)
         # Decoded together with what precedes it, since some decoders strip the first space.
-        known = tokenizer.decode(before, skip_special_tokens=False)
-        text = tokenizer.decode([*before, *pending], skip_special_tokens=False)[len(known) :]
+        prefix = tokenizer.decode(previous, skip_special_tokens=False)
+        text = tokenizer.decode([*previous, *pending], skip_special_tokens=False)[len(prefix) :]
         if text.endswith(BROKEN) and len(pending) < LONGEST_CHARACTER and following == is_trained:
             continue
         yield Token(text, tuple(pending), is_trained, token in special)
-        before, pending = pending, []
+        previous, pending = pending, []
 
 
-def on_terminal(sequences: Sequence[Shown], has_colors: bool) -> Group:
+def render_terminal(sequences: Sequence[SequencePreview], has_colors: bool) -> Group:
     """Renders sequences for a rich console; without colours, what is trained on is in brackets."""
     legend = Text("trained on, ", STYLES["trained"]) if has_colors else Text("[[trained on]], ")
     lines = [legend + Text("context, ", STYLES["context"]) + Text("special tokens", STYLES["special"])]
-    for number, one in enumerate(sequences, start=1):
-        lines.append(Text(f"\nsequence {number}, {one}", "bold"))
-        for place, document in enumerate(one.documents, start=1):
+    for number, sequence in enumerate(sequences, start=1):
+        lines.append(Text(f"\nsequence {number}, {sequence}", "bold"))
+        for place, document in enumerate(sequence.documents, start=1):
             lines.append(Text(f"--- document {place}", "dim"))
             line = Text()
             for is_trained, tokens in groupby(document, key=lambda token: token.is_trained):
@@ -126,29 +128,31 @@ def on_terminal(sequences: Sequence[Shown], has_colors: bool) -> Group:
                     line.append(_visible("".join(token.text for token in alike)), STYLES[kind])
                 line.append(brackets[1])
             lines.append(line)
-        if one.padding:
-            lines.append(Text(f"--- {one.padding:,} tokens of padding", "dim"))
+        if sequence.padding:
+            lines.append(Text(f"--- {sequence.padding:,} tokens of padding", "dim"))
     return Group(*lines)
 
 
-def as_html(sequences: Sequence[Shown], prepared: Prepared, recipe: Recipe) -> str:
+def render_html(sequences: Sequence[SequencePreview], prepared: Prepared, recipe: Recipe) -> str:
     """Returns a page with sequences and the notes on the data; all text in it is escaped."""
     parts = []
-    for number, one in enumerate(sequences, start=1):
-        documents = "".join(f'<pre dir="auto">{"".join(map(_span, document))}</pre>' for document in one.documents)
-        padding = f'<p class="padding">{one.padding:,} tokens of padding</p>' if one.padding else ""
-        parts.append(f"<h2>Sequence {number}</h2><p>{escape(str(one))}</p>{documents}{padding}")
+    for number, sequence in enumerate(sequences, start=1):
+        documents = "".join(
+            f'<pre dir="auto">{"".join(map(_token_html, document))}</pre>' for document in sequence.documents
+        )
+        padding = f'<p class="padding">{sequence.padding:,} tokens of padding</p>' if sequence.padding else ""
+        parts.append(f"<h2>Sequence {number}</h2><p>{escape(str(sequence))}</p>{documents}{padding}")
     remarks = "".join(f"<li>{escape(visible(line))}</li>" for line in notes(prepared, recipe))
     return PAGE.substitute(name=escape(recipe.name), notes=remarks, sequences="\n".join(parts))
 
 
-def first_batch(prepared: Prepared, recipe: Recipe) -> str:
+def first_batch_html(prepared: Prepared, recipe: Recipe) -> str:
     """Returns a page with the first batch of a run, or the first sequences of it."""
     most = max(1, MOST_TOKENS // recipe.data.sequence_length)
-    return as_html(first_sequences(prepared, recipe, min(most, recipe.batch.global_batch_size)), prepared, recipe)
+    return render_html(first_sequences(prepared, recipe, min(most, recipe.batch.global_batch_size)), prepared, recipe)
 
 
-def _span(token: Token) -> str:
+def _token_html(token: Token) -> str:
     ids = " ".join(map(str, token.ids))
     return f'<span class="{token.kind}" title="{ids}">{escape(_visible(token.text))}</span>'
 
