@@ -20,7 +20,7 @@ import typer
 
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
-from llmtrain.commands.doctor import visit_doctor
+from llmtrain.commands.doctor import run_doctor
 from llmtrain.commands.evaluate import evaluate_tasks
 from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
@@ -79,8 +79,10 @@ def command(run: Callable[[Any], None], name: str | None = None) -> Callable[...
     def called(**options: Any) -> None:
         run(request(**options))
 
-    parameters = (Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default(one)) for one in fields(request))
-    called.__signature__ = Signature([one.replace(annotation=hints[one.name]) for one in parameters])  # type: ignore
+    parameters = (
+        Parameter(option.name, Parameter.KEYWORD_ONLY, default=_default(option)) for option in fields(request)
+    )
+    called.__signature__ = Signature([parameter.replace(annotation=hints[parameter.name]) for parameter in parameters])  # type: ignore
     called.__annotations__ = hints
     return app.command(name)(called)
 
@@ -330,4 +332,4 @@ def print_completion(
     print(completion.SCRIPTS[shell], end="")
 
 
-command(visit_doctor, "doctor")
+command(run_doctor, "doctor")

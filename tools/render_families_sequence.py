@@ -23,7 +23,7 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences, describe
 from llmtrain.engines.runtime.distributed import init_process_group
-from llmtrain.launch.place.rank import Rank
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
 
 WAIT = timedelta(seconds=30)

@@ -43,7 +43,7 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     checkpoints = checkpoints_of(path)
     _warn_of_latest(checkpoints)
     latest = newest(checkpoints)
-    rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
+    rows = [_row(checkpoint, is_latest=checkpoint.folder == latest) for checkpoint in find(checkpoints)]
     if as_json:
         print(json.dumps({"checkpoints": rows}, indent=2))
     else:
@@ -62,7 +62,7 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     if is_one(path):
         folders = [path]
     else:
-        folders = [one.folder for one in find(checkpoints_of(path))]
+        folders = [checkpoint.folder for checkpoint in find(checkpoints_of(path))]
         _warn_of_latest(checkpoints_of(path))
     if not folders:
         raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))

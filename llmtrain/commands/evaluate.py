@@ -78,7 +78,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     check_harness()
     checkpoint = _checkpoint(run, request.step)
     with quiet_libraries():
-        from llmtrain.train.harness import results_of, tasks_of
+        from llmtrain.train.lm_eval_harness import results_of, tasks_of
 
         manager = tasks_of(names, include)
         with scratch_folder(run.path, "eval") as scratch:

@@ -46,7 +46,7 @@ def report_runs(request: ReportRequest) -> None:
     if request.port and not request.serve:
         raise RecipeError(Problem("report.port", "--port", "is only supported with --serve", "add --serve"))
     runs = request.runs
-    if twice := dict.fromkeys(str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1):
+    if twice := dict.fromkeys(str(run) for run in runs if sum(other.resolve() == run.resolve() for other in runs) > 1):
         raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
     if request.serve:
         _serve(request)
@@ -116,7 +116,9 @@ def compare_runs(
     if as_json:
         document = {
             "runs": [str(run.path) for run in runs],
-            "differences": {group: {one.field: one.values for one in found} for group, found in groups.items()},
+            "differences": {
+                group: {difference.field: difference.values for difference in found} for group, found in groups.items()
+            },
             "metrics": {label: values for label, values, _ in metrics},
         }
         print(json.dumps(document, indent=2))
@@ -137,16 +139,16 @@ def _document(run: RunData) -> dict[str, Any]:
         "max_steps": run.max_steps,
         "seconds_since_line": run.seconds_since_line,
         "facts": dict(facts.facts(run)),
-        "figures": {one.label: one.value for one in facts.figures(run)},
-        "predicted_memory_bytes": {one.label: one.value for one in facts.predicted_memory(run)},
-        "predicted_step_s": {one.label: one.value for one in facts.predicted_step(run)},
-        "time_s": {one.label: one.value for one in facts.time_spent(run)},
+        "figures": {figure.label: figure.value for figure in facts.figures(run)},
+        "predicted_memory_bytes": {figure.label: figure.value for figure in facts.predicted_memory(run)},
+        "predicted_step_s": {figure.label: figure.value for figure in facts.predicted_step(run)},
+        "time_s": {figure.label: figure.value for figure in facts.time_spent(run)},
         "slow_ranks": dict(facts.stragglers(run)),
-        "events": [asdict(one) for one in run.events],
-        "checkpoints": [asdict(one) | {"folder": str(one.folder)} for one in run.checkpoints],
-        "profiles": [asdict(one) for one in run.profiles],
-        "samples": [asdict(one) for one in run.samples[-10:]],
-        "scores": [asdict(one) for one in run.scores],
+        "events": [asdict(event) for event in run.events],
+        "checkpoints": [asdict(checkpoint) | {"folder": str(checkpoint.folder)} for checkpoint in run.checkpoints],
+        "profiles": [asdict(profile) for profile in run.profiles],
+        "samples": [asdict(sample) for sample in run.samples[-10:]],
+        "scores": [asdict(score) for score in run.scores],
         "problems": list(run.problems),
     }
 
@@ -169,11 +171,11 @@ def request_profile(
         raise RecipeError(Problem("profile.run", str(run), "is not a run directory: it has no plan.json"))
     plan = folder.read_plan()
     try:
-        numbers = tuple(int(one) for one in ranks.split(","))
+        numbers = tuple(int(rank) for rank in ranks.split(","))
     except ValueError:
         message = f"{shown(ranks)} is not a list of numbers"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, "--ranks 0,1")) from None
-    if others := [one for one in numbers if not 0 <= one < plan.workers]:
+    if others := [number for number in numbers if not 0 <= number < plan.workers]:
         message = f"the run has no rank {', '.join(map(str, others))}"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, f"its ranks are 0 to {plan.workers - 1}"))
     folder.profile.mkdir(exist_ok=True)

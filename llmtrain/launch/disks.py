@@ -81,15 +81,15 @@ def has_libaio() -> bool:
             return False
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Returns the absolute path of a folder, or of its nearest existing parent."""
     there = folder.absolute()
-    return next(one for one in (there, *there.parents) if one.exists())
+    return next(path for path in (there, *there.parents) if path.exists())
 
 
 def _folder_problems(folder: Path) -> list[Problem]:
     """Checks that states can be written below a folder, which is created if it does not exist."""
-    there = existing(folder)
+    there = nearest_existing(folder)
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return []
     reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"

@@ -39,7 +39,7 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     chosen = []
     for name, count in slots.items():
         listed = named.get(name, set())
-        devices = [one for one in range(count) if (one in listed) == bool(include)]
+        devices = [device for device in range(count) if (device in listed) == bool(include)]
         if devices:
             chosen.append(Host(name, tuple(devices)))
     if not chosen:
@@ -47,13 +47,13 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     return chosen
 
 
-def hostfile_of(hosts: Iterable[Host]) -> str:
+def render_hostfile(hosts: Iterable[Host]) -> str:
     """Returns a hostfile with exactly these hosts, for DeepSpeed."""
     return "".join(f"{host.name} slots={max(host.devices) + 1}\n" for host in hosts)
 
 
-def include_of(hosts: Iterable[Host]) -> str:
-    """Returns the devices of `hostfile_of` to use, as DeepSpeed's `--include`."""
+def include_option(hosts: Iterable[Host]) -> str:
+    """Returns the devices of `render_hostfile` to use, as DeepSpeed's `--include`."""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
 
 

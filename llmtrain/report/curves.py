@@ -104,7 +104,9 @@ class Curves:
 
     def document(self) -> dict[str, object]:
         """Returns JSON data, with each column as base64 of little-endian 64-bit floats."""
-        encoded = {name: base64.b64encode(one.astype("<f8").tobytes()).decode() for name, one in self.columns.items()}
+        encoded = {
+            name: base64.b64encode(column.astype("<f8").tobytes()).decode() for name, column in self.columns.items()
+        }
         return {"rows": self.rows, "columns": encoded}
 
 
@@ -154,7 +156,7 @@ def _at(steps: Column, known: Column, values: Column) -> Column:
 
 def _kept(columns: dict[str, Column], numbers: int) -> Curves:
     """Returns whole rows of a table with about `numbers` numbers at most."""
-    columns = {name: one for name, one in columns.items() if name == "step" or np.isfinite(one).any()}
+    columns = {name: column for name, column in columns.items() if name == "step" or np.isfinite(column).any()}
     rows, most = len(columns["step"]), max(2, numbers // len(columns))
     if rows <= most:
         return Curves(rows, columns)
@@ -163,9 +165,9 @@ def _kept(columns: dict[str, Column], numbers: int) -> Curves:
     chosen = [np.linspace(0, rows - 1, most // 2).astype(np.int64)]
     if intervals:
         edges = np.linspace(0, rows, intervals + 1).astype(np.int64)
-        chosen += [_extremes(one, edges) for one in judged]
+        chosen += [_extremes(column, edges) for column in judged]
     kept = np.unique(np.concatenate(chosen))
-    return Curves(rows, {name: one[kept] for name, one in columns.items()})
+    return Curves(rows, {name: column[kept] for name, column in columns.items()})
 
 
 def _extremes(column: Column, edges: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -68,7 +68,7 @@ class WorkerOutput:
         return any(other and other.time >= self.started and other.message == failure.message for other in others)
 
 
-def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
+def redirect_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """Redirects file descriptors 1 and 2 of this process to its rank's log, and keeps the terminal for our own lines.
 
     Must be called before torch and other libraries are imported, so that everything they print, warn or log, from
@@ -97,7 +97,7 @@ def run_worker(command: str, work: Callable[[Rank, Path, WorkerOutput], None]) -
     if rank is None:
         raise SystemExit(f"this module is started by `{command}`")
     folder = Path(sys.argv[1])
-    output = take_over_output(RunDir(folder), rank)
+    output = redirect_output(RunDir(folder), rank)
     try:
         work(rank, folder, output)
     except BaseException as error:

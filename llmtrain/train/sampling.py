@@ -60,7 +60,7 @@ class Sampler:
         left = set(range(len(texts)))
         while left:
             chosen = torch.full((len(texts),), -1)
-            noise = [torch.empty(LIKELIEST).exponential_(generator=one) for one in generators]
+            noise = [torch.empty(LIKELIEST).exponential_(generator=generator) for generator in generators]
             for row, logits in engine.next_logits(self._batch(texts, left)).items():
                 chosen[row] = self._choice(logits[: self._vocab_size], noise[row])
             tokens = highest(chosen, engine.device).tolist()

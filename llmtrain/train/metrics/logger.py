@@ -156,8 +156,8 @@ class MetricsLogger:
         fields: dict[str, Any] = {"step": step, **main.metrics()}
         if len(main.by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in main.by_source.items()}
-        for name, one in (sets or {}).items():
-            for metric, value in one.metrics().items():
+        for name, evaluation in (sets or {}).items():
+            for metric, value in evaluation.metrics().items():
                 fields.setdefault(f"{metric}_by_set", {})[name] = _finite(value)
         return self._write(fields, "eval")
 

@@ -231,4 +231,6 @@ def _evaluations(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _quality(record: dict[str, Any]) -> str:
-    return "".join(f"  {one.replace('_', ' ')} {four_digits(record[one])}" for one in QUALITY if one in record)
+    return "".join(
+        f"  {metric.replace('_', ' ')} {four_digits(record[metric])}" for metric in QUALITY if metric in record
+    )

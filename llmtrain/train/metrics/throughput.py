@@ -124,11 +124,11 @@ class BusyCores:
             return None
         self._is_reported = True
         used, threads = busy(others, own_cores()), self._all_threads
-        said = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
+        line = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
-            return said
+            return line
         return (
-            f"{said}, perhaps much slower, because its threads wait for each other. Stop the run and "
+            f"{line}, perhaps much slower, because its threads wait for each other. Stop the run and "
             "continue it: its threads then sleep while they wait, and the results do not change. --set "
             "kernels.threads=1 may be faster still"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK
+from llmtrain.launch.local import RANK_VARIABLES
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.parent import dying_with_us
@@ -37,7 +37,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
     or others use the cores.
     """
     request = {"plan": plan.model_dump_json(), "device": device, "threads": threads, "always": always}
-    environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     use_kernel_caches(environment)
     environment["DS_ACCELERATOR"] = device.partition(":")[0]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
@@ -106,11 +106,11 @@ def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) 
         torch.cuda.set_device(where)
     prepared = prepare(run.recipe)
 
-    def batch_of(one: Plan) -> MicroBatch:
-        return Schedule.of(one, prepared, dp_rank=0).train_batch(0).micro_batches[0]
+    def batch_of(candidate: Plan) -> MicroBatch:
+        return Schedule.of(candidate, prepared, dp_rank=0).train_batch(0).micro_batches[0]
 
     try:
-        choice = tune(run, batch_of, where, threads, always, lambda one: _tell(output, trying=one))
+        choice = tune(run, batch_of, where, threads, always, lambda trying: _tell(output, trying=trying))
     except BusyError as error:
         _tell(output, busy=str(error))
     else:

@@ -16,7 +16,7 @@ from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search.variants import MICRO_BATCH, micro_batches
 from llmtrain.train.tune.choice import alternatives, device_name, key_of_run
-from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
+from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, compare_in_turns, with_threads
 
 LEAST_GAIN = 0.02
 """Fraction of a pass that another kernel must save to be chosen; less may be noise."""
@@ -109,7 +109,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     try:
         trial = tuning.trial(dotted, value)
         _check(trial.warm(), tuning.loss, tuning.plan)
-        compared = in_turn(tuning.current, trial)
+        compared = compare_in_turns(tuning.current, trial)
     except BusyError:
         raise
     except Exception as error:  # any library may raise, for example when out of memory
@@ -146,7 +146,7 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
                 changed = resolve(plan.recipe.with_(**tuning.values, **{MICRO_BATCH: size}), plan.cluster, plan.model)
                 trial = Trial(changed, batch_of(changed), best.device)
                 trial.warm()
-                compared = in_turn(best, trial)
+                compared = compare_in_turns(best, trial)
             except BusyError:
                 raise
             except Exception as error:  # any library may raise, for example when out of memory
@@ -192,20 +192,20 @@ def _compare_fp8(tuning: Tuning) -> None:
         return
     plain = tuning.trial(FP8, "off")
     plain.warm()
-    compared = in_turn(plain, tuning.current)
+    compared = compare_in_turns(plain, tuning.current)
     bf16, in_fp8 = compared.seconds, compared.seconds * compared.ratio
     tuning.milliseconds[FP8] = {"off": round(bf16 * 1000, 3), kind: round(in_fp8 * 1000, 3)}
     refuse_slower(kind, bf16, in_fp8)
 
 
-class AnotherLossError(Exception):
+class WrongLossError(Exception):
     """A kernel computes something else."""
 
 
 def _check(loss: float, expected: float, plan: Plan) -> None:
     most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
     if not abs(loss - expected) <= most * abs(expected):  # also rejects NaN
-        raise AnotherLossError(f"{loss:.6g}, but {expected:.6g} was expected")
+        raise WrongLossError(f"{loss:.6g}, but {expected:.6g} was expected")
 
 
 def _first_line(error: Exception) -> str:

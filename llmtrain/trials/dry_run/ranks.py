@@ -30,15 +30,15 @@ from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.system.durable import write_atomically
-from llmtrain.trials.dry_run.job import FINDINGS_FILE, Checkpoint, DryRunJob, DryRunStep, Findings, RankFacts
+from llmtrain.trials.dry_run.job import RESULT_FILE, Checkpoint, DryRunJob, DryRunResult, DryRunStep, RankFacts
 from llmtrain.trials.dry_run.shrink import STEPS
 
 Say = Callable[[str], None]
 """Prints a line."""
 
 
-def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
-    """Runs the dry run on this rank; rank 0 writes the findings to `folder`.
+def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
+    """Runs the dry run on this rank; rank 0 writes the result to `folder`.
 
     Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
     """
@@ -62,9 +62,9 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     weights = _weights(engine)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
-    loaded = _continued(plan, prepared, checkpoints, device, steps[-1], weights)
+    loaded = _repeat_last_step(plan, prepared, checkpoints, device, steps[-1], weights)
     say(f"saved after step {STEPS - 1}, loaded into new engines: step {STEPS} is the same again")
-    findings = Findings(
+    result = DryRunResult(
         engine=described,
         steps=tuple(steps),
         eval_loss=eval_loss,
@@ -72,7 +72,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
         ranks=tuple(gather(facts)),
     )
     if dist.get_rank() == 0:
-        write_atomically(folder / FINDINGS_FILE, findings.model_dump_json())
+        write_atomically(folder / RESULT_FILE, result.model_dump_json())
 
 
 def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryRunStep:
@@ -106,7 +106,7 @@ def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
     return total / targets
 
 
-def _continued(
+def _repeat_last_step(
     plan: Plan,
     prepared: Prepared,
     checkpoints: Path,

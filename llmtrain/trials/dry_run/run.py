@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import read_json
-from llmtrain.trials.dry_run.job import FINDINGS_FILE, JOB_FILE, DryRunJob, Findings
+from llmtrain.trials.dry_run.job import JOB_FILE, RESULT_FILE, DryRunJob, DryRunResult
 from llmtrain.trials.dry_run.report import DryRunReport, ranks
 from llmtrain.trials.dry_run.shrink import layers_kept, shrink_plan
 
@@ -22,7 +22,7 @@ REPORT = "dry_run.json"
 """The file that is left in the folder."""
 SCRATCH = "scratch"
 """Data and checkpoints, which are always removed."""
-OURS = {REPORT, SCRATCH, "logs", JOB_FILE, FINDINGS_FILE, "launch.json"}
+OURS = {REPORT, SCRATCH, "logs", JOB_FILE, RESULT_FILE, "launch.json"}
 """All that a dry run writes to its folder."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of the ranks: there are more of them than cores, and no GPU may be initialised."""
@@ -62,7 +62,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
         code = run_workers(command, 1, run_dir, ENVIRONMENT)
         if code:
             sys.exit(code)
-        findings = read_json(folder / FINDINGS_FILE, Findings)
+        result = read_json(folder / RESULT_FILE, DryRunResult)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report = DryRunReport(
@@ -70,7 +70,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
         shrunk=shrunk.plan,
         changes=shrunk.changes,
         order=first_batches(plan, find_prepared(plan.recipe)),
-        findings=findings,
+        result=result,
         seconds=round(time.monotonic() - started, 1),
     )
     _tidy(folder)

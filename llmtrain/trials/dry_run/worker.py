@@ -20,7 +20,7 @@ from llmtrain.launch import Failure, Rank, discover
 from llmtrain.run_dir import RunDir
 from llmtrain.system.parent import die_with
 from llmtrain.system.untrusted import read_json
-from llmtrain.train.console import WorkerOutput, run_worker, take_over_output
+from llmtrain.train.console import WorkerOutput, redirect_output, run_worker
 from llmtrain.trials.dry_run.job import JOB_FILE, DryRunJob
 
 PATIENCE_S = 300
@@ -52,8 +52,8 @@ def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> in
         rank = discover(os.environ)
         assert rank is not None, "its parent was one"
         # Rank 0 has the terminal of its parent; the output of the others goes to their logs.
-        output = output if rank.is_main else take_over_output(RunDir(folder), rank)
-        _rehearse(rank, job, folder, output)
+        output = output if rank.is_main else redirect_output(RunDir(folder), rank)
+        _run_rank(rank, job, folder, output)
     except BaseException as error:
         code = output.report_failure(error)
     finally:
@@ -63,11 +63,11 @@ def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> in
     raise AssertionError("unreachable")
 
 
-def _rehearse(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) -> None:
+def _run_rank(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) -> None:
     from torch import distributed as dist
 
     from llmtrain.engines.runtime.distributed import init_process_group
-    from llmtrain.trials.dry_run.ranks import rehearse
+    from llmtrain.trials.dry_run.ranks import run_rank
 
     def say(text: str) -> None:
         # On standard error, since standard output is for the result.
@@ -76,7 +76,7 @@ def _rehearse(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) ->
 
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     device = init_process_group(rank, on_cpu=True)
-    rehearse(job, folder, device, say)
+    run_rank(job, folder, device, say)
     dist.destroy_process_group()
 
 

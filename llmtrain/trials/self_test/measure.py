@@ -155,8 +155,8 @@ def _block(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _launch(device: torch.device) -> float:
-    one = torch.zeros(1, device=device)
-    return _seconds(lambda: [one.add_(1) for _ in range(LAUNCHES)], SECONDS, device) / LAUNCHES
+    scalar = torch.zeros(1, device=device)
+    return _seconds(lambda: [scalar.add_(1) for _ in range(LAUNCHES)], SECONDS, device) / LAUNCHES
 
 
 def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 from llmtrain.data import prepare
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
-from llmtrain.launch.doctor.finding import CheckResult
+from llmtrain.launch.doctor.finding import Finding
 from llmtrain.plan.axes import EXPERT, used
 from llmtrain.plan.search.enumerate import NamedPlan, enumerate_plans
 from llmtrain.recipe import parse_recipe
@@ -49,13 +49,13 @@ EXPERTS: dict[str, Any] = {
 class SelfTest:
     """The result of a self-test."""
 
-    findings: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
     report: Path
 
     @property
     def has_fault(self) -> bool:
         """Whether this node has a fault, such as wrong results."""
-        return any(one.level == "fault" for one in self.findings)
+        return any(finding.level == "fault" for finding in self.findings)
 
 
 def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> SelfTest:
@@ -83,9 +83,9 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
             "seconds": round(time.time() - started, 1),
             "cluster": cluster.model_dump(mode="json"),
             "measured": measured.model_dump(mode="json") if measured else None,
-            "findings": [one.as_dict() for one in found],
-            "devices": [one.model_dump(mode="json") for one in ranks],
-            "parity": [one.document() for one in certificates],
+            "findings": [finding.as_dict() for finding in found],
+            "devices": [rates.model_dump(mode="json") for rates in ranks],
+            "parity": [certificate.document() for certificate in certificates],
             "environment": environment(),
         }
         write_json(folder / "report.json", report)
@@ -116,14 +116,14 @@ def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) 
     parallelism, False for those without.
     """
     found: dict[tuple[Any, ...], dict[Any, NamedPlan]] = {}
-    for one in plans:
-        parallel = one.plan.recipe.parallel
+    for candidate in plans:
+        parallel = candidate.plan.recipe.parallel
         is_own = parallel.backend == "deepspeed" or (parallel.backend, parallel.accelerate) in _OTHERS
         axes = used(parallel)
-        if one.plan.cluster.world_size != world_size or not is_own or (EXPERT in axes) != experts:
+        if candidate.plan.cluster.world_size != world_size or not is_own or (EXPERT in axes) != experts:
             continue
         variant = (parallel.backend, parallel.accelerate, parallel.offload_optimizer, parallel.offload_param)
-        found.setdefault(axes, {})[parallel.zero_stage, *variant] = one
+        found.setdefault(axes, {})[parallel.zero_stage, *variant] = candidate
     chosen = []
     for axes, by_stage in found.items():
         ordered = [by_stage[key] for key in sorted(by_stage)]

@@ -38,7 +38,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
                 label = bool(samples.stream.desirable[place // 2])
                 document = replace(document, desirable=label, mismatched=_document(samples.stream, start, stop - 1))
             found.append(document)
-    missing = data.sequence_length - sum(len(one.inputs) for one in found)
+    missing = data.sequence_length - sum(len(document.inputs) for document in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
     return found if data.keeps_apart or samples.stream.desirable is not None else [join_documents(found)]

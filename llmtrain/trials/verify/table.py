@@ -27,13 +27,13 @@ def certificate_table(certificate: Certificate) -> Table:
 def certificate_lines(certificate: Certificate) -> list[str]:
     """Returns lines on why plans failed, the tolerances, and how many plans are certified or refused by which rule."""
     total, others = len(certificate.verdicts), len(certificate.deviating)
-    lines = [f"{one.name} FAILED: {one.failure}" for one in certificate.verdicts if one.failure]
+    lines = [f"{verdict.name} FAILED: {verdict.failure}" for verdict in certificate.verdicts if verdict.failure]
     for probe in PROBES:
         loss, grad_norm, weights = _cells(certificate.reference[probe].tolerance.model_dump())
         lines.append(f"allowed ({probe}): loss {loss}, grad norm {grad_norm}, weights {weights}")
     text = f"{certificate.steps} steps, {certificate.recipe.parallel.precision}, {certificate.seconds:.0f} s"
     lines.append(f"{total - others} of {total} plans certified: {text}")
-    rules = Counter(one["rule"] for one in certificate.refused)
+    rules = Counter(refusal["rule"] for refusal in certificate.refused)
     if rules:
         text = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())
         lines.append(f"{len(certificate.refused)} refused: {text}")
@@ -50,4 +50,4 @@ def _judged(certificate: Certificate, verdict: Verdict) -> str:
         return "FAILED"
     if certificate.certified(verdict):
         return "certified"
-    return "DEVIATES" if all(one.same_lr for one in verdict.deviations.values()) else "DEVIATES (lr)"
+    return "DEVIATES" if all(deviation.same_lr for deviation in verdict.deviations.values()) else "DEVIATES (lr)"

@@ -9,7 +9,7 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
+from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ DATA_KEY = "verify"
 """Key of the data, which no checkpoint of a real run has."""
 
 
-def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> None:
+def check_checkpoint_round_trip(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> None:
     """Saves an engine, gathers each weight as an export does, and makes the engine continue from the checkpoint.
 
     weights: those of the engine. folder: for the checkpoint, removed afterwards. Called by all ranks. Raises

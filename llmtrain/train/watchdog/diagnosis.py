@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmtrain.errors import Problem
 from llmtrain.launch.failure import CUT_OFF, HANG
-from llmtrain.launch.standstill import HALTED
+from llmtrain.launch.hang_detector import STOPPED_STATES
 from llmtrain.recipe import WatchdogConfig
 from llmtrain.system.heartbeat import Phase, Pulse
 
@@ -15,14 +15,14 @@ GONE = "worker.gone"
 """The rule for a rank that ended while it was still needed."""
 ENDING = (Phase.FINISHING, Phase.DONE)
 """Phases in which a rank may end. If rank 0 is in one of them, all ranks may end."""
-WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
+TIMED_PHASES = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
-STOPPED = {**HALTED, "D": "waiting for a disk or a driver"}
+BLOCKED_STATES = {**STOPPED_STATES, "D": "waiting for a disk or a driver"}
 """States in which a process can do nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
 """Source lines where a rank may wait in C: in a backward pass that reduces gradients (DDP), and in Horovod."""
-LATER = "its log is in logs/; the same command continues from the last checkpoint"
-MOST_NAMED = 16
+LOG_HINT = "its log is in logs/; the same command continues from the last checkpoint"
+MAX_NAMED = 16
 """Largest number of ranks that a message describes one by one."""
 
 
@@ -59,88 +59,90 @@ class Status:
         return self.waiting or self.frame.endswith(WAITS_IN_C)
 
     @property
-    def still(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether its process can do nothing."""
-        return self.state in STOPPED
+        return self.state in BLOCKED_STATES
 
 
-def limit_of(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
+def time_limit(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
     """Returns the seconds that a rank may spend without a heartbeat; None for no limit."""
     if pulse.phase == Phase.DONE or not config.min_seconds:
         return None
     step_s = max(config.min_seconds, config.factor * p99_s)
-    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in HALTED:
+    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in STOPPED_STATES:
         return step_s  # a stopped process cannot finish any phase
     if pulse.phase == Phase.LOADING or not config.phase_seconds:
         return None
     return max(config.phase_seconds, step_s)
 
 
-def hangs(statuses: Mapping[int, Status]) -> bool:
+def is_hung(statuses: Mapping[int, Status]) -> bool:
     """Whether some rank is late, and does not wait for a rank in a phase that may take longer."""
-    late = [one for one in statuses.values() if one.late]
-    if any(one.state in HALTED for one in late):
+    late = [status for status in statuses.values() if status.late]
+    if any(status.state in STOPPED_STATES for status in late):
         return True  # a stopped process waits for no rank
-    working = [one for one in statuses.values() if one.phase in WORKING and one.state]
-    return bool(late) and all(one.late for one in working)
+    working = [status for status in statuses.values() if status.phase in TIMED_PHASES and status.state]
+    return bool(late) and all(status.late for status in working)
 
 
-def gone(statuses: Mapping[int, Status]) -> list[int]:
+def lost_ranks(statuses: Mapping[int, Status]) -> list[int]:
     """Returns the ranks that have ended although rank 0, and thus the run, has not."""
     if 0 in statuses and statuses[0].phase in ENDING:
         return []
-    return [rank for rank, one in statuses.items() if not one.state and one.phase not in ENDING]
+    return [rank for rank, status in statuses.items() if not status.state and status.phase not in ENDING]
 
 
-def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
+def loss_problem(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
     """Returns the problem to report if ranks are gone."""
-    lines = [_described(rank, statuses[rank]) for rank in lost[:MOST_NAMED]]
-    return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join([*lines, LATER]))
+    lines = [_described(rank, statuses[rank]) for rank in lost[:MAX_NAMED]]
+    return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join([*lines, LOG_HINT]))
 
 
-def cut_off(rank: int, host: str) -> Problem:
+def cut_off_problem(rank: int, host: str) -> Problem:
     """Returns the problem to report if a rank has lost contact with rank 0's watcher."""
     message = "lost contact with rank 0: it has ended or hangs, or the connection to its machine is lost"
-    return Problem(CUT_OFF, f"rank {rank} on {host}", message, LATER)
+    return Problem(CUT_OFF, f"rank {rank} on {host}", message, LOG_HINT)
 
 
-def absent(statuses: Mapping[int, Status]) -> list[int]:
+def missing_ranks(statuses: Mapping[int, Status]) -> list[int]:
     """Returns the ranks that the others wait for, as far as their hosts know."""
-    there = {rank: one for rank, one in statuses.items() if one.phase != Phase.DONE}
-    still = [rank for rank, one in there.items() if one.still or not one.state]
-    if still:
-        return still
-    busy = [rank for rank, one in there.items() if not one.waits and not (one.phase == Phase.BETWEEN and rank)]
-    behind = [rank for rank in busy if there[rank].step == min(there[other].step for other in busy)]
-    return behind if len(behind) < len(there) or len(there) == 1 else []
+    present = {rank: status for rank, status in statuses.items() if status.phase != Phase.DONE}
+    blocked = [rank for rank, status in present.items() if status.is_blocked or not status.state]
+    if blocked:
+        return blocked
+    busy = [
+        rank for rank, status in present.items() if not status.waits and not (status.phase == Phase.BETWEEN and rank)
+    ]
+    behind = [rank for rank in busy if present[rank].step == min(present[other].step for other in busy)]
+    return behind if len(behind) < len(present) or len(present) == 1 else []
 
 
-def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
+def hang_problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
     """Returns the problem to report if a run hangs."""
-    missing = absent(statuses)
+    missing = missing_ranks(statuses)
     silent = [rank for rank in range(world_size) if rank not in statuses]
-    late = max((one for one in statuses.values() if one.late), key=lambda one: one.idle_s)
-    doing = f"{late.phase}" if late.phase in WORKING else "no step"
+    late = max((status for status in statuses.values() if status.late), key=lambda status: status.idle_s)
+    doing = f"{late.phase}" if late.phase in TIMED_PHASES else "no step"
     message = f"{doing} for {late.idle_s:.0f} s, but only {late.limit_s or 0:.0f} s are allowed"
-    lines = [_described(rank, statuses[rank]) for rank in missing[:MOST_NAMED]]
+    lines = [_described(rank, statuses[rank]) for rank in missing[:MAX_NAMED]]
     others = [rank for rank in statuses if rank not in missing]
     if missing:
         message = f"did not arrive: {message}"
         lines += [f"the others wait: {_ranks(others)}"] if others else []
     elif not silent:
         message += "; it is unknown which of them the others wait for"
-        lines += [_described(rank, statuses[rank]) for rank in others[:MOST_NAMED]]
+        lines += [_described(rank, statuses[rank]) for rank in others[:MAX_NAMED]]
     lines += [f"no contact with {_ranks(silent)}"] if silent else []
     lines.append("the stacks of all ranks are in logs/rank_*.log; the same command continues from the last checkpoint")
     return Problem(HANG, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
 
 
-def _described(rank: int, one: Status) -> str:
-    doing = "loading" if one.phase == Phase.LOADING else f"step {one.step:,}, {one.phase}"
-    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "no contact")
-    where = f"in {one.frame}" if one.frame else ""
-    parts = (f"{doing} for {one.idle_s:.0f} s", state, where)
-    return f"rank {rank} on {one.host} (process {one.pid}): {', '.join(part for part in parts if part)}"
+def _described(rank: int, status: Status) -> str:
+    doing = "loading" if status.phase == Phase.LOADING else f"step {status.step:,}, {status.phase}"
+    state = BLOCKED_STATES.get(status.state, "waiting" if status.waits else "" if status.state else "no contact")
+    where = f"in {status.frame}" if status.frame else ""
+    parts = (f"{doing} for {status.idle_s:.0f} s", state, where)
+    return f"rank {rank} on {status.host} (process {status.pid}): {', '.join(part for part in parts if part)}"
 
 
 def _ranks(ranks: list[int]) -> str:

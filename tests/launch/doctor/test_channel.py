@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.launch.doctor import reach
-from llmtrain.launch.doctor.reach import Channel, UnreachableError, beside, explain, over_ssh
+from llmtrain.launch.doctor import channel as channels
+from llmtrain.launch.doctor.channel import Channel, UnreachableError, explain_end, open_locally, open_over_ssh
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from llmtrain.launch.doctor.reach import Channel, UnreachableError, beside, expl
     ],
 )
 def test_messages_of_ssh_are_explained(code, said, check, meaning):
-    finding = explain("h2", code, said.splitlines())
+    finding = explain_end("h2", code, said.splitlines())
     assert (finding.check, finding.level) == (check, "fault")
     assert finding.text.startswith("h2: ")
     assert meaning in finding.text
@@ -41,25 +41,25 @@ def test_messages_of_ssh_are_explained(code, said, check, meaning):
 
 def test_a_silent_host_times_out(programs, monkeypatch):
     programs("ssh", "").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(reach, "ANSWER_S", -0.8)  # and one second of grace
+    monkeypatch.setattr(channels, "SSH_TIMEOUT_S", -0.8)  # and one second of grace
     with pytest.raises(UnreachableError, match="h2 did not answer within"):
-        over_ssh("h2", {})
+        open_over_ssh("h2", {})
 
 
 def test_the_message_of_a_refusing_host_is_reported(programs):
     programs("ssh", "").write_text("#!/bin/sh\necho 'h2: Permission denied (publickey).' >&2\nexit 255\n")
     with pytest.raises(UnreachableError, match="none of your keys is accepted"):
-        over_ssh("h2", {})
+        open_over_ssh("h2", {})
 
 
 def test_an_agent_behind_a_shell_that_prints_is_reached_and_gets_the_variables(programs):
     """Its variables are on no command line."""
     ssh = programs("ssh", "")
     ssh.write_text(f'#!/bin/sh\necho "$*" > {ssh}.line\necho Welcome to h2\nfor last; do :; done\neval "$last"\n')
-    channel = over_ssh("h2", {"HF_TOKEN": "secret", "NCCL_DEBUG": "a b\n$(c)"})
+    channel = open_over_ssh("h2", {"HF_TOKEN": "secret", "NCCL_DEBUG": "a b\n$(c)"})
     try:
-        assert abs(channel.ask("clock", 10)["time"] - reach.time.time()) < 60
-        assert channel.ask("addresses", 10)["addresses"] is not None
+        assert abs(channel.request("clock", 10)["time"] - channels.time.time()) < 60
+        assert channel.request("addresses", 10)["addresses"] is not None
     finally:
         channel.close()
     assert "secret" not in (ssh.parent / "ssh.line").read_text()
@@ -67,9 +67,9 @@ def test_an_agent_behind_a_shell_that_prints_is_reached_and_gets_the_variables(p
 
 def test_an_agent_ends_when_its_input_is_closed():
     """It was not so: a build went on for minutes after a Ctrl-C."""
-    channel = beside()
-    channel.ask("clock", 60)
-    channel.send("look", run_root="runs", master=None, devices=[])  # loads torch, which takes seconds
+    channel = open_locally()
+    channel.request("clock", 60)
+    channel.send("check", run_root="runs", master=None, devices=[])  # loads torch, which takes seconds
     channel.close()
     assert channel._process.poll() == 0  # by itself, and was not killed
 
@@ -79,6 +79,6 @@ def test_each_request_to_an_agent_that_has_ended_reports_it():
     try:
         for _ in range(2):
             with pytest.raises(UnreachableError, match="ended with code 3 there: out of order"):
-                channel.ask("clock", 60)
+                channel.request("clock", 60)
     finally:
         channel.close()

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from llmtrain.errors import short
-from llmtrain.launch.place.rank import Launcher, Rank, RankReader
+from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
 
 VARIABLE = "TF_CONFIG"
 LAUNCHER = Launcher("tf_config", (VARIABLE,), *[VARIABLE] * 6)

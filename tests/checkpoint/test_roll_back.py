@@ -13,7 +13,7 @@ from llmtrain.checkpoint.folder import read_latest
 from llmtrain.checkpoint.resume import choose_newest
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.errors import DivergedError, Exit
-from llmtrain.train.rollback import Trouble, go_back
+from llmtrain.train.rollback import SkippedUpdates, roll_back
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.small_saves import RUN, Tensors, save, saver_of
 from tests.helpers.traces import plan_of
@@ -45,16 +45,16 @@ def _saved(folder: Path, *steps: int):
     return saver
 
 
-def _trouble(first: int, last: int, rollbacks: int = 0, **fields) -> Trouble:
+def _skipped_updates(first: int, last: int, rollbacks: int = 0, **fields) -> SkippedUpdates:
     """Every step from the first to the last one was skipped."""
     steps = tuple(SkippedStep(last - step, math.nan, 1.0, math.nan, math.nan) for step in range(first, last + 1))
     state = TrainerState(step=last, samples=8 * last, data="key", rollbacks=rollbacks)
-    return Trouble(plan_of(tiny_recipe(**fields), 1), state, Skipped(len(steps), steps))
+    return SkippedUpdates(plan_of(tiny_recipe(**fields), 1), state, Skipped(len(steps), steps))
 
 
-def _go_back(trouble: Trouble, saver) -> Engine:
+def _roll_back(skipped: SkippedUpdates, saver) -> Engine:
     engine = Engine()
-    go_back(trouble, engine, saver.checkpoints, RUN, saver.storage)
+    roll_back(skipped, engine, saver.checkpoints, RUN, saver.storage)
     return engine
 
 
@@ -67,17 +67,17 @@ def test_a_checkpoint_from_before_a_step_is_one_of_an_earlier_step(tmp_path, bef
 
 def test_a_run_rolls_back_to_before_the_first_skipped_step_and_skips_the_data(tmp_path):
     saver = _saved(tmp_path, 4, 8)  # the last one lies among the skipped steps
-    trouble = _trouble(7, 10)
-    engine = _go_back(trouble, saver)
+    skipped = _skipped_updates(7, 10)
+    engine = _roll_back(skipped, saver)
     assert engine.step == 4
-    assert (trouble.state.step, trouble.state.samples, trouble.state.rollbacks) == (4, 80, 1)
+    assert (skipped.state.step, skipped.state.samples, skipped.state.rollbacks) == (4, 80, 1)
     assert engine.guard.total == 4
     assert read_latest(tmp_path)[0] == "step_00000004"
 
 
 def test_a_later_checkpoint_is_used_if_no_earlier_one_was_kept(tmp_path):
     saver = _saved(tmp_path, 8)
-    assert _go_back(_trouble(7, 10), saver).step == 8
+    assert _roll_back(_skipped_updates(7, 10), saver).step == 8
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_a_later_checkpoint_is_used_if_no_earlier_one_was_kept(tmp_path):
     ],
 )
 def test_a_run_stops_if_it_may_not_roll_back(tmp_path, rollbacks, fields, saved, told):
-    trouble = _trouble(7, 16, rollbacks, **fields)
+    skipped = _skipped_updates(7, 16, rollbacks, **fields)
     with pytest.raises(DivergedError, match=told) as refused:
-        _go_back(trouble, _saved(tmp_path, *saved))
+        _roll_back(skipped, _saved(tmp_path, *saved))
     assert refused.value.exit_code == Exit.WORKER
     message = str(refused.value)
     assert "10 of the last 128 updates were skipped, more than 8" in message
     assert "first step 7 (loss not finite), last step 16 (loss not finite)" in message
     assert "[guard.skipped]" in message
-    assert trouble.state.step == 16
+    assert skipped.state.step == 16

@@ -17,12 +17,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
 
-from llmtrain.launch.doctor.finding import CheckResult, fault
-from llmtrain.launch.runners import ANSWER_S, SSH_OPTIONS
+from llmtrain.launch.doctor.finding import Finding, fault
+from llmtrain.launch.runners import SSH_OPTIONS, SSH_TIMEOUT_S
 
 REACHED = "llmtrain-doctor-reached"
 """Printed by the host's shell before Python is started there."""
-BEGIN_S = 120
+START_TIMEOUT_S = 120
 """Longest time in seconds to import llmtrain on a host, which may use a network file system."""
 END_S = 3
 # Message of ssh → (its meaning, how to fix it). HOST stands for the host's name.
@@ -47,7 +47,7 @@ SSH_FAULTS = (
     (r"Connection refused", "no ssh server listens there", "start sshd there, or set its port in ~/.ssh/config"),
     (
         r"timed out|Operation timed out",
-        f"it does not answer within {ANSWER_S} s",
+        f"it does not answer within {SSH_TIMEOUT_S} s",
         "is it on? `ping HOST`; check firewalls",
     ),
     (r"Connection (closed|reset)", "its ssh server ends the connection", "check sshd's log there, and its MaxStartups"),
@@ -57,7 +57,7 @@ SSH_FAULTS = (
 class UnreachableError(Exception):
     """A host that cannot be reached; carries the finding."""
 
-    def __init__(self, finding: CheckResult) -> None:
+    def __init__(self, finding: Finding) -> None:
         super().__init__(finding.text)
         self.finding = finding
 
@@ -102,7 +102,7 @@ class Channel:
             self.replies.put(None)  # for later calls
         return reply
 
-    def ask(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
+    def request(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
         """Sends a request and returns its reply. Raises UnreachableError."""
         self.send(do, **fields)
         return self.reply(seconds)
@@ -129,10 +129,10 @@ class Channel:
             self._process.kill()
             self._process.wait()
 
-    def _ended(self) -> CheckResult:
+    def _ended(self) -> Finding:
         for reader in self._readers:
             reader.join(timeout=END_S)
-        return explain(self.name, self._process.wait(), list(self.errors))
+        return explain_end(self.name, self._process.wait(), list(self.errors))
 
     def _read(self, lines: IO[str]) -> None:
         """Reads replies. Lines that are not replies come from a shell's start-up files."""
@@ -151,12 +151,12 @@ class Channel:
             self.errors.append(line.rstrip())
 
 
-def beside() -> Channel:
+def open_locally() -> Channel:
     """Starts an agent on this machine."""
     return Channel("this machine", [sys.executable, "-m", "llmtrain.launch.doctor.agent"])
 
 
-def over_ssh(host: str, env: Mapping[str, str]) -> Channel:
+def open_over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     """Starts an agent on a host, in the same folder, with the same Python. Raises UnreachableError.
 
     env: the variables that workers would get, which are sent over ssh's standard input, where nobody can see them.
@@ -165,14 +165,14 @@ def over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     agent = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.doctor.agent"]
     there = f"echo {REACHED}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
     channel = Channel(host, ["ssh", *SSH_OPTIONS, host, there])
-    deadline = time.monotonic() + ANSWER_S + 1  # ssh itself gives up after ANSWER_S, and says why
+    deadline = time.monotonic() + SSH_TIMEOUT_S + 1  # ssh itself gives up after SSH_TIMEOUT_S, and says why
     try:
         if channel.next(deadline - time.monotonic()) is None:
             raise UnreachableError(channel._ended())
-        channel.ask("begin", BEGIN_S, env=dict(env))
+        channel.request("begin", START_TIMEOUT_S, env=dict(env))
     except Empty:
         channel.close()
-        text = f"{host} did not answer within {ANSWER_S} s"
+        text = f"{host} did not answer within {SSH_TIMEOUT_S} s"
         raise UnreachableError(fault("ssh.answer", text, f"is it on? `ssh {host} true`")) from None
     except UnreachableError:
         channel.close()
@@ -180,19 +180,19 @@ def over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     return channel
 
 
-def explain(host: str, code: int, errors: list[str]) -> CheckResult:
+def explain_end(host: str, code: int, errors: list[str]) -> Finding:
     """Explains why a connection to a host, or the agent there, has ended."""
-    said = "\n".join(errors)
+    message = "\n".join(errors)
     last = next((line for line in reversed(errors) if line.strip()), "no message")
     for pattern, meaning, fix in SSH_FAULTS if code == 255 else ():
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, message, re.IGNORECASE):
             return fault("ssh.connection", f"{host}: {meaning} ({last.strip()})", fix.replace("HOST", host))
     if code == 255:
         return fault("ssh.connection", f"{host}: the connection was lost: {last}", f"`ssh -v {host} true`")
-    if re.search(r"cd:.*(No such file|can't cd|not a directory)", said, re.IGNORECASE):
+    if re.search(r"cd:.*(No such file|can't cd|not a directory)", message, re.IGNORECASE):
         text = f"{host}: the folder {Path.cwd()} of this command does not exist there"
         return fault("ssh.folder", text, "hosts need the same files at the same path: share them, or copy them")
-    if code in (126, 127) or "No module named" in said:
+    if code in (126, 127) or "No module named" in message:
         text = f"{host}: {sys.executable} or llmtrain is not installed there: {last}"
         return fault("ssh.llmtrain", text, "install the same there, at the same path")
     return fault("ssh.llmtrain", f"{host}: llmtrain ended with code {code} there: {last}", "see the host")

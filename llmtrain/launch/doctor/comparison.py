@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.launch.doctor.finding import CheckResult, caution, fault, ok
-from llmtrain.launch.doctor.reach import Channel
+from llmtrain.launch.doctor.channel import Channel
+from llmtrain.launch.doctor.finding import Finding, fault, ok, warning
 
 PINGS = 7
 SKEW_S = 1.0
@@ -31,7 +31,7 @@ def clock_skew(channel: Channel) -> Skew:
     best: Skew | None = None
     for _ in range(PINGS):
         started, sent = time.monotonic(), time.time()
-        theirs = channel.ask("clock", 10)["time"]
+        theirs = channel.request("clock", 10)["time"]
         trip = time.monotonic() - started
         if best is None or trip / 2 < best.uncertainty_s:
             best = Skew(theirs - sent - trip / 2, trip / 2)
@@ -39,7 +39,7 @@ def clock_skew(channel: Channel) -> Skew:
     return best
 
 
-def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
+def compare_versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Reports all differing versions in one line. facts: host → what its agent reports."""
     if len(facts) < 2:
         return
@@ -48,22 +48,22 @@ def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     for name in names:
         groups = _by_value({host: own["versions"].get(name, "missing") for host, own in facts.items()})
         if len(groups) > 1:
-            parts.append(f"{name} {', '.join(f'{value} on {_some(hosts)}' for value, hosts in groups)}")
+            parts.append(f"{name} {', '.join(f'{value} on {_shortened(hosts)}' for value, hosts in groups)}")
     if parts:
         yield fault("hosts.versions", f"versions differ: {'; '.join(parts)}", "install the same everywhere")
     else:
         yield ok("hosts.versions", f"{len(facts)} hosts have the same Python, packages and llmtrain")
 
 
-def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
+def compare_devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Reports whether hosts have different devices."""
     groups = _by_value({host: " + ".join(sorted(own["devices"])) or "no GPU" for host, own in facts.items()})
     if len(groups) > 1:
-        text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
-        yield caution("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
+        text = "; ".join(f"{value} on {_shortened(hosts)}" for value, hosts in groups)
+        yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
 
 
-def clocks(skews: Mapping[str, Skew]) -> Iterator[CheckResult]:
+def compare_clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
     """Reports clocks that differ by more than the round trip explains."""
     if len(skews) < 2:
         return
@@ -74,7 +74,7 @@ def clocks(skews: Mapping[str, Skew]) -> Iterator[CheckResult]:
     if apart - doubt > SKEW_S:
         text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
         fix = "run chrony or ntpd on all hosts; their clocks determine which rank failed first"
-        yield caution("hosts.clocks", text, fix)
+        yield warning("hosts.clocks", text, fix)
     else:
         yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")
 
@@ -86,7 +86,7 @@ def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:
     return sorted(groups.items(), key=lambda group: -len(group[1]))
 
 
-def _some(hosts: Sequence[str]) -> str:
+def _shortened(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
 
 

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.models.inference.generate import device_for, load_model
 from llmtrain.system.hub import ask_hub
-from llmtrain.train.own_tasks import broken_files, check_files, reported_mistakes
+from llmtrain.train.task_errors import broken_files, check_files, task_errors_reported
 from llmtrain.train.tasks import Results
 
 
@@ -27,13 +27,13 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
         if not include_path.is_dir():
             raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is not a folder"))
         check_files(include_path)
-        with reported_mistakes(names, include_path):
+        with task_errors_reported(names, include_path):
             own = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(own.all_tasks):
             return own  # without reading the thousands of others
         if broken := broken_files(include_path):
             raise RecipeError(broken)
-    with reported_mistakes(names, include_path):
+    with task_errors_reported(names, include_path):
         manager = TaskManager(include_path=str(include_path) if include_path else None)
     known = [str(name) for name in manager.all_tasks]
     problems = [
@@ -65,7 +65,7 @@ def results_of(
     loaded.tie_weights = lambda: None  # HFLM ties once more, also an embedding and a head that were trained apart
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
     ask_hub()
-    with reported_mistakes(names, include_path):
+    with task_errors_reported(names, include_path):
         found = lm_eval.simple_evaluate(
             harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
         )

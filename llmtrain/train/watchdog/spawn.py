@@ -16,16 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from llmtrain.launch.place.rank import LOOPBACK, Rank
-from llmtrain.launch.seal import Seal, read_sealed
+from llmtrain.launch.authentication import MessageAuthenticator, read_verified
+from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Heartbeat
 from llmtrain.system.parent import die_with
 from llmtrain.system.stops import STOPS
 from llmtrain.train.watchdog.link import Hub, address_of, listen
-from llmtrain.train.watchdog.target import Target, prepare_end
-from llmtrain.train.watchdog.watcher import Follower, Leader, Watched, Watcher
+from llmtrain.train.watchdog.rank_process import RankProcess, install_signal_handlers
+from llmtrain.train.watchdog.watcher import Follower, Leader, WatchedRank, Watcher
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PR_SET_NAME = 15  # <linux/prctl.h>
 
 
-class Watch:
+class WatcherHandle:
     """A rank's handle of its watcher."""
 
     def __init__(self, heartbeat: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0) -> None:
@@ -43,15 +43,15 @@ class Watch:
         self._pid = pid
         self._port = port
 
-    def meet(self, store: Store, seal: Seal) -> None:
+    def exchange_address(self, store: Store, authenticator: MessageAuthenticator) -> None:
         """Passes the address of rank 0's watcher to the watchers of the other ranks; called by all ranks."""
         if self._rank.rank == 0:
-            store.set("port", seal.seal("watcher", str(self._port)))
+            store.set("port", authenticator.sign("watcher", str(self._port)))
             return
-        port = int(read_sealed(store, "port", seal, "watcher"))
+        port = int(read_verified(store, "port", authenticator, "watcher"))
         if port:
             host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
-            self._heartbeat.tell_address(address_of(host, port, seal))
+            self._heartbeat.tell_address(address_of(host, port, authenticator))
 
     def stop(self) -> None:
         """Ends the watcher. The kernel does that too, but leaves a zombie to the program that started the rank."""
@@ -62,34 +62,38 @@ class Watch:
             self._pid = None
 
 
-def start(rank: Rank, run_dir: RunDir, plan: Plan, heartbeat: Heartbeat, seal: Seal, stderr: TextIO) -> Watch:
+def start(
+    rank: Rank, run_dir: RunDir, plan: Plan, heartbeat: Heartbeat, authenticator: MessageAuthenticator, stderr: TextIO
+) -> WatcherHandle:
     """Forks the watcher of this process. Must be called before there are threads, with the log as standard error.
 
-    seal: that of rank 0, on rank 0. stderr: the terminal, for messages if the launcher is not ours.
+    authenticator: that of rank 0, on rank 0. stderr: the terminal, for messages if the launcher is not ours.
     """
     config = plan.recipe.watchdog
     if not (config.min_seconds or config.straggler_ratio):
-        return Watch(heartbeat, rank)
-    prepare_end()
+        return WatcherHandle(heartbeat, rank)
+    install_signal_handlers()
     listener = listen(rank.on_one_machine) if rank.rank == 0 else None
     port = listener.getsockname()[1] if listener else 0
     for stream in (sys.stdout, sys.stderr, stderr):
         stream.flush()
-    watched = Watched(rank, run_dir, plan, heartbeat.reader(), Target(os.getpid(), run_dir.log_file(rank.rank)), stderr)
+    watched = WatchedRank(
+        rank, run_dir, plan, heartbeat.reader(), RankProcess(os.getpid(), run_dir.log_file(rank.rank)), stderr
+    )
     prctl = ctypes.CDLL(None).prctl
     pid = os.fork()
     if pid == 0:
-        _live(
-            lambda: Leader(watched, Hub(listener, seal, rank.world_size)) if listener else Follower(watched),
-            watched.target.pid,
+        _run_watcher(
+            lambda: Leader(watched, Hub(listener, authenticator, rank.world_size)) if listener else Follower(watched),
+            watched.process.pid,
             prctl,
         )
     if listener:
         listener.close()
-    return Watch(heartbeat, rank, pid, port)
+    return WatcherHandle(heartbeat, rank, pid, port)
 
 
-def _live(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
+def _run_watcher(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
     """Runs the child process until it ends."""
     try:
         for number in STOPS:

@@ -64,7 +64,7 @@ class Launcher:
     master_port: str = "MASTER_PORT"
 
 
-TELLING = (
+RANK_MARKERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     *("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"),
 )
@@ -85,7 +85,7 @@ class RankReader:
         """Returns a variable that must be set."""
         value = self.env.get(name, "").strip()
         if not value:
-            present = ", ".join(known for known in TELLING if self.env.get(known))
+            present = ", ".join(known for known in RANK_MARKERS if self.env.get(known))
             self.refuse(name, f"is not set, although {present or 'its launcher'} is")
         return value
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
+from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
 
 MARKER = "SLURM_STEP_NUM_TASKS"
 """Set by `srun` only, not in a batch script. A single task starts workers itself, as any process does."""

@@ -13,12 +13,13 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.launch.place.interfaces import set_interfaces, stay_on_loopback
-from llmtrain.launch.place.rank import LOOPBACK, Rank
+from llmtrain.launch.discovery.interfaces import set_interfaces, stay_on_loopback
+from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 
 if TYPE_CHECKING:
     import torch
@@ -59,20 +60,20 @@ def main() -> None:
     job = AllReduceJob(**json.loads(sys.argv[1]))
     with os.fdopen(int(sys.argv[2]), "w") as replies:
 
-        def tell(at: str, **fields: Any) -> None:
-            replies.write(json.dumps({"rank": job.rank, "at": at, **fields}) + "\n")
+        def report(state: str, **fields: Any) -> None:
+            replies.write(json.dumps({"rank": job.rank, "state": state, **fields}) + "\n")
             replies.flush()
 
-        tell("started")
+        report("started")
         try:
-            _work(job, tell)
+            _run(job, report)
         except Exception as error:
-            tell("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
+            report("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
         # Tearing down a group while another rank still works only prints noise.
         os._exit(0)
 
 
-def _work(job: AllReduceJob, tell: Any) -> None:
+def _run(job: AllReduceJob, report: Callable[..., None]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     from torch import distributed as dist
@@ -89,20 +90,20 @@ def _work(job: AllReduceJob, tell: Any) -> None:
         listener = socket.create_server((LOOPBACK, 0))
         job = replace(job, port=listener.getsockname()[1])
     descriptor = listener.detach() if listener else None
-    place = (job.master, job.port, job.world_size, is_main, limit)
-    store = TCPStore(*place, wait_for_workers=False, master_listen_fd=descriptor)
-    tell("met", port=store.port, interfaces=interfaces)
+    rendezvous = (job.master, job.port, job.world_size, is_main, limit)
+    store = TCPStore(*rendezvous, wait_for_workers=False, master_listen_fd=descriptor)
+    report("connected", port=store.port, interfaces=interfaces)
     device = torch.device("cpu") if job.on_cpu else torch.device("cuda", job.local_rank)
     if not job.on_cpu:
         torch.cuda.set_device(device)
     backend = "gloo" if job.on_cpu else "nccl"
     dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
     small = _timed(torch.zeros(SMALL, device=device), SMALL_REPEATS, device)
-    tell("joined")
+    report("joined")
     count = (MIB_CPU if job.on_cpu else MIB_GPU) * 2**20 // 4
-    wrong = _wrong(count, job, device)
+    wrong = _count_wrong(count, job, device)
     large = _timed(torch.zeros(count, device=device), _repeats(count, device), device)
-    tell("done", backend=backend, wrong=wrong, bytes=count * 4, seconds=large, latency_s=small)
+    report("done", backend=backend, wrong=wrong, bytes=count * 4, seconds=large, latency_s=small)
     _wait_for_all(store, job.world_size)
 
 
@@ -118,7 +119,7 @@ def _wait_for_all(store: TCPStore, world_size: int) -> None:
             time.sleep(0.02)
 
 
-def _wrong(count: int, job: AllReduceJob, device: torch.device) -> int:
+def _count_wrong(count: int, job: AllReduceJob, device: torch.device) -> int:
     """Returns the number of wrong elements of the sum."""
     import torch
     from torch import distributed as dist

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.place import slurm_step, tf_config
-from llmtrain.launch.place.mpi import MPIS
-from llmtrain.launch.place.mpi import read as read_mpi
-from llmtrain.launch.place.rank import Launcher, Rank, RankReader
+from llmtrain.launch.discovery import slurm_step, tf_config
+from llmtrain.launch.discovery.mpi import MPIS
+from llmtrain.launch.discovery.mpi import read as read_mpi
+from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
@@ -48,15 +48,15 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     """Returns this process's place among the workers of a launcher, or None if no launcher started it.
 
     A plain `python recipes/NAME.py` has no launcher. Neither has `accelerate launch` on a CPU: it starts one process,
-    however many were requested (`launch.accelerate.processes_asked`).
+    however many were requested (`launch.accelerate.requested_processes`).
 
     argv: the arguments of the script; `deepspeed` adds `--local_rank=N`. Raises RecipeError with every variable that is
     missing, not a number, out of range or inconsistent with another.
     """
     env = os.environ if env is None else env
     reader = RankReader(env)
-    launcher = next((one for one in LAUNCHERS if any(env.get(marker) for marker in one.markers)), None)
-    outer = next((one for one in _outer(env) if _counts_us(one[0], launcher, env)), None)
+    launcher = next((launcher for launcher in LAUNCHERS if any(env.get(marker) for marker in launcher.markers)), None)
+    outer = next((candidate for candidate in _outer(env) if _counts_us(candidate[0], launcher, env)), None)
     if outer is not None:
         launcher, rank = outer[0], outer[1](reader)
         _check_agreement(launcher, rank, reader)
@@ -146,7 +146,7 @@ def _check_numbers(launcher: Launcher, rank: Rank, reader: RankReader, argv: Seq
         reader.refuse(launcher.local_rank, f"{rank.local_rank} is not below {local}")
     if rank.local_rank > rank.rank:
         reader.refuse(launcher.local_rank, f"{rank.local_rank} is above {launcher.rank}={rank.rank}")
-    given = [one.partition("=")[2] for one in argv if one.startswith("--local_rank=")]
+    given = [argument.partition("=")[2] for argument in argv if argument.startswith("--local_rank=")]
     if given and given[-1] != str(rank.local_rank):
         reader.refuse(launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={given[-1]}")
 

@@ -1,4 +1,4 @@
-"""Authenticates the messages between a run's own processes.
+"""Authenticates the messages between the processes of a run with HMAC-SHA256.
 
 A launcher passes a secret to each of its ranks in the environment. The secret is on no command line, in no log, in no
 store and in no run directory; `/proc` shows it to the same user only.
@@ -18,41 +18,41 @@ from typing import Protocol, Self
 from llmtrain.errors import Problem, RecipeError, WorkerError
 
 SECRET_VARIABLE = "LLMTRAIN_SECRET"
-SHORTEST_SECRET = 32
+MIN_SECRET_LENGTH = 32
 """Minimum number of characters of a secret that a user sets."""
-CODE_CHARACTERS = 64
-"""Number of characters of the hexadecimal HMAC-SHA256 that a sealed text begins with."""
-FORGED_S = 5.0
-"""Seconds for which a forged text in the store may be replaced by the right one."""
+TAG_LENGTH = 64
+"""Number of characters of the hexadecimal HMAC-SHA256 tag at the beginning of a signed message."""
+RETRY_S = 5.0
+"""Seconds for which a forged message in the store may be replaced by an authentic one."""
 
 
 class Store(Protocol):
-    """The store at which the ranks meet: torch's, whose own methods are untyped."""
+    """The rendezvous store: torch's, whose own methods are untyped."""
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key, and waits until it is set."""
 
 
 @dataclass(frozen=True)
-class Seal:
-    """Signs what a rank says with HMAC-SHA256, and recognises forged texts."""
+class MessageAuthenticator:
+    """Signs messages with HMAC-SHA256, and verifies signed ones."""
 
     key: str = field(repr=False)
 
-    def seal(self, about: str, content: str) -> str:
-        """Returns the content after its code.
+    def sign(self, purpose: str, message: str) -> str:
+        """Returns the message after its tag.
 
-        about: its purpose; a text sealed for one purpose is invalid for any other.
+        purpose: a message signed for one purpose is invalid for any other.
         """
-        code = hmac.new(self.key.encode(), f"{about}\0{content}".encode(), hashlib.sha256).hexdigest()
-        return f"{code} {content}"
+        tag = hmac.new(self.key.encode(), f"{purpose}\0{message}".encode(), hashlib.sha256).hexdigest()
+        return f"{tag} {message}"
 
-    def opened(self, about: str, sealed: bytes) -> str:
-        """Returns the content. Raises ValueError if it was not sealed with this key for this purpose."""
-        content = sealed[CODE_CHARACTERS + 1 :].decode()
-        if not hmac.compare_digest(sealed, self.seal(about, content).encode()):
-            raise ValueError("not sealed by this run")
-        return content
+    def verify(self, purpose: str, signed: bytes) -> str:
+        """Returns the message. Raises ValueError if it was not signed with this key for this purpose."""
+        message = signed[TAG_LENGTH + 1 :].decode()
+        if not hmac.compare_digest(signed, self.sign(purpose, message).encode()):
+            raise ValueError("not signed by this run")
+        return message
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Secret:
         text = (os.environ if env is None else env).pop(SECRET_VARIABLE, "")
         if not text:
             return cls.new()
-        if len(text) < SHORTEST_SECRET:
-            message = f"has {len(text)} characters, fewer than {SHORTEST_SECRET}"
+        if len(text) < MIN_SECRET_LENGTH:
+            message = f"has {len(text)} characters, fewer than {MIN_SECRET_LENGTH}"
             fix = f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same for all ranks"
             raise RecipeError(Problem("launch.secret", SECRET_VARIABLE, message, fix))
         return cls(text, is_given=True)
@@ -89,20 +89,20 @@ class Secret:
         return {SECRET_VARIABLE: self.text}
 
     @property
-    def seal(self) -> Seal:
-        """A seal derived from the secret, which cannot be computed from the seal's key."""
-        return Seal(hashlib.sha256(self.text.encode()).hexdigest())
+    def authenticator(self) -> MessageAuthenticator:
+        """An authenticator whose key is a hash of the secret, from which the secret cannot be computed."""
+        return MessageAuthenticator(hashlib.sha256(self.text.encode()).hexdigest())
 
 
-def read_sealed(store: Store, key: str, seal: Seal, about: str) -> str:
-    """Returns what a rank of this run left in the store.
+def read_verified(store: Store, key: str, authenticator: MessageAuthenticator, purpose: str) -> str:
+    """Returns the message that a rank of this run has written to a key of the store.
 
-    Raises WorkerError if another program wrote there, and no right text replaces it.
+    Raises WorkerError if another program wrote there, and no authentic message replaces it.
     """
-    deadline = time.monotonic() + FORGED_S
+    deadline = time.monotonic() + RETRY_S
     while True:
         try:
-            return seal.opened(about, store.get(key))
+            return authenticator.verify(purpose, store.get(key))
         except ValueError:
             if time.monotonic() > deadline:
                 message = f"contains a text for '{key}' that no rank of this run wrote"

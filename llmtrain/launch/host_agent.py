@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmtrain.launch.place.interfaces import addresses
-from llmtrain.launch.place.rank import FIRST_PORT, PORTS
+from llmtrain.launch.discovery.interfaces import addresses
+from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
 from llmtrain.system.host import process_fields
 from llmtrain.system.stops import STOPS
@@ -63,7 +63,7 @@ DeepSpeed's launcher sets variables that identify the worker. Open MPI only sets
 """
 
 
-def folder_of(token: str) -> Path:
+def job_folder(token: str) -> Path:
     """Returns the job's folder on a host: the same path on all of them, without special characters for a shell."""
     return Path("/tmp") / f"llmtrain-{token}"
 
@@ -73,14 +73,14 @@ def main() -> None:
     verb, token, *rest = sys.argv[1:]
     if verb == "prepare":
         job = json.load(sys.stdin)
-        _prepare(folder_of(token), job)
-        json.dump({**version_facts(Path(job["recipe"])), **_meeting()}, sys.stdout)
+        _prepare(job_folder(token), job)
+        json.dump({**version_facts(Path(job["recipe"])), **_rendezvous()}, sys.stdout)
     elif verb == "signal":
-        _signal(folder_of(token), int(rest[0]), int(rest[1]))
+        _signal(job_folder(token), int(rest[0]), int(rest[1]))
     elif verb == "end":
-        _end(folder_of(token), int(rest[0]))
+        _end(job_folder(token), int(rest[0]))
     elif verb == "forget":
-        shutil.rmtree(folder_of(token), ignore_errors=True)
+        shutil.rmtree(job_folder(token), ignore_errors=True)
 
 
 def version_facts(recipe: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def version_facts(recipe: Path) -> dict[str, Any]:
     }
 
 
-def _meeting() -> dict[str, Any]:
+def _rendezvous() -> dict[str, Any]:
     """Returns a rendezvous on this host: its addresses and a free port."""
     return {"addresses": addresses(), "port": _free_port()}
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llmtrain.launch.place.rank import LOOPBACK, Rank
+from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_text
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -66,7 +66,7 @@ class Network:
 
     def having(self, address: str | None) -> Interface | None:
         """Returns the interface that has an address, or None."""
-        return next((one for one in self.interfaces if address in one.addresses), None)
+        return next((interface for interface in self.interfaces if address in interface.addresses), None)
 
     def towards(self, master: str) -> Interface | None:
         """Returns the interface of the route to rank 0; on rank 0's own host, the one by which others reach it."""
@@ -75,7 +75,7 @@ class Network:
         source = route_source(master)
         if source is None or is_loopback(source):  # no route, or rank 0 is this host, under a local name
             source = route_source(ELSEWHERE)
-        usable = [one for one in self.interfaces if one.is_usable]
+        usable = [interface for interface in self.interfaces if interface.is_usable]
         return self.having(source) or (usable[0] if len(usable) == 1 else None)
 
 
@@ -106,7 +106,9 @@ def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | Non
 
 def stay_on_loopback() -> None:
     """Makes gloo and NCCL listen where only this machine can reach them; the user's own settings are kept."""
-    name = next((one.name for one in interfaces() if one.is_up and LOOPBACK in one.addresses), None)
+    name = next(
+        (interface.name for interface in interfaces() if interface.is_up and LOOPBACK in interface.addresses), None
+    )
     if name is None:
         return
     os.environ.setdefault(GLOO, name)
@@ -153,12 +155,12 @@ def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, 
     if setting:
         return f"NCCL: {setting[0]}, set by {setting[1]}", {}
     taken = nccl_order(network.interfaces)
-    bridges = [one.name for one in taken if one.name.startswith(LOCAL_BRIDGES)]
+    bridges = [interface.name for interface in taken if interface.name.startswith(LOCAL_BRIDGES)]
     if bridges and len(bridges) < len(taken):
         value = "^docker,lo," + ",".join(bridges)
-        rest = ", ".join(one.name for one in taken if one.name not in bridges)
+        rest = ", ".join(interface.name for interface in taken if interface.name not in bridges)
         return f"NCCL: {rest}; excluded are {', '.join(bridges)}, which only lead to this machine", {NCCL: value}
-    return f"NCCL: its own choice, {', '.join(one.name for one in taken) or 'only the loopback'}", {}
+    return f"NCCL: its own choice, {', '.join(interface.name for interface in taken) or 'only the loopback'}", {}
 
 
 def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
@@ -177,17 +179,17 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
 
 def addresses() -> list[str]:
     """Returns the addresses at which other hosts may reach this one, without link-local ones; IPv4 first."""
-    usable = [one for one in interfaces() if one.is_usable]
-    found = [address for one in usable for address in one.addresses if not is_link_local(address)]
+    usable = [interface for interface in interfaces() if interface.is_usable]
+    found = [address for interface in usable for address in interface.addresses if not is_link_local(address)]
     return sorted(found, key=lambda address: ":" in address)
 
 
 def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:
     """Returns NCCL's default choice of interfaces: `ib*`, else all but docker's and the loopback, else docker's."""
-    usable = [one for one in known if one.is_usable]
+    usable = [interface for interface in known if interface.is_usable]
     groups = (
-        [one for one in usable if one.name.startswith("ib")],
-        [one for one in usable if not one.name.startswith(("docker", "lo"))],
+        [interface for interface in usable if interface.name.startswith("ib")],
+        [interface for interface in usable if not interface.name.startswith(("docker", "lo"))],
         usable,
     )
     return next((group for group in groups if group), [])
@@ -276,9 +278,9 @@ def _entries() -> Iterator[tuple[str, int, str | None]]:
     try:
         entry = first
         while entry:
-            one = entry.contents
-            yield one.name.decode(), one.flags, _address_at(one.address)
-            entry = one.next
+            head = entry.contents
+            yield head.name.decode(), head.flags, _address_at(head.address)
+            entry = head.next
     finally:
         libc.freeifaddrs(first)
 

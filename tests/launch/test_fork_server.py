@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.launch.fork_server import ForkServer
 from llmtrain.launch.local import common_environment, run_workers
-from llmtrain.launch.template import Template
 from llmtrain.system.heartbeat import Board
 
 END_S = 15
@@ -65,10 +65,10 @@ def test_all_are_forked_from_one_process_until_the_environment_changes(script, r
     """Which may have decided what was imported, as OMP_NUM_THREADS does."""
     name = script("import os; pid = os.getpid()").stem
     command = module(script, f"{TELL}import {name}; tell({name}.pid, os.getpid(), os.environ.get('RANK'))")
-    with Template([name]) as template:
+    with ForkServer([name]) as fork_server:
         seen = []
         for variable in ("1", "1", "2"):
-            assert run_workers(command, 3, run_dir, {"VARIABLE": variable}, template=template) == 0
+            assert run_workers(command, 3, run_dir, {"VARIABLE": variable}, fork_server=fork_server) == 0
             seen.append(said(run_dir, 3))
     first, second, third = ({source for source, *_ in ranks} for ranks in seen)
     assert len(first) == 1
@@ -93,9 +93,9 @@ tell(
 """,
     )
     seen = []
-    with Template(["json"] * 40) as template:  # its command line is long, so that theirs have room
-        for source in (None, template):
-            assert run_workers([*command, "a b", "-c"], 2, run_dir, template=source) == 0
+    with ForkServer(["json"] * 40) as fork_server:  # its command line is long, so that theirs have room
+        for source in (None, fork_server):
+            assert run_workers([*command, "a b", "-c"], 2, run_dir, fork_server=source) == 0
             seen += said(run_dir, 2)
     alone, forked = seen
     assert alone == forked
@@ -106,8 +106,8 @@ def test_signals_that_were_ignored_stay_so_and_the_others_end_a_worker(script, r
     body = f"{TELL}import signal; tell(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(15) == 0)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Template(["json"]) as template:
-            assert run_workers(module(script, body), 2, run_dir, template=template) == 0
+        with ForkServer(["json"]) as fork_server:
+            assert run_workers(module(script, body), 2, run_dir, fork_server=fork_server) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
     assert said(run_dir, 2) == [[True, True]]
@@ -123,26 +123,26 @@ def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
         Heartbeat.of_worker(rank).begin_step(7 + rank)
         """,
     )
-    with Template(["json"]) as template:
-        template.start(common_environment(2))
+    with ForkServer(["json"]) as fork_server:
+        fork_server.start(common_environment(2))
         board = Board(2)
-        assert run_workers(command, 2, run_dir, board=board, template=template) == 0
+        assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0
         held = open_in(children()[0])
-        assert run_workers(command, 2, run_dir, board=board, template=template) == 0
+        assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0
         assert open_in(children()[0]) == held  # nothing of a worker's is left with it
     assert board.step() == 7
     board.close()
 
 
 @pytest.mark.parametrize("death", ["import", "kill"])
-def test_without_the_template_workers_are_started_separately(script, run_dir, death, children):
+def test_without_the_fork_server_workers_are_started_separately(script, run_dir, death, children):
     broken = script("print('this is why', flush=True); raise ImportError").stem
-    with Template([broken] if death == "import" else ["json"]) as template:
-        template.start(common_environment(2))
+    with ForkServer([broken] if death == "import" else ["json"]) as fork_server:
+        fork_server.start(common_environment(2))
         if death == "kill":
-            wait_until(lambda: template.settled(0.1))
+            wait_until(lambda: fork_server.wait_until_ready(0.1))
             os.kill(children()[0], signal.SIGKILL)
-        assert run_workers(module(script, TELL + "tell(os.getppid())"), 2, run_dir, template=template) == 0
+        assert run_workers(module(script, TELL + "tell(os.getppid())"), 2, run_dir, fork_server=fork_server) == 0
     assert said(run_dir, 2) == [[os.getpid()]]
     assert ("this is why" in run_dir.log_file(0).read_text()) == (death == "import")
 
@@ -153,11 +153,11 @@ def test_a_signal_during_the_imports_starts_no_worker(script, run_dir, tmp_path)
 import sys
 from pathlib import Path
 from llmtrain.launch import run_workers
-from llmtrain.launch.template import Template
+from llmtrain.launch.fork_server import ForkServer
 from llmtrain.run_dir import RunDir
 folder = RunDir(Path({str(run_dir.path)!r}))
-with Template([{slow!r}]) as template:
-    sys.exit(run_workers([sys.executable, "-m", "json.tool"], 1, folder, template=template))
+with ForkServer([{slow!r}]) as fork_server:
+    sys.exit(run_workers([sys.executable, "-m", "json.tool"], 1, folder, fork_server=fork_server))
 """
     process = subprocess.Popen([sys.executable, "-c", program])
     wait_until((tmp_path / "slow").exists)
@@ -166,15 +166,15 @@ with Template([{slow!r}]) as template:
 
 
 @pytest.mark.parametrize("stage", ["imports", "waits"])
-def test_the_template_ends_with_its_launcher(script, tmp_path, stage):
+def test_the_fork_server_ends_with_its_launcher(script, tmp_path, stage):
     slow = script("import time; time.sleep(60)").stem
     program = f"""
 import time
 from llmtrain.launch.local import common_environment
-from llmtrain.launch.template import Template
-template = Template([{slow if stage == "imports" else "json"!r}])
-template.start(common_environment(1))
-print(template.settled({0 if stage == "imports" else END_S}), template._process.pid, flush=True)
+from llmtrain.launch.fork_server import ForkServer
+fork_server = ForkServer([{slow if stage == "imports" else "json"!r}])
+fork_server.start(common_environment(1))
+print(fork_server.wait_until_ready({0 if stage == "imports" else END_S}), fork_server._process.pid, flush=True)
 time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -196,8 +196,8 @@ assert (numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum() == 500**3
 drawn = [numpy.random.rand(), random.random(), tempfile.mktemp(), str(uuid.uuid4())]
 tell(now, torch.get_num_threads(), torch.cuda.is_initialized(), drawn)
 """
-    with Template() as template:
-        assert run_workers(module(script, TELL + body), 3, run_dir, template=template) == 0
+    with ForkServer() as fork_server:
+        assert run_workers(module(script, TELL + body), 3, run_dir, fork_server=fork_server) == 0
     first, second = said(run_dir, 3)
     assert first[:3] == second[:3] == [[1, True], 2, False]
     assert all(one != other for one, other in zip(first[3], second[3], strict=True))

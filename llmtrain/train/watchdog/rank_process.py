@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.standstill import process_state
+from llmtrain.launch.hang_detector import process_state
 
-DUMP = signal.SIGRTMIN + 8
+DUMP_SIGNAL = signal.SIGRTMIN + 8
 """Makes a rank write its stacks to its log. Only we send it: SIGUSR1 and SIGUSR2 mean stop (`train/signals.py`)."""
-END = signal.Signals(int(Exit.WORKER))
+EXIT_SIGNAL = signal.Signals(int(Exit.WORKER))
 """Ends a rank with exit code 5, the number of this signal: SIGTRAP."""
 DUMP_S = 2.0
 """Seconds within which a rank writes its stacks, if it can."""
@@ -29,20 +29,20 @@ _tgkill: Callable[[int, int, int], int] | None = getattr(ctypes.CDLL(None), "tgk
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
-def prepare_end() -> None:
+def install_signal_handlers() -> None:
     """Installs the handlers in this rank by which its watchdog dumps stacks and ends it.
 
     Stacks are written to standard error, which is the rank's log.
     The kernel passes the number of a signal to its handler, so `_exit` itself, as the handler of signal 5, ends the
     process with code 5. This runs no Python code, so a thread that holds the GIL forever cannot prevent it.
     """
-    faulthandler.register(DUMP, file=2, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    libc.signal(END, ctypes.cast(libc._exit, ctypes.c_void_p))
+    libc.signal(EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p))
 
 
-class Target:
+class RankProcess:
     """A rank that is watched by its child."""
 
     def __init__(self, pid: int, log: Path) -> None:
@@ -54,12 +54,12 @@ class Target:
         """The state of the process as a letter of `/proc/PID/stat`; empty if it has ended."""
         return process_state(self.pid)
 
-    def dump(self) -> str:
+    def dump_stacks(self) -> str:
         """Makes the rank write the stacks of all threads to its log; returns the innermost frame of its main thread."""
         start = self.log.stat().st_size
         if self.state in ("T", "t"):
             return ""
-        self._send(DUMP)
+        self._send(DUMP_SIGNAL)
         written = start
         deadline = time.monotonic() + DUMP_S
         while time.monotonic() < deadline:
@@ -70,13 +70,13 @@ class Target:
             written = size
         with self.log.open("rb") as file:
             file.seek(start)
-            return innermost(file.read().decode(errors="replace"))
+            return innermost_frame(file.read().decode(errors="replace"))
 
     def end(self) -> None:
         """Ends the rank with exit code 5. It is this process's parent, so this does not return."""
         if self.state in ("T", "t"):
-            self._send(DUMP)  # both are pending when it continues, and its main thread writes its stacks first
-        self._send(END)
+            self._send(DUMP_SIGNAL)  # both are pending when it continues, and its main thread writes its stacks first
+        self._send(EXIT_SIGNAL)
         self._send(signal.SIGCONT)
         time.sleep(END_S)
         self._send(signal.SIGKILL)
@@ -90,7 +90,7 @@ class Target:
                 _tgkill(self.pid, self.pid, number)
 
 
-def innermost(dump: str) -> str:
+def innermost_frame(dump: str) -> str:
     """Returns the innermost frame of the main thread, the last one in faulthandler's output, or an empty string."""
     threads = re.split(r"^(?:Current thread|Thread) 0x.*$", dump, flags=re.MULTILINE)
     frames = _FRAME.search(threads[-1]) if len(threads) > 1 else None

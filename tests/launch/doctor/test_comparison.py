@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.launch.doctor.together import Skew, clock_skew, clocks, devices, versions
+from llmtrain.launch.doctor.comparison import Skew, clock_skew, compare_clocks, compare_devices, compare_versions
 
 
 def _facts(**changes):
@@ -13,7 +13,7 @@ def _facts(**changes):
 
 def test_different_versions_are_reported_in_one_line():
     facts = {"h1": _facts(), "h2": _facts(torch="2.12.0"), "h3": _facts(), "h4": _facts(apex="1")}
-    [finding] = versions(facts)
+    [finding] = compare_versions(facts)
     assert finding.level == "fault"
     assert finding.text == (
         "versions differ: apex missing on h1, h2, h3, 1 on h4; torch 2.13.0 on h1, h3, h4, 2.12.0 on h2"
@@ -22,13 +22,13 @@ def test_different_versions_are_reported_in_one_line():
 
 def test_equal_hosts_have_no_findings():
     facts = {"h1": _facts(), "h2": _facts()}
-    assert [one.level for one in versions(facts)] == ["ok"]
-    assert not list(devices(facts))
-    assert not list(versions({"h1": _facts()}))
+    assert [one.level for one in compare_versions(facts)] == ["ok"]
+    assert not list(compare_devices(facts))
+    assert not list(compare_versions({"h1": _facts()}))
 
 
 def test_different_devices_are_reported():
-    [finding] = devices({"h1": _facts(), "h2": {**_facts(), "devices": []}})
+    [finding] = compare_devices({"h1": _facts(), "h2": {**_facts(), "devices": []}})
     assert (finding.level, finding.text) == ("warning", "devices differ: NVIDIA L4 on h1; no GPU on h2")
 
 
@@ -36,7 +36,7 @@ def test_different_devices_are_reported():
     ("ahead", "doubt", "level"), [(0.3, 0.1, "ok"), (3.0, 0.1, "warning"), (3.0, 2.5, "ok"), (-3.0, 0.1, "warning")]
 )
 def test_clock_differences_beyond_the_uncertainty_are_reported(ahead, doubt, level):
-    [finding] = clocks({"h1": Skew(0.0, 0.0), "h2": Skew(ahead, doubt)})
+    [finding] = compare_clocks({"h1": Skew(0.0, 0.0), "h2": Skew(ahead, doubt)})
     assert finding.level == level
     if level == "warning":
         assert "3.0 s apart" in finding.text
@@ -46,12 +46,12 @@ def test_clock_differences_beyond_the_uncertainty_are_reported(ahead, doubt, lev
 def test_clock_skew_is_taken_from_the_fastest_round_trip(monkeypatch):
     """A host 5 s ahead, whose answers take 0.2 s there and 0.2 s back, and once 2 s."""
     now = [1000.0]
-    monkeypatch.setattr("llmtrain.launch.doctor.together.time.time", lambda: now[0])
-    monkeypatch.setattr("llmtrain.launch.doctor.together.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("llmtrain.launch.doctor.comparison.time.time", lambda: now[0])
+    monkeypatch.setattr("llmtrain.launch.doctor.comparison.time.monotonic", lambda: now[0])
     trips = iter([0.2, 2.0, 0.2, 0.2, 0.2, 0.2, 0.2])
 
     class Host:
-        def ask(self, do, seconds):
+        def request(self, do, seconds):
             way = next(trips)
             now[0] += way
             theirs = now[0] + 5

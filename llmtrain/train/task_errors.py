@@ -15,7 +15,7 @@ from llmtrain.system.untrusted import UNREADABLE, is_yaml, read_text, require_re
 
 
 @contextmanager
-def reported_mistakes(names: Sequence[str], folder: Path | None) -> Iterator[None]:
+def task_errors_reported(names: Sequence[str], folder: Path | None) -> Iterator[None]:
     """Turns whatever a task raises into one error.
 
     folder: that of the user's own tasks, whose file and line are named if the mistake is there. Raises RecipeError for
@@ -76,7 +76,7 @@ def _place(error: Exception, names: Sequence[str], folder: Path) -> str:
     lines = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(own)]
     if lines:
         return f"{lines[-1].filename}:{lines[-1].lineno}"
-    functions, said = {frame.name for frame in frames}, str(error)
+    functions, message = {frame.name for frame in frames}, str(error)
     files = []
     for file in _files(folder):
         entries = _entries(file)
@@ -85,7 +85,7 @@ def _place(error: Exception, names: Sequence[str], folder: Path) -> str:
             for key, (value, line) in entries.items():
                 # Methods of the harness that read a field have its name.
                 last = value.rpartition(".")[2]  # of `!function FILE.NAME`
-                if key in functions or f"'{key}'" in said or (last and f"'{last}'" in said and key != "task"):
+                if key in functions or f"'{key}'" in message or (last and f"'{last}'" in message and key != "task"):
                     return f"{file}:{line}"
     return ", ".join(files)
 

@@ -10,7 +10,7 @@ from llmtrain.errors import CheckpointError
 from llmtrain.plan.facts.families import EXPERT_PRESETS
 from llmtrain.recipe import Recipe
 from llmtrain.trials.verify.compare import clone
-from llmtrain.trials.verify.saved import check_saved
+from llmtrain.trials.verify.round_trip import check_checkpoint_round_trip
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe
@@ -26,7 +26,7 @@ def _check(rank: int, recipe: Recipe, folder: Path, spoilt: str = "") -> str:
         if spoilt and name.endswith(spoilt):
             weights[name] += 1
     try:
-        check_saved(engine, plan, weights, folder)
+        check_checkpoint_round_trip(engine, plan, weights, folder)
     except CheckpointError as error:
         return str(error)
     return ""
