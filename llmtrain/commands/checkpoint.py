@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, TrustOption, named_cluster
+from llmtrain.commands.options import JsonOption, TrustOption, named_cluster
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.host import MOST_WORKERS
 from llmtrain.system.stops import interrupted_by_sigterm

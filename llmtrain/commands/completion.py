@@ -7,7 +7,9 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
 
 from llmtrain.errors import UserError
 
@@ -46,6 +48,19 @@ compdef _llmtrain llmtrain
     ),
 }
 Shell = Literal["bash", "zsh", "fish"]
+
+
+def print_completion(
+    shell: Annotated[Shell, typer.Argument(help="Shell that you use.")],
+) -> None:
+    """Print a script that enables completion in a shell.
+
+    The shell then completes commands, options, recipes, fields and their values.
+
+    To load it: source <(llmtrain completion bash) in bash, source <(llmtrain completion zsh) in zsh,
+    llmtrain completion fish | source in fish.
+    """
+    print(SCRIPTS[shell], end="")
 
 
 def prepare_completion() -> None:

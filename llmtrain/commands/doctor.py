@@ -1,4 +1,4 @@
-"""The command line of `llmtrain doctor`."""
+"""`llmtrain doctor`: checks this machine or the hosts of a hostfile, or tests this machine's devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, SetOption
+from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import MOST_WORKERS
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.commands.options import errors_as_json
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.tools import TOOLS
 from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
@@ -47,7 +48,7 @@ def run_dry_run(request: TrainRequest) -> None:
     from llmtrain.train.start import check_stages, runnable_plan
     from llmtrain.trials.dry_run.run import REPORT, dry_run
 
-    try:
+    with errors_as_json(request.as_json, passed=False):
         declared, written_for = request.load()
         run_folder = request.folder(declared).path
         run_folder = run_folder if run_folder.name else run_folder.resolve()
@@ -57,11 +58,6 @@ def run_dry_run(request: TrainRequest) -> None:
         for line in untried_versions():
             say(f"warning: {line}")
         report = dry_run(plan, folder)
-    except UserError as error:
-        if request.as_json:
-            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
-            sys.exit(error.exit_code)
-        raise
     if request.as_json:
         print(json.dumps(report.document(), indent=2))
         print(f"report {folder.path / REPORT}", file=sys.stderr)
@@ -98,8 +94,8 @@ def submit_job(request: TrainRequest) -> None:
     path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
     for choice in options.sweep:
         varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
-        own = RunDir(path / choice.replace("/", "_"), folder.allowed)
-        startable(varied, cluster, own, resume, cluster.world_size)
+        choice_folder = RunDir(path / choice.replace("/", "_"), folder.allowed)
+        startable(varied, cluster, choice_folder, resume, cluster.world_size)
     if not options.sweep:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.commands import completion
-from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
+from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption
 
 app = typer.Typer(help="List recipes, or show a recipe or the schema of recipes.", no_args_is_help=True)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llmtrain.commands.plan import (
+from llmtrain.commands.options import (
     DeviceOption,
     NodesOption,
     PerNodeOption,
