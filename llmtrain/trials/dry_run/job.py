@@ -1,4 +1,4 @@
-"""The input and the output of the ranks of a dry run. Pure."""
+"""The input and the output of the ranks of a dry run."""
 
 from __future__ import annotations
 

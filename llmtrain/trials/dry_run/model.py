@@ -85,8 +85,8 @@ def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tin
         for name in names:
             kinds.setdefault(_LAYER.sub(".*.", name, count=1), []).append(name)
         meant = {_LAYER.sub(".*.", name, count=1) for name in wanted}
-        found = (named for kind, named in kinds.items() if kind in meant)
-        return tuple(name for named in found for name in [n for n in named if corresponding(n) in wanted] or named)
+        groups = (named for kind, named in kinds.items() if kind in meant)
+        return tuple(name for named in groups for name in [n for n in named if corresponding(n) in wanted] or named)
 
     def corresponding(name: str) -> str:
         return _LAYER.sub(lambda m: f".{int(m[1]) * (depth - 1) // max(tiny_depth - 1, 1)}.", name, count=1)

@@ -1,4 +1,4 @@
-"""The report of a dry run, as JSON and as lines for people. Pure."""
+"""The report of a dry run, as JSON and as lines for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input and the output of the measuring workers. Has no side effects."""
+"""The input and the output of the measuring workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares measurements with the catalogue, the predictions and the other devices. Has no side effects."""
+"""Compares measurements with the catalogue, the predictions and the other devices."""
 
 from __future__ import annotations
 
@@ -57,9 +57,13 @@ def parity(certificate: Certificate) -> Iterator[Finding]:
     if not others:
         yield ok(check, f"{family}: {total} plans train as plain PyTorch does on one device, save, load and export")
     for verdict in others:
-        found = ", ".join(f"{name} {value:.1e}" for name, value in certificate.max_deviation(verdict).items() if value)
+        deviations = ", ".join(
+            f"{name} {value:.1e}" for name, value in certificate.max_deviation(verdict).items() if value
+        )
         what = (
-            f"failed: {verdict.failure}" if verdict.failure else f"deviates from plain PyTorch: {found or 'not finite'}"
+            f"failed: {verdict.failure}"
+            if verdict.failure
+            else f"deviates from plain PyTorch: {deviations or 'not finite'}"
         )
         yield fault(check, f"{family}, {verdict.name}: {what}", "do not train with this strategy here; report it")
 
@@ -92,15 +96,15 @@ def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) ->
     kinds = (("matmul", "compute.", "matrix products"), ("attention", "compute.attention_", "attention"))
     for kind, check, what in kinds:
         for name, rate in getattr(measured, kind).items():
-            own = {rates.rank: getattr(rates, kind)[name] for rates in ranks}
-            yield _compared(f"{check}{name}", f"{what} in {name}", own, rate, _assumed(plan, name, kind))
+            by_rank = {rates.rank: getattr(rates, kind)[name] for rates in ranks}
+            yield _compared(f"{check}{name}", f"{what} in {name}", by_rank, rate, _assumed(plan, name, kind))
     memory = spec.memory_bandwidth and spec.memory_bandwidth * EAGER.memory
-    own = {rates.rank: rates.memory_bandwidth for rates in ranks}
-    yield _compared("memory.bandwidth", "copies within memory", own, measured.memory_bandwidth, memory, "B/s")
+    by_rank = {rates.rank: rates.memory_bandwidth for rates in ranks}
+    yield _compared("memory.bandwidth", "copies within memory", by_rank, measured.memory_bandwidth, memory, "B/s")
     if measured.host_bandwidth:
-        own = {rates.rank: rates.host_bandwidth for rates in ranks if rates.host_bandwidth}
+        by_rank = {rates.rank: rates.host_bandwidth for rates in ranks if rates.host_bandwidth}
         expected = spec.host_bandwidth and spec.host_bandwidth * EAGER.link
-        yield _compared("links.host", "copies to and from the host", own, measured.host_bandwidth, expected, "B/s")
+        yield _compared("links.host", "copies to and from the host", by_rank, measured.host_bandwidth, expected, "B/s")
     if measured.node_bandwidth:
         expected = spec.node_bandwidth and spec.node_bandwidth * EAGER.link
         text = f"all-reduce over {len(ranks)} devices"

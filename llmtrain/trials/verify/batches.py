@@ -175,7 +175,7 @@ class Batches:
             ]
             return [*empty, *documents[lost:]]
         hidden, start = (int(place) for place in self._places(torch.tensor(sample)))
-        found: list[ReferenceDocument] = []
+        uneven: list[ReferenceDocument] = []
         begin = 0
         for document in documents:
             end = begin + len(document.inputs)
@@ -183,6 +183,6 @@ class Batches:
             targets = document.targets.masked_fill(places < hidden, reference.NO_TARGET)
             is_cut = self.recipe.data.keeps_apart and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
-            found += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))
+            uneven += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))
             begin = end
-        return found
+        return uneven

@@ -1,4 +1,4 @@
-"""The input and the output of a verification: the files that the launcher and the workers exchange. Pure."""
+"""The input and the output of a verification: the files that the launcher and the workers exchange."""
 
 from __future__ import annotations
 

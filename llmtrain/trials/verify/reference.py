@@ -106,10 +106,10 @@ class ReferenceLoop:
         self.recipe = recipe
         self.device = device
         self.model = _model(recipe, device)
-        own = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
-        if own:
-            self.model.load_state_dict(own)
-        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - own.keys()})
+        of_model = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
+        if of_model:
+            self.model.load_state_dict(of_model)
+        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - of_model.keys()})
         self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
         self.together = together
         self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
@@ -208,19 +208,19 @@ class ReferenceLoop:
     @torch.no_grad()
     def _divergence(self, sequences: Sequences) -> float:
         """Returns KTO's z0: the mean log-ratio of the mismatched completions of a whole batch, at least 0."""
-        found = [
+        mismatched = [
             [document.mismatched]
             for documents in sequences
             for document in documents
             if document.mismatched is not None
         ]
-        if not found:
+        if not mismatched:
             return 0.0
         ratios = [
             (self._forward(rows, self.initial)[0] - self._forward(rows, self._rounded())[0]).sum().item()
-            for rows in self._passes(found)
+            for rows in self._passes(mismatched)
         ]
-        counted = sum(count_targets([documents]) > 0 for documents in found)
+        counted = sum(count_targets([documents]) > 0 for documents in mismatched)
         return max(0.0, sum(ratios) / counted) if counted else 0.0
 
     def _kto_losses(self, sequences: Sequences, ratios: Tensor) -> Tensor:
@@ -246,9 +246,9 @@ class ReferenceLoop:
         documents = iter(zip(losses, references, strict=True))
         total = 0 * losses.double().sum()  # gives a micro-batch without a pair a gradient of 0
         for sequence in sequences:
-            found = {document.pair: (*next(documents), count_targets([[document]])) for document in sequence}
-            for number in {pair[0] for pair in found if pair is not None}:
-                total = total + self._pair_loss(found[number, False], found[number, True])
+            by_pair = {document.pair: (*next(documents), count_targets([[document]])) for document in sequence}
+            for number in {pair[0] for pair in by_pair if pair is not None}:
+                total = total + self._pair_loss(by_pair[number, False], by_pair[number, True])
         return total
 
     def _pair_loss(self, chosen: tuple[Tensor, Tensor, int], rejected: tuple[Tensor, Tensor, int]) -> Tensor:

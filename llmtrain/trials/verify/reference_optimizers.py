@@ -37,8 +37,8 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
         return PlainScheduleFree(groups, settings)
     if optim.name == "adafactor":
         given = {"eps1": None, "eps2": 1e-3} | optim.options
-        own = given.pop("eps1"), given.pop("eps2")
-        return torch.optim.Adafactor(groups, lr=optim.lr, eps=own, **given)
+        eps = given.pop("eps1"), given.pop("eps2")
+        return torch.optim.Adafactor(groups, lr=optim.lr, eps=eps, **given)
     if optim.name == "adamw_8bit":
         settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
         return PlainAdamW8bit(groups, settings | {"block": optim.options.get("block_size", 256)})

@@ -1,4 +1,4 @@
-"""Renders a certificate for people. Pure."""
+"""Renders a certificate for people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def certificate_table(certificate: Certificate) -> Table:
     shown.add_column("s", justify="right")
     for verdict in certificate.verdicts:
         cells = ["", "", ""] if verdict.failure else _cells(certificate.max_deviation(verdict))
-        shown.add_row(verdict.name, *cells, _judged(certificate, verdict), f"{verdict.seconds:.0f}")
+        shown.add_row(verdict.name, *cells, _verdict_text(certificate, verdict), f"{verdict.seconds:.0f}")
     return shown
 
 
@@ -45,7 +45,7 @@ def _cells(deviation: dict[str, float | None]) -> list[str]:
     return ["not finite" if value is None else f"{value:.1e}" for value in values]
 
 
-def _judged(certificate: Certificate, verdict: Verdict) -> str:
+def _verdict_text(certificate: Certificate, verdict: Verdict) -> str:
     if verdict.failure:
         return "FAILED"
     if certificate.certified(verdict):

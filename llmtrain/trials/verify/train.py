@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
+from llmtrain.trials.jobs import Say
 from llmtrain.trials.verify.batches import Batches
 from llmtrain.trials.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.trials.verify.job import (
@@ -50,9 +51,6 @@ The norm of a matrix in a small model is a few units, so it moves by a few perce
 """
 ORDERS = 8
 """Number of references in other orders and micro-batches, to measure the spread of a low precision."""
-
-Say = Callable[[str], None]
-"""Prints a message; a line ends where the text has a newline."""
 
 
 def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
@@ -158,12 +156,12 @@ def _compare_probe(
     engine = build_engine(plan, render(plan), device)
     replica, batches = engine.data_parallel_rank, batches.referenced(engine, plan)
     ours = _trace(engine, batches.part(plan, replica), batches.eval_batches(plan, replica))
-    found = _worst_rank(deviation(ours, theirs, initial))
-    if saved_in is not None and found.within(allowed):
+    worst = _worst_rank(deviation(ours, theirs, initial))
+    if saved_in is not None and worst.within(allowed):
         check_checkpoint_round_trip(engine, plan, ours.weights, saved_in)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
-    return found
+    return worst
 
 
 def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device, rounds: bool = True) -> Trace:
