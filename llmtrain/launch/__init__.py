@@ -1,4 +1,4 @@
-"""Starts workers, and determines which worker a process is; pure."""
+"""Starts workers, and determines the rank of a worker."""
 
 from llmtrain.launch.discovery.discover import discover, without_local_rank
 from llmtrain.launch.discovery.rank import Rank

@@ -89,9 +89,9 @@ def nearest_existing(folder: Path) -> Path:
 
 def _folder_problems(folder: Path) -> list[Problem]:
     """Checks that states can be written below a folder, which is created if it does not exist."""
-    there = nearest_existing(folder)
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    existing = nearest_existing(folder)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []
-    reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"
+    reason = f"{existing} cannot be written to" if existing.is_dir() else f"{existing} is not a folder"
     message = f"'{folder}' cannot be used: {reason}"
     return [Problem("nvme.path", "parallel.nvme_path", message, "name a folder on a local disk of each node")]

@@ -1,4 +1,4 @@
-"""Workers forked from one process that has imported what they need, which saves each of them seconds.
+"""Forks workers from one process that has imported what they need, which saves each of them seconds.
 
 `python -m llmtrain.launch.fork_server` is that process. A fork inherits neither threads nor devices, so the process has
 none: it imports, and waits. A worker is forked twice and adopted by the launcher that asked for it, which can then wait

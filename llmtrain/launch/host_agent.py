@@ -132,14 +132,14 @@ def _prepare(folder: Path, job: dict[str, Any]) -> None:
 
 def _workers(folder: Path, node: int) -> list[int]:
     """Returns the process ids of a node's running workers. An id that was reused by another process does not count."""
-    found = []
+    pids = []
     for file in folder.glob(f"{node}.*.pid"):
         with suppress(OSError, ValueError, IndexError):
             pid, started = file.read_text().split()
             stat = process_fields(int(pid))
             if stat[19] == started and stat[0] not in "ZX":
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 def _signal(folder: Path, node: int, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Hosts of a job in DeepSpeed's format (`host slots=N` on each line), and the choice among them; pure."""
+"""Hosts of a job in DeepSpeed's format (`host slots=N` on each line), and the choice among them."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def _parse(path: Path) -> dict[str, int]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            found = f"'{text[:60]}' is not HOST slots=N"
+            message = f"'{text[:60]}' is not HOST slots=N"
         elif match["host"] in slots:
-            found = f"names '{match['host']}' twice"
+            message = f"names '{match['host']}' twice"
         elif int(match["slots"]) == 0:
-            found = f"'{match['host']}' has no slots; leave it out"
+            message = f"'{match['host']}' has no slots; leave it out"
         else:
             slots[match["host"]] = int(match["slots"])
             continue
-        problems.append(Problem("launch.hostfile", f"{path}:{number}", found, _FIX))
+        problems.append(Problem("launch.hostfile", f"{path}:{number}", message, _FIX))
     if not slots and not problems:
         problems.append(Problem("launch.hostfile", str(path), "names no host", _FIX))
     if problems:

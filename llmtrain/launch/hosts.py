@@ -130,7 +130,7 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
 
     Raises RecipeError.
     """
-    found = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
+    variables = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     for folder in (home, Path.cwd()):
         file = folder / ".deepspeed_env"
         try:
@@ -149,8 +149,8 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
                         "launch.env_file", f"{file}:{number}", f"'{line[:60]}' is not NAME=VALUE", "correct the line"
                     )
                 )
-            found[name.strip()] = value
-    return found
+            variables[name.strip()] = value
+    return variables
 
 
 def _prepare(job: HostsJob) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def _on_all_hosts(job: HostsJob, verb: str, *more: int, text: str = "", seconds:
 
     def ask(node: int) -> Any:
         numbers = () if verb in ("prepare", "forget") else (node, *more)
-        there = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
-        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, there]
+        remote_command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
+        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, remote_command]
         try:
             return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:

@@ -102,6 +102,11 @@ def run_workers(
     return _outcome(pool)
 
 
+def environment_without_rank() -> dict[str, str]:
+    """Returns the environment for a process that a rank starts and that is not a rank itself."""
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+
+
 def clear_failures(run_dir: RunDir) -> None:
     """Removes the error files of an earlier attempt, which would be mistaken for this one's."""
     for stale in run_dir.logs.glob("rank_*.error.json"):

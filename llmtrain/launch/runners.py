@@ -1,4 +1,4 @@
-"""The programs that start workers on several hosts: DeepSpeed's launcher over pdsh, or Open MPI's mpirun; pure."""
+"""The programs that start workers on several hosts: DeepSpeed's launcher over pdsh, or Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ class OpenMpi(Runner):
         def is_launcher_line(line: str) -> bool:
             nonlocal inside
             is_rule = self._RULE.match(line) is not None
-            found = inside or is_rule or re.match(r"\[\S+:\d+\] |mpirun: |Connection to \S+ closed", line) is not None
+            matches = inside or is_rule or re.match(r"\[\S+:\d+\] |mpirun: |Connection to \S+ closed", line) is not None
             inside = inside != is_rule
-            return found
+            return matches
 
         return is_launcher_line
 

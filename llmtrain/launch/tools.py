@@ -1,4 +1,4 @@
-"""Workers of this machine started by torchrun or accelerate, and the commands that start a plan on several machines.
+"""Starts workers with torchrun or accelerate, and renders the commands that start a plan on several machines.
 
 Both tools turn every exit code into 1, die of signals that mean "save", and report the last failure first. Therefore
 they start workers through `llmtrain.launch.worker_wrapper`, which records what happened.

@@ -1,4 +1,4 @@
-"""Runs a worker for torchrun or accelerate: `python -m ... FOLDER PYTHON_ARGUMENT...`.
+"""Wraps a worker of torchrun or accelerate: `python -m ... FOLDER PYTHON_ARGUMENT...`.
 
 These tools treat every exit code but 0 as a failure. This module runs Python as its child, writes the child's process
 id and how it ended to a folder, and reports success to the tool if the child stopped after saving.

@@ -55,10 +55,10 @@ def differing(documents: Sequence[dict[str, Any]], ignored: Collection[str] = ()
     """Returns the fields that have different values in the documents."""
     documents = [_without_lists(document) for document in documents]
     fields = dict.fromkeys(name for document in documents for name in document)
-    found = [
+    different = [
         Difference(name, tuple(document.get(name) for document in documents)) for name in fields if name not in ignored
     ]
-    return [difference for difference in found if any(value != difference.values[0] for value in difference.values)]
+    return [difference for difference in different if any(value != difference.values[0] for value in difference.values)]
 
 
 def _without_lists(document: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def compare_figures(runs: Sequence[RunData]) -> list[Compared]:
     known = [{figure.label: figure for figure in figures(run)} for run in runs]
     rows = []
     for label in dict.fromkeys(label for by_label in known for label in by_label):
-        found = [by_label.get(label, Figure(label, None, ABSENT)) for by_label in known]
-        rows.append((label, tuple(figure.value for figure in found), tuple(figure.text for figure in found)))
+        row = [by_label.get(label, Figure(label, None, ABSENT)) for by_label in known]
+        rows.append((label, tuple(figure.value for figure in row), tuple(figure.text for figure in row)))
     return rows
 
 
@@ -104,11 +104,11 @@ def compared_metrics(a: RunData, b: RunData) -> list[Compared]:
     rows = compare_figures([a, b])
     steps, here, there = np.intersect1d(a.metrics["step"], b.metrics["step"], return_indices=True)
     losses = a.metrics.get("loss")[here], b.metrics.get("loss")[there]
-    apart = np.abs(losses[0] - losses[1])
-    if np.isfinite(apart).any():
-        last, largest = int(np.flatnonzero(np.isfinite(apart))[-1]), int(np.nanargmax(apart))
+    distance = np.abs(losses[0] - losses[1])
+    if np.isfinite(distance).any():
+        last, largest = int(np.flatnonzero(np.isfinite(distance))[-1]), int(np.nanargmax(distance))
         found_at = [("the last common step", last)]
-        if apart[largest]:
+        if distance[largest]:
             found_at.append(("the step where they differ most", largest))
         for label, at in found_at:
             pair = tuple(float(loss[at]) for loss in losses)

@@ -78,7 +78,7 @@ def figures(run: RunData) -> list[Figure]:
     losses = evaluations.get("eval_loss")
     of_sets = [name for name in evaluations.names if name.startswith(SETS)]
     hours = hours_of(metrics)
-    found = [
+    known = [
         Figure("step", run.step, f"{run.step:,}"),
         _figure("loss", metrics.last("loss")),
         _figure("evaluation loss", evaluations.last("eval_loss")),
@@ -101,7 +101,7 @@ def figures(run: RunData) -> list[Figure]:
         *_forecast(run),
         *(_figure(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
     ]
-    return [figure for figure in found if figure.value is not None]
+    return [figure for figure in known if figure.value is not None]
 
 
 def _forecast(run: RunData) -> Iterator[Figure]:
@@ -140,9 +140,9 @@ def time_spent(run: RunData) -> list[Figure]:
     metrics = run.metrics
     if not len(metrics):
         return []
-    taken = np.maximum(0, np.diff(metrics["step"], prepend=0.0))
-    waited = float((np.nan_to_num(metrics.get("data_wait_s")) * taken).sum())
-    stepped = float((np.nan_to_num(metrics.get("step_time_s")) * taken).sum()) - waited
+    steps = np.maximum(0, np.diff(metrics["step"], prepend=0.0))
+    waited = float((np.nan_to_num(metrics.get("data_wait_s")) * steps).sum())
+    stepped = float((np.nan_to_num(metrics.get("step_time_s")) * steps).sum()) - waited
     saved = float(np.nan_to_num(metrics.get("save_blocked_s")).sum())
     named = {"steps": stepped, "waiting for data": waited, "blocked by saves": saved}
     named[OUTSIDE_STEPS] = _running_s(run) - sum(named.values())
@@ -172,14 +172,14 @@ def saved_steps(run: RunData) -> list[int]:
     A logged line only has the time of the saves since the previous line. The step of a save between the two follows
     from `checkpoint.every_steps`.
     """
-    found = {checkpoint.step for checkpoint in run.checkpoints}
+    saved = {checkpoint.step for checkpoint in run.checkpoints}
     every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
     if isinstance(every, int) and 0 < every < LARGEST_STEP and len(steps):
         is_saved = run.metrics.get("save_blocked_s") > 0
         before = np.r_[0.0, steps[:-1]]
         first = np.ceil(before / every) * every
-        found |= {int(step) for step in first[is_saved & (first < steps) & (first > 0)]}
-    return sorted(found)
+        saved |= {int(step) for step in first[is_saved & (first < steps) & (first > 0)]}
+    return sorted(saved)
 
 
 def stragglers(run: RunData) -> list[Fact]:

@@ -79,7 +79,7 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
 def _view(run: RunData, name: str) -> SimpleNamespace:
     """Returns the data of a run for the template."""
     time, figures = facts.time_spent(run), facts.figures(run)
-    found = {figure.label: figure.text for figure in figures}
+    texts = {figure.label: figure.text for figure in figures}
     whole = sum(part.value or 0 for part in time) or 1
     return SimpleNamespace(
         name=name,
@@ -87,11 +87,11 @@ def _view(run: RunData, name: str) -> SimpleNamespace:
         facts=facts.facts(run),
         figures=figures,
         memory=facts.predicted_memory(run),
-        measured_memory=found.get("peak memory of rank 0", ""),
+        measured_memory=texts.get("peak memory of rank 0", ""),
         # On CPUs, the measured memory is that of the whole process.
         is_resident=run.plan is not None and run.plan.cluster.spec.on_cpu,
         step_time=facts.predicted_step(run),
-        measured_step=found.get("step time", ""),
+        measured_step=texts.get("step time", ""),
         time=[(part, (part.value or 0) / whole) for part in time],  # with its share of the running time
         stragglers=facts.stragglers(run),
         events=list(facts.event_lines(run))[-MOST_EVENTS:],

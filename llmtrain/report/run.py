@@ -258,8 +258,8 @@ class RunReader:
         except (OSError, CheckpointError) as error:
             self._problems.append(str(error))
             return ()
-        found: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
-        return found
+        saved: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
+        return saved
 
     def _data_key(self, checkpoints: tuple[SavedCheckpoint, ...]) -> str:
         latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
@@ -287,15 +287,15 @@ class RunReader:
 
     def _by_step(self, folder: Path, pattern: str, read: Callable[[Path, int], T | None]) -> list[T]:
         """Returns the content of the files in a folder whose names contain a step, for the newest steps."""
-        found = []
+        files = []
         try:
             for file in folder.glob(pattern):
                 digits = file.relative_to(folder).parts[0].removeprefix("step_").removesuffix(".json")
                 if digits.isdecimal() and len(digits) <= 15 and file.stat().st_size <= MOST_PROFILE_BYTES:
-                    found.append((int(digits), file))
+                    files.append((int(digits), file))
         except OSError as error:
             self._cannot_read(folder, error)
-        one_by_one = (read(file, step) for step, file in sorted(found)[-MOST_PROFILES:])
+        one_by_one = (read(file, step) for step, file in sorted(files)[-MOST_PROFILES:])
         return [entry for entry in one_by_one if entry is not None]
 
     def _status(self, age: float | None) -> str:

@@ -28,9 +28,9 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
             raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is not a folder"))
         check_files(include_path)
         with task_errors_reported(names, include_path):
-            own = TaskManager(include_path=str(include_path), include_defaults=False)
-        if set(names) <= set(own.all_tasks):
-            return own  # without reading the thousands of others
+            manager_of_folder = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(names) <= set(manager_of_folder.all_tasks):
+            return manager_of_folder  # without reading the thousands of others
         if broken := broken_files(include_path):
             raise RecipeError(broken)
     with task_errors_reported(names, include_path):
@@ -66,12 +66,12 @@ def results_of(
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
     ask_hub()
     with task_errors_reported(names, include_path):
-        found = lm_eval.simple_evaluate(
+        evaluated = lm_eval.simple_evaluate(
             harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
         )
     return {
         task: {name: _plain(value) for name, value in values.items() if "," in name}
-        for task, values in found["results"].items()
+        for task, values in evaluated["results"].items()
     }
 
 

@@ -124,11 +124,11 @@ def fit(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Computes and logs the mean loss over the terms of each evaluation set."""
     with run.progress.busy("evaluating"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
-        found = {name: _evaluated(run, name) for name in run.data.eval_sets}
-    main = found.pop(MAIN_SET)
+        evaluations = {name: _evaluated(run, name) for name in run.data.eval_sets}
+    main = evaluations.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
     if run.metrics:
-        run.progress.show(run.metrics.log_eval(run.state.step, main, found))
+        run.progress.show(run.metrics.log_eval(run.state.step, main, evaluations))
 
 
 def _evaluated(run: Run, name: str) -> Evaluation:

@@ -94,8 +94,8 @@ class StepProfiler:
     def _write(self, recorded: profile, folder: Path, steps: range) -> None:
         try:
             recorded.export_chrome_trace(str(folder / f"rank_{self._rank}.trace.json.gz"))
-            found = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
-            write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **found})
+            summary = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
+            write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **summary})
         except Exception as error:  # whatever the error is, the run continues
             self._warn(f"the profile of steps {steps[0]} to {steps[-1]} was not written: {error}")
 

@@ -1,4 +1,4 @@
-"""Stopping on signals. A signal reaches the ranks at different times, or only one of them: they agree on a step.
+"""Stops a run on a signal. It reaches the ranks at different times, or only one of them: they agree on a step.
 
 Launchers and batch systems differ in which signals they send (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT) and to whom,
 so all of these mean the same on any rank: finish the step, save, and exit with code 75.
@@ -38,10 +38,10 @@ class StopSignals:
         """The last step, which is saved, and the user's standard error."""
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
-                signal.signal(number, self._note)
+                signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may block them until now
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             # Left to the kernel, since a process that waits in a collective runs no handler.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -68,8 +68,8 @@ class StopSignals:
 class StopAgreement:
     """Makes all ranks stop after the same step, whichever of them received the signal.
 
-    Rank 0 gives a decision for each step and writes it to the store at which the ranks met; the others read it there. A
-    thread does that one step ahead, while the rank trains, so that no rank waits for a round trip, a collective or a
+    Rank 0 decides for each step and writes the decision to the rendezvous store; the others read it there. A thread
+    does that one step ahead, while the rank trains, so that no rank waits for a round trip, a collective or a
     device; the price is that a run ends one step later.
     """
 
@@ -88,9 +88,9 @@ class StopAgreement:
         self._attempt = attempt
         self.rank = dist.get_rank()
         # A separate connection: on a shared one, a thread that waits for a key blocks the others.
-        own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
-        self.store: Store | None = own
-        """The store at which the ranks meet; None for a single rank."""
+        connection = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
+        self.store: Store | None = connection
+        """The rendezvous store; None for a single rank."""
         self.stopped_by: signal.Signals | None = None
         """The signal that all ranks stop on, once they have agreed."""
         self._requests: SimpleQueue[int | None] = SimpleQueue()
@@ -126,7 +126,7 @@ class StopAgreement:
         return given
 
     def _serve_requests(self) -> None:
-        """Gives the requested decisions, in a thread."""
+        """Makes the requested decisions, in a thread."""
         # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:

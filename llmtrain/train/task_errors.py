@@ -63,17 +63,21 @@ def _files(folder: Path) -> list[Path]:
 
 def _document(file: Path) -> yaml.Node | None:
     """Returns the tree of a YAML file, whose tags are not followed."""
-    found: yaml.Node | None = yaml.compose(read_text(file), Loader=yaml.SafeLoader)
-    return found
+    root: yaml.Node | None = yaml.compose(read_text(file), Loader=yaml.SafeLoader)
+    return root
 
 
 def _place(error: Exception, names: Sequence[str], folder: Path) -> str:
     """Returns `FILE:LINE` of a mistake, or only the file, or an empty string if it is not in the user's folder."""
-    own = folder.resolve()
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve().is_relative_to(own):
+    tasks_folder = folder.resolve()
+    if (
+        isinstance(error, SyntaxError)
+        and error.filename
+        and Path(error.filename).resolve().is_relative_to(tasks_folder)
+    ):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(own)]
+    lines = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(tasks_folder)]
     if lines:
         return f"{lines[-1].filename}:{lines[-1].lineno}"
     functions, message = {frame.name for frame in frames}, str(error)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from llmtrain.checkpoint.folder import step_folder
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import RANK_VARIABLES
+from llmtrain.launch.local import environment_without_rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 from llmtrain.system.parent import dying_with_us
@@ -56,15 +56,15 @@ class Score:
 
 def scores(results: Results) -> list[Score]:
     """Returns the numbers among results. A metric that a filter was applied for has its name in brackets."""
-    found = []
+    rows = []
     for task, values in results.items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             if isinstance(value, int | float) and not metric.endswith("_stderr"):
                 stderr = values.get(f"{metric}_stderr,{kind}")
                 shown = metric if kind == "none" else f"{metric} ({kind})"
-                found.append(Score(task, shown, float(value), stderr if isinstance(stderr, int | float) else None))
-    return found
+                rows.append(Score(task, shown, float(value), stderr if isinstance(stderr, int | float) else None))
+    return rows
 
 
 def score_table(results: Results, step: int) -> Table:
@@ -135,7 +135,7 @@ def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             ["nice", sys.executable, "-m", *command],
-            env={name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
+            env=environment_without_rank(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,1 +1,1 @@
-"""Determines which worker a process is, and which network its ranks use; pure."""
+"""Determines the rank of a worker under any launcher, and the network interfaces that ranks use."""

@@ -1,4 +1,4 @@
-"""Determines which worker this process is from the environment variables of its launcher."""
+"""Determines the rank of this process from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ LAUNCHERS = (
 
 
 def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> Rank | None:
-    """Returns this process's place among the workers of a launcher, or None if no launcher started it.
+    """Returns the rank of this process, or None if no launcher started it.
 
     A plain `python recipes/NAME.py` has no launcher. Neither has `accelerate launch` on a CPU: it starts one process,
-    however many were requested (`launch.accelerate.requested_processes`).
+    however many were requested (`launch.jobs.accelerate.requested_processes`).
 
     argv: the arguments of the script; `deepspeed` adds `--local_rank=N`. Raises RecipeError with every variable that is
     missing, not a number, out of range or inconsistent with another.

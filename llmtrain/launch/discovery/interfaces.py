@@ -1,4 +1,4 @@
-"""Determines the network interfaces that gloo and NCCL use, and should use. Sends no packet. Linux; pure.
+"""Determines the network interfaces that gloo and NCCL use, and should use. Sends no packet. Linux.
 
 By default gloo listens on the address that the host's own name resolves to. In the /etc/hosts of Debian and others that
 is 127.0.1.1, which no other host can reach: ranks of several hosts then wait for each other forever.
@@ -121,16 +121,16 @@ def choose_interfaces(master: str, on_cpu: bool, network: Network, env: Mapping[
     gloo = _for_gloo(master, network, env)
     if on_cpu:
         return gloo
-    line, found = _for_nccl(network, env)
-    return replace(gloo, lines=(*gloo.lines, line), variables=gloo.variables | found)
+    line, variables = _for_nccl(network, env)
+    return replace(gloo, lines=(*gloo.lines, line), variables=gloo.variables | variables)
 
 
 def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> InterfaceChoice:
     if env.get(GLOO):
         return InterfaceChoice((f"gloo: {env[GLOO]}, set by {GLOO}",))
     if not network.listens_on_loopback:
-        found = network.having(network.own_address)
-        name = found.name if found else "the interface"
+        interface = network.having(network.own_address)
+        name = interface.name if interface else "the interface"
         return InterfaceChoice(
             (f"gloo: {name} ({network.own_address}), which the host name '{network.host}' resolves to",)
         )
@@ -154,13 +154,13 @@ def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, 
     setting = nccl_setting(env)
     if setting:
         return f"NCCL: {setting[0]}, set by {setting[1]}", {}
-    taken = nccl_order(network.interfaces)
-    bridges = [interface.name for interface in taken if interface.name.startswith(LOCAL_BRIDGES)]
-    if bridges and len(bridges) < len(taken):
+    candidates = nccl_order(network.interfaces)
+    bridges = [interface.name for interface in candidates if interface.name.startswith(LOCAL_BRIDGES)]
+    if bridges and len(bridges) < len(candidates):
         value = "^docker,lo," + ",".join(bridges)
-        rest = ", ".join(interface.name for interface in taken if interface.name not in bridges)
+        rest = ", ".join(interface.name for interface in candidates if interface.name not in bridges)
         return f"NCCL: {rest}; excluded are {', '.join(bridges)}, which only lead to this machine", {NCCL: value}
-    return f"NCCL: its own choice, {', '.join(interface.name for interface in taken) or 'only the loopback'}", {}
+    return f"NCCL: its own choice, {', '.join(interface.name for interface in candidates) or 'only the loopback'}", {}
 
 
 def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
@@ -180,8 +180,8 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
 def addresses() -> list[str]:
     """Returns the addresses at which other hosts may reach this one, without link-local ones; IPv4 first."""
     usable = [interface for interface in interfaces() if interface.is_usable]
-    found = [address for interface in usable for address in interface.addresses if not is_link_local(address)]
-    return sorted(found, key=lambda address: ":" in address)
+    reachable = [address for interface in usable for address in interface.addresses if not is_link_local(address)]
+    return sorted(reachable, key=lambda address: ":" in address)
 
 
 def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:

@@ -1,4 +1,4 @@
-"""Determines which worker this process is under the `mpirun` of Open MPI, MPICH or Intel MPI (Hydra, via PMI); pure.
+"""Determines the rank of this process under the `mpirun` of Open MPI, MPICH or Intel MPI (Hydra, via PMI).
 
 They number the ranks, but give no rendezvous. It is MASTER_ADDR and MASTER_PORT, or this machine, or that of mpirun.
 """
@@ -56,7 +56,7 @@ MPIS = (
 
 
 def read(mpi: Mpi, reader: RankReader) -> Rank:
-    """Reads this process's place; problems are collected in `reader`."""
+    """Reads the rank of this process; problems are collected in `reader`."""
     local, world = reader.number(mpi.local_world_size, least=1), reader.number(mpi.world_size, least=1)
     return Rank(
         rank=reader.number(mpi.rank),

@@ -1,4 +1,4 @@
-"""A worker's place among all workers, and the variables that describe it; pure."""
+"""The rank of a worker, and the environment variables that describe it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker's place among all workers, and where they meet."""
+    """The rank of a worker: its global and local rank, the world sizes, and the rendezvous."""
 
     rank: int
     local_rank: int

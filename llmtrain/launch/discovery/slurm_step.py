@@ -1,4 +1,4 @@
-"""Determines which worker this process is in a Slurm step (`srun`) with one task per device; pure."""
+"""Determines the rank of this process in a Slurm step (`srun`) with one task per device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_worker(env: Mapping[str, str]) -> bool:
 
 
 def read(reader: RankReader) -> Rank:
-    """Reads this process's place; problems are collected in `reader`."""
+    """Reads the rank of this process; problems are collected in `reader`."""
     env = reader.env
     node = reader.number("SLURM_NODEID")
     counts = reader.parsed(LAUNCHER.local_world_size, tasks_per_node) or [1]
@@ -64,12 +64,12 @@ def hosts(nodelist: str) -> list[str]:
     # Commas outside brackets separate names; several brackets are multiplied, the last one varies fastest.
     if re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\])+(?:,(?:[^\[\],\s]|\[[0-9,-]+\])+)*", nodelist) is None:
         raise ValueError(f"'{nodelist}' is not a list of nodes such as n[1-3,7]")
-    found = []
+    names = []
     for name in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", name)
         choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
-        found += ["".join(choice) for choice in itertools.product(*choices)]
-    return found
+        names += ["".join(choice) for choice in itertools.product(*choices)]
+    return names
 
 
 def _numbers(ranges: str) -> Iterator[str]:

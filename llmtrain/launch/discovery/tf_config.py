@@ -1,4 +1,4 @@
-"""Determines which worker this process is from `TF_CONFIG`, the cluster description that managed services set; pure.
+"""Determines the rank of this process from `TF_CONFIG`, the cluster description that managed services set.
 
 Each entry of the cluster is one worker. The format:
 https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
@@ -30,7 +30,7 @@ def number_of_tasks(text: str) -> int | None:
 
 
 def read(reader: RankReader) -> Rank:
-    """Reads this process's place; problems are collected in `reader`."""
+    """Reads the rank of this process; problems are collected in `reader`."""
     try:
         return _rank(json.loads(reader.env[VARIABLE]))
     except json.JSONDecodeError as error:
@@ -46,7 +46,7 @@ def read(reader: RankReader) -> Rank:
 
 
 def _rank(config: dict[str, Any]) -> Rank:
-    """Returns the place of this process. Raises ValueError, TypeError, KeyError or AttributeError."""
+    """Returns the rank of this process. Raises ValueError, TypeError, KeyError or AttributeError."""
     cluster, kind, index = config["cluster"], config["task"]["type"], int(config["task"]["index"])
     if strange := sorted(name for name in cluster if name not in ORDER and cluster[name]):
         raise ValueError(f"has tasks of the type {', '.join(strange)}, which do not take part in training")

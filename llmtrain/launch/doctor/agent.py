@@ -26,6 +26,7 @@ from llmtrain.launch.doctor.finding import HostContext
 from llmtrain.system.host import cache_root
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.parent import dying_with_us
+from llmtrain.system.streams import reserved_stdout
 
 
 class Agent:
@@ -136,10 +137,10 @@ def host_facts(context: HostContext) -> dict[str, Any]:
     """Returns what is compared between hosts."""
     from llmtrain.launch.doctor.devices import seen_by_torch
 
-    own = host_agent.version_facts(Path("/nonexistent"))
+    facts = host_agent.version_facts(Path("/nonexistent"))
     return {
-        "host": own["host"],
-        "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},
+        "host": facts["host"],
+        "versions": {"python": facts["python"], **facts["packages"], "llmtrain's sources": facts["llmtrain"]},
         "devices": seen_by_torch()[0],
         "addresses": interfaces.addresses(),
         "run_root": str(context.run_root),
@@ -147,9 +148,8 @@ def host_facts(context: HostContext) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves standard input. Output of libraries goes to standard error."""
-    with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)
+    """Serves the requests on standard input."""
+    with reserved_stdout() as replies:
         Agent(replies).serve(sys.stdin)
 
 

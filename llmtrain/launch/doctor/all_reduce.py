@@ -95,7 +95,7 @@ def run_all_reduce(
             if progress.failed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             _poll(hosts, progress)
-    return _judge(hosts, progress, on_cpu, seconds)
+    return _result(hosts, progress, on_cpu, seconds)
 
 
 def bus_bandwidth(ranks: int, count: int, seconds: float) -> float:
@@ -133,7 +133,7 @@ def _poll(hosts: Sequence[HostRanks], progress: AllReduceProgress) -> None:
             progress.update(reply)
 
 
-def _judge(
+def _result(
     hosts: Sequence[HostRanks], progress: AllReduceProgress, on_cpu: bool, seconds: float
 ) -> tuple[Finding, dict[str, Any]]:
     names = {rank: host.channel.name for host in hosts for rank in host.ranks}

@@ -32,9 +32,9 @@ LONGEST = 240
 """Longest error message in characters."""
 LONGEST_S = 4.0
 """Longest time in seconds of all repeats together; a slow network gets fewer, but at least one."""
-LATER_S = 60
+EXTRA_TIMEOUT_S = 60
 """Seconds by which a rank gives up later than the doctor, since gloo and NCCL would not say which rank is missing."""
-FAREWELL_S = 5.0
+EXIT_WAIT_S = 5.0
 SMALL = 1
 """Elements of the tensor whose all-reduce measures latency."""
 
@@ -83,7 +83,7 @@ def _run(job: AllReduceJob, report: Callable[..., None]) -> None:
     interfaces = set_interfaces(rank, job.on_cpu).lines
     if rank.on_one_machine:
         stay_on_loopback()
-    limit = datetime.timedelta(seconds=job.seconds + LATER_S)
+    limit = datetime.timedelta(seconds=job.seconds + EXTRA_TIMEOUT_S)
     is_main = job.rank == 0
     listener = None
     if is_main and rank.on_one_machine:
@@ -112,7 +112,7 @@ def _wait_for_all(store: TCPStore, world_size: int) -> None:
 
     A rank that ends while another still reads from it, or needs the store of rank 0, would break the other one.
     """
-    deadline = time.monotonic() + FAREWELL_S
+    deadline = time.monotonic() + EXIT_WAIT_S
     with suppress(Exception):  # a late rank has already reported its results
         store.add("over", 1)
         while store.add("over", 0) < world_size and time.monotonic() < deadline:

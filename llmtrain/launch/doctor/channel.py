@@ -82,8 +82,8 @@ class Channel:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._readers = (
-            Thread(target=self._read, args=(self._process.stdout,), daemon=True),
-            Thread(target=self._note, args=(self._process.stderr,), daemon=True),
+            Thread(target=self._read_replies, args=(self._process.stdout,), daemon=True),
+            Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True),
         )
         for reader in self._readers:
             reader.start()
@@ -134,7 +134,7 @@ class Channel:
             reader.join(timeout=END_S)
         return explain_end(self.name, self._process.wait(), list(self.errors))
 
-    def _read(self, lines: IO[str]) -> None:
+    def _read_replies(self, lines: IO[str]) -> None:
         """Reads replies. Lines that are not replies come from a shell's start-up files."""
         for line in lines:
             if line.strip() == REACHED:
@@ -146,7 +146,7 @@ class Channel:
                     self.replies.put(reply)
         self.replies.put(None)
 
-    def _note(self, lines: IO[str]) -> None:
+    def _read_errors(self, lines: IO[str]) -> None:
         for line in lines:
             self.errors.append(line.rstrip())
 
@@ -163,8 +163,8 @@ def open_over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     """
     path = os.environ.get("PYTHONPATH", "")
     agent = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.doctor.agent"]
-    there = f"echo {REACHED}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
-    channel = Channel(host, ["ssh", *SSH_OPTIONS, host, there])
+    command = f"echo {REACHED}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
+    channel = Channel(host, ["ssh", *SSH_OPTIONS, host, command])
     deadline = time.monotonic() + SSH_TIMEOUT_S + 1  # ssh itself gives up after SSH_TIMEOUT_S, and says why
     try:
         if channel.next(deadline - time.monotonic()) is None:

@@ -69,14 +69,14 @@ def compare_clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
         return
     ahead = max(skews, key=lambda host: skews[host].ahead_s)
     behind = min(skews, key=lambda host: skews[host].ahead_s)
-    apart = skews[ahead].ahead_s - skews[behind].ahead_s
-    doubt = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
-    if apart - doubt > SKEW_S:
-        text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
+    difference = skews[ahead].ahead_s - skews[behind].ahead_s
+    uncertainty = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
+    if difference - uncertainty > SKEW_S:
+        text = f"clocks are {_readable(difference)} apart (± {_readable(uncertainty)}), {ahead} ahead of {behind}"
         fix = "run chrony or ntpd on all hosts; their clocks determine which rank failed first"
         yield warning("hosts.clocks", text, fix)
     else:
-        yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")
+        yield ok("hosts.clocks", f"clocks agree within {_readable(difference + uncertainty)}")
 
 
 def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:
@@ -90,5 +90,5 @@ def _shortened(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
 
 
-def _shown(seconds: float) -> str:
+def _readable(seconds: float) -> str:
     return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2g} ms"

@@ -88,13 +88,13 @@ def slots(context: HostContext) -> Iterator[Finding]:
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Parses the output of nvidia-smi's query."""
-    found = []
+    gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == FIELDS.count(",") + 1:
             index, uuid, name, memory, used, driver, errors = fields
-            found.append(Gpu(index, uuid, name, _number(memory), _number(used), driver, errors))
-    return found
+            gpus.append(Gpu(index, uuid, name, _number(memory), _number(used), driver, errors))
+    return gpus
 
 
 def visible_gpus(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Finding]]:
@@ -104,12 +104,12 @@ def visible_gpus(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], lis
     """
     if visible is None:
         return listed, []
-    found: list[Gpu] = []
+    chosen: list[Gpu] = []
     entries = [entry.strip() for entry in visible.split(",")] if visible.strip() else []
     for entry in entries:
         if entry.startswith("MIG-"):
             text = f"{VISIBLE} names the GPU partition {entry}, which was not checked"
-            return found, [warning("devices.visible", text, "a run uses whole GPUs: name these")]
+            return chosen, [warning("devices.visible", text, "a run uses whole GPUs: name these")]
         matching = [gpu for gpu in listed if entry == gpu.index or (len(entry) > 4 and gpu.uuid.startswith(entry))]
         if entry == "-1":
             break
@@ -119,17 +119,17 @@ def visible_gpus(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], lis
                 f"{VISIBLE}={visible}: '{entry}' matches {which} of the {len(listed)} here; CUDA ignores the "
                 "entries from there on"
             )
-            return found, [fault("devices.visible", text, f"export {VISIBLE}={','.join(gpu.index for gpu in listed)}")]
-        if matching[0] in found:
+            return chosen, [fault("devices.visible", text, f"export {VISIBLE}={','.join(gpu.index for gpu in listed)}")]
+        if matching[0] in chosen:
             text = f"{VISIBLE}={visible} names GPU {matching[0].index} twice: CUDA then shows none"
             unique = ",".join(dict.fromkeys(entries))
             return [], [fault("devices.visible", text, f"export {VISIBLE}={unique}")]
-        found.append(matching[0])
-    indices = ", ".join(gpu.index for gpu in found)
-    text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if found else "no GPU")
-    if not found:
+        chosen.append(matching[0])
+    indices = ", ".join(gpu.index for gpu in chosen)
+    text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if chosen else "no GPU")
+    if not chosen:
         return [], [warning("devices.visible", f"{text} of {len(listed)} can be used", f"unset {VISIBLE}")]
-    return found, [ok("devices.visible", text)] if len(found) < len(listed) else []
+    return chosen, [ok("devices.visible", text)] if len(chosen) < len(listed) else []
 
 
 def count_names(names: list[str]) -> str:
@@ -217,10 +217,10 @@ def count_gpu_links(text: str) -> Counter[str]:
     lines = [ESCAPE.sub("", line).split() for line in text.splitlines()]
     lines = [line for line in lines if line and line[0].startswith("GPU")]
     rows = [line for line in lines if "X" in line]
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for number, row in enumerate(rows):
-        found.update(row[1 + number + 1 : 1 + len(rows)])
-    return found
+        counts.update(row[1 + number + 1 : 1 + len(rows)])
+    return counts
 
 
 def count_links(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The input and the results of the checks of a host; pure."""
+"""The input and the results of the checks of a host."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def limits(context: HostContext) -> Iterator[Finding]:
                 check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
             )
         else:
-            lines.append(f"{name} {_shown(soft)}")
-    locked = f"locked memory {_shown(memory[0], of_bytes=True)}"
+            lines.append(f"{name} {_readable(soft)}")
+    locked = f"locked memory {_readable(memory[0], of_bytes=True)}"
     if memory[0] != resource.RLIM_INFINITY and any((context.sys / "class" / "infiniband").glob("*")):
         text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond this limit"
         fix = (
@@ -58,7 +58,7 @@ def _raise(option: str, least: int, hard: int) -> str:
     return f"{command}, after raising the hard limit of {hard}" if _is_below(hard, least) else command
 
 
-def _shown(limit: int, of_bytes: bool = False) -> str:
+def _readable(limit: int, of_bytes: bool = False) -> str:
     if limit == resource.RLIM_INFINITY:
         return "unlimited"
     return size(limit) if of_bytes else f"{limit:,}"
@@ -98,7 +98,7 @@ def folders(context: HostContext) -> Iterator[Finding]:
         ("Hugging Face", _hugging_face(context), "export HF_HOME=FOLDER"),
     )
     for what, folder, fix in named:
-        yield _judge(what, folder, fix)
+        yield _folder_finding(what, folder, fix)
 
 
 def write_refusal(folder: Path) -> str:
@@ -113,7 +113,7 @@ def write_refusal(folder: Path) -> str:
     return ""
 
 
-def _judge(what: str, folder: Path, fix: str) -> Finding:
+def _folder_finding(what: str, folder: Path, fix: str) -> Finding:
     check, there = f"storage.{what.replace(' ', '_')}", nearest_existing(expanded(str(folder)))
     if not there.is_dir():
         return fault(check, f"{what}: {folder} is below a file, {there}", fix)

@@ -13,6 +13,7 @@ from llmtrain.launch.discovery.interfaces import (
     is_link_local,
     nccl_setting,
 )
+from llmtrain.launch.doctor.devices import seen_by_torch
 from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, warning
 
 
@@ -44,11 +45,11 @@ def host_name(context: HostContext) -> Iterator[Finding]:
 
 
 def choices(context: HostContext) -> Iterator[Finding]:
-    """Reports the interfaces that gloo and NCCL will use, and why."""
+    """Reports the interfaces that gloo and NCCL will use, and why; loads torch."""
     network = Network.here()
     wrong = list(wrong_settings(context, network))
     yield from wrong
-    choice = choose_interfaces(context.master or "localhost", _on_cpu(), network, context.env)
+    choice = choose_interfaces(context.master or "localhost", not seen_by_torch()[0], network, context.env)
     for line in choice.lines:
         check = f"network.{line.partition(':')[0].lower()}"
         if check == "network.gloo" and not choice.is_reachable:
@@ -91,13 +92,3 @@ def _described(interface: Interface, context: HostContext) -> str:
         speed = -1
     rate = f" ({speed / 1000:g} Gbit/s)" if speed > 0 else ""
     return f"{interface.name} {', '.join(addresses)}{rate}"
-
-
-def _on_cpu() -> bool:
-    """Whether workers communicate through gloo alone; loads torch."""
-    try:
-        import torch
-
-        return torch.cuda.device_count() == 0
-    except Exception:  # another check reports that torch cannot be imported
-        return True

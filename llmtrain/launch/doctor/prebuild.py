@@ -42,10 +42,10 @@ def build_operators(
     """
     channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
     built = [channel.reply(BUILD_S) for _ in operators]
-    return [_judge(reply, is_needed) for reply in built], built
+    return [_finding(reply, is_needed) for reply in built], built
 
 
-def _judge(built: Mapping[str, Any], is_needed: bool) -> Finding:
+def _finding(built: Mapping[str, Any], is_needed: bool) -> Finding:
     check, name = f"prebuild.{built['operator']}", built["operator"]
     if "libaio" in built["error"] and not built["seconds"]:
         text = f"{name} was not built; only offload to disk needs it: {built['error']}"

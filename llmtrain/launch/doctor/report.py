@@ -1,4 +1,4 @@
-"""All findings of the doctor, as data and as lines for people; pure."""
+"""All findings of the doctor, as data and as lines for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HostReport:
 
 @dataclass
 class DoctorReport:
-    """The whole."""
+    """The findings of all hosts, and the measured all-reduce."""
 
     hosts: list[HostReport]
     together: list[Finding] = field(default_factory=list)
@@ -46,9 +46,9 @@ class DoctorReport:
 
     def of_level(self, level: str) -> list[tuple[str, Finding]]:
         """Returns (host or "", finding) for the findings of a level."""
-        own = [(host.name, finding) for host in self.hosts for finding in host.findings]
-        everything = [*own, *(("", finding) for finding in self.together)]
-        return [(name, finding) for name, finding in everything if finding.level == level]
+        of_hosts = [(host.name, finding) for host in self.hosts for finding in host.findings]
+        findings = [*of_hosts, *(("", finding) for finding in self.together)]
+        return [(name, finding) for name, finding in findings if finding.level == level]
 
     def document(self) -> dict[str, Any]:
         """Returns what `--json` prints."""
@@ -84,10 +84,10 @@ def show(report: DoctorReport, console: Console) -> None:
     for line in _groups(rows, reached, width):
         console.print(line, soft_wrap=True)
     for level in ("warning", "fault"):
-        found = [row for row in rows if row.finding.level == level]
-        if found:
+        of_level = [row for row in rows if row.finding.level == level]
+        if of_level:
             console.print()
-        for row in found:
+        for row in of_level:
             where = f"{_named(row.hosts)}: " if row.hosts and len(report.hosts) > 1 and not row.names_its_host else ""
             text = f"{level}: {where}{row.finding.text} [{row.finding.check}]"
             _print(console, _wrapped(text, width, 0, 4), STYLES[level])

@@ -40,8 +40,8 @@ def python(context: HostContext) -> Iterator[Finding]:
     """Checks the Python version, and llmtrain itself."""
     required, _ = requirements()
     version = platform.python_version()
-    own = installed_version("llmtrain") or "not installed, run from its folder"
-    text = f"Python {version} ({sys.executable}), llmtrain {own}"
+    llmtrain_version = installed_version("llmtrain") or "not installed, run from its folder"
+    text = f"Python {version} ({sys.executable}), llmtrain {llmtrain_version}"
     if _satisfies(version, required):
         yield ok("versions.python", text)
     else:
@@ -58,15 +58,15 @@ def packages(context: HostContext) -> Iterator[Finding]:
             wrong.append(f"{name} is not installed")
         elif not _satisfies(version, required):
             wrong.append(f"{name} is {version}, but {required} is required")
-    found = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
+    leading = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
     if wrong:
         yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
     for line in untried_versions():
         package = line.partition(" ")[0]
         yield warning("versions.untested", line, f"pip install {package}=={TRIED[package]}")
-    if found:
+    if leading:
         rest = "" if wrong else f"; all {len(needed)} packages satisfy the requirements"
-        yield ok("versions.packages", found + rest)
+        yield ok("versions.packages", leading + rest)
 
 
 def torch_build(context: HostContext) -> Iterator[Finding]:
@@ -98,11 +98,11 @@ def torch_build(context: HostContext) -> Iterator[Finding]:
 
 def optional(context: HostContext) -> Iterator[Finding]:
     """Lists the packages that some recipes need."""
-    there = [
+    installed = [
         f"{dist} {installed_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)
     ]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
-    lines = [f"optional: {', '.join(there)}"] if there else []
+    lines = [f"optional: {', '.join(installed)}"] if installed else []
     lines += [f"optional, not installed: {', '.join(absent)}"] if absent else []
     yield ok("versions.optional", "; ".join(lines))
 
@@ -197,8 +197,8 @@ def _mismatch(nvcc: str) -> Iterator[Finding]:
 def operators(context: HostContext) -> Iterator[Finding]:
     """Lists compiled operators, and reports locks of an interrupted build, for which torch waits forever."""
     root = extensions_root(context)
-    there = sorted(file.parent.name for file in root.glob("**/*.so"))
-    yield ok("tools.operators", f"compiled operators in {root}: {', '.join(there) or 'none'}")
+    compiled = sorted(file.parent.name for file in root.glob("**/*.so"))
+    yield ok("tools.operators", f"compiled operators in {root}: {', '.join(compiled) or 'none'}")
     now = time.time()
     for lock in root.glob("**/lock"):
         age = now - lock.stat().st_mtime
@@ -209,9 +209,9 @@ def operators(context: HostContext) -> Iterator[Finding]:
 
 def launchers(context: HostContext) -> Iterator[Finding]:
     """Lists the programs that start workers on other hosts."""
-    there = [name for name in LAUNCH_PROGRAMS if shutil.which(name)]
-    absent = [f"{name} ({package})" for name, package in LAUNCH_PROGRAMS.items() if name not in there]
-    lines = [f"launchers: {', '.join(there) or 'none'}"]
+    installed = [name for name in LAUNCH_PROGRAMS if shutil.which(name)]
+    absent = [f"{name} ({package})" for name, package in LAUNCH_PROGRAMS.items() if name not in installed]
+    lines = [f"launchers: {', '.join(installed) or 'none'}"]
     yield ok("tools.launchers", "; ".join([*lines, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
     deepspeed = Path(sys.executable).parent / "deepspeed"
     if not os.access(deepspeed, os.X_OK):

@@ -84,8 +84,8 @@ def _processes_in(configuration: Path) -> int | None:
         text = read_text(configuration)
     except UNREADABLE:
         return None
-    found = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
-    return _positive(found[1]) if found else None
+    match = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
+    return _positive(match[1]) if match else None
 
 
 def _positive(text: str) -> int | None:

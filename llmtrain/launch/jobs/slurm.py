@@ -1,4 +1,4 @@
-"""Slurm: renders the job script of a plan and submits it; pure.
+"""Slurm: renders the job script of a plan and submits it.
 
 The properties of a cluster are given as `--slurm KEY=VALUE`, or as `--kubernetes KEY=VALUE` for Kubernetes.
 """

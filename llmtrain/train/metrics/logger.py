@@ -79,13 +79,13 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
-        found = {"eval_loss": self.loss}
+        metrics = {"eval_loss": self.loss}
         if self.rewards is not None:
-            return {**found, **self.rewards}
-        found["perplexity"] = perplexity(self.loss)
+            return {**metrics, **self.rewards}
+        metrics["perplexity"] = perplexity(self.loss)
         if self.bytes_per_token:
-            found["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
-        return found
+            metrics["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
+        return metrics
 
 
 class MetricsLogger:

@@ -166,8 +166,8 @@ class Forecast:
             per_step = (now - self._first[1]) / (step - self._first[0])
         left_s = max(0, self._last_step - step) * per_step
         hours = self._device_hours + self._devices * (now - self._started) / 3600
-        found = {"left_s": left_s, "device_hours": hours}
+        forecast = {"left_s": left_s, "device_hours": hours}
         if self._price is not None:
-            found["cost"] = self._price * hours
-            found["cost_at_end"] = self._price * (hours + self._devices * left_s / 3600)
-        return found
+            forecast["cost"] = self._price * hours
+            forecast["cost_at_end"] = self._price * (hours + self._devices * left_s / 3600)
+        return forecast

@@ -115,10 +115,10 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     except Exception as error:  # any library may raise, for example when out of memory
         tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
-        found = tuning.milliseconds.setdefault(dotted, {})
+        milliseconds = tuning.milliseconds.setdefault(dotted, {})
         # The device's speed differs between comparisons: times of a field are scaled to its first comparison.
-        own = found.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
-        found[str(value)] = round(own * compared.ratio, 3)
+        current_ms = milliseconds.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
+        milliseconds[str(value)] = round(current_ms * compared.ratio, 3)
         if compared.is_faster and compared.ratio <= 1 - LEAST_GAIN:
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
@@ -133,13 +133,16 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
     The recipe's size is kept, because a larger one needs more memory. Times are for as many sequences as the recipe's
     micro-batch has. Nothing is measured in a pipeline, which waits longer if its micro-batches are larger.
     """
-    plan, own = tuning.plan, tuning.plan.batch.micro_batch_size
+    plan, recipe_size = tuning.plan, tuning.plan.batch.micro_batch_size
     if plan.parallel.pipeline > 1:
         return
     sizes = micro_batches(plan.recipe, plan.data_parallel_size)
-    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
-    for others in ([size for size in sizes if size > own], [size for size in reversed(sizes) if size < own]):
-        best, least = tuning.current, taken[str(own)]
+    milliseconds = {str(recipe_size): round(tuning.current.seconds() * 1000, 3)}
+    for others in (
+        [size for size in sizes if size > recipe_size],
+        [size for size in reversed(sizes) if size < recipe_size],
+    ):
+        best, least = tuning.current, milliseconds[str(recipe_size)]
         for size in others:
             say(f"{MICRO_BATCH}={size}")
             try:
@@ -153,13 +156,13 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
                 tuning.failed[f"{MICRO_BATCH}={size}"] = _first_line(error)
                 break
             of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
-            taken[str(size)] = round(least * of_sequence, 3)
+            milliseconds[str(size)] = round(least * of_sequence, 3)
             if of_sequence > 1 - LEAST_GAIN:
                 break
-            best, least = trial, taken[str(size)]
+            best, least = trial, milliseconds[str(size)]
         if best is not tuning.current:
             break
-    tuning.milliseconds[MICRO_BATCH] = taken
+    tuning.milliseconds[MICRO_BATCH] = milliseconds
 
 
 def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
@@ -167,19 +170,19 @@ def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
 
     Whether a processor is faster in bf16 depends on its instructions. The recipe's precision is kept.
     """
-    own = tuning.plan.recipe.parallel.precision
-    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
+    recipe_precision = tuning.plan.recipe.parallel.precision
+    milliseconds = {str(recipe_precision): round(tuning.current.seconds() * 1000, 3)}
     for precision in PRECISIONS:
-        if precision == own:
+        if precision == recipe_precision:
             continue
         say(f"{PRECISION}={precision}")
         try:
             trial = tuning.trial(PRECISION, precision)
             trial.warm()
-            taken[precision] = round(trial.seconds() * 1000, 3)
+            milliseconds[precision] = round(trial.seconds() * 1000, 3)
         except Exception as error:  # any library may raise
             tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
-    tuning.milliseconds[PRECISION] = taken
+    tuning.milliseconds[PRECISION] = milliseconds
 
 
 def _compare_fp8(tuning: Tuning) -> None:

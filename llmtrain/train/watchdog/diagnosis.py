@@ -1,4 +1,4 @@
-"""Decides whether a run hangs, and which ranks did not arrive; pure."""
+"""Decides whether a run hangs, and which ranks did not arrive."""
 
 from __future__ import annotations
 

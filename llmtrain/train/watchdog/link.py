@@ -1,7 +1,7 @@
 """Communication between watchers: each reports its rank's status to that of rank 0, and receives orders from it.
 
-The protocol is lines over TCP. Each end begins with a random word. Every further line is JSON after an HMAC, which
-covers both words, the direction and the number of the line: a forged or repeated line ends the connection before it is
+The protocol is lines over TCP. Each end begins with a nonce. Every further line is JSON after an HMAC, which covers
+both nonces, the direction and the number of the line: a forged or repeated line ends the connection before it is
 parsed.
 """
 
@@ -63,7 +63,7 @@ class _Connection:
     other_nonce: str | None = None
 
     def greet(self) -> None:
-        """Sends our own word. Raises OSError if the other end is gone."""
+        """Sends this end's nonce. Raises OSError if the other end is gone."""
         self.socket.sendall(self.own_nonce.encode() + b"\n")
 
     def send(self, message: Mapping[str, Any]) -> None:

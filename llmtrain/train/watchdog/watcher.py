@@ -152,7 +152,7 @@ class Leader(Watcher):
         totals = {rank: (status.own_s, status.measured) for rank, status in statuses.items() if status.measured}
         if self.watched.rank.world_size == 1 or len(totals) < self.watched.rank.world_size:
             return
-        slowest = self.stragglers.seen(totals)
+        slowest = self.stragglers.update(totals)
         if slowest is None:
             return
         self.watched.reader.tell_slowest(slowest.rank, slowest.ratio, slowest.is_named)
