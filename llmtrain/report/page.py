@@ -20,13 +20,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from llmtrain.errors import reason, short
-from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, charts_of, curves_of
 from llmtrain.report.differences import compare_figures, differences
 from llmtrain.report.run import RunData, read_run
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import write_atomically
+from llmtrain.system.quantities import readable_bytes
 
 WEB = Path(__file__).parent / "web"
 MOST_ROWS = 50

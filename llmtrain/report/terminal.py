@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.errors import printable
-from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.differences import Difference
 from llmtrain.report.run import RunData
 from llmtrain.report.table import Column
+from llmtrain.system.quantities import readable_bytes
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LETTERS = "._-=+*#@"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import reason
-from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, run_command, size, warning
+from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, run_command, warning
 from llmtrain.system.host import memory_bytes, memory_limit, own_cores
+from llmtrain.system.quantities import readable_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -43,8 +44,8 @@ def host(context: HostContext) -> Iterator[Finding]:
     if quota is not None and quota < cpus:
         text += f", limited to the time of {quota:.1f}"
     total, limit = memory_bytes(), memory_limit()
-    limited = f", limited to {size(limit)}" if limit is not None and limit < total else ""
-    yield ok("devices.host", f"{text}; {size(total)} of host memory{limited}")
+    limited = f", limited to {readable_bytes(limit)}" if limit is not None and limit < total else ""
+    yield ok("devices.host", f"{text}; {readable_bytes(total)} of host memory{limited}")
 
 
 def gpus(context: HostContext) -> Iterator[Finding]:
@@ -140,7 +141,7 @@ def count_names(names: list[str]) -> str:
 def _summary(listed: list[Gpu]) -> str:
     kinds = Counter((gpu.name, gpu.memory) for gpu in listed)
     return ", ".join(
-        f"{count} × {name}" + (f" with {size(memory * 2**20)}" if memory else "")
+        f"{count} × {name}" + (f" with {readable_bytes(memory * 2**20)}" if memory else "")
         for (name, memory), count in kinds.items()
     )
 

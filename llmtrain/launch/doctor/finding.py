@@ -59,15 +59,6 @@ def listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def size(count: float) -> str:
-    """Formats a number of bytes for people: `23.4 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 COMMAND_TIMEOUT_S = 30
 """Seconds after which a silent program is considered hung, as nvidia-smi is if a GPU is lost."""
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.launch.disks import nearest_existing
-from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, size, warning
+from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, warning
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.system.untrusted import expanded
 
 LEAST_FILES = 4096
@@ -61,7 +62,7 @@ def _raise(option: str, least: int, hard: int) -> str:
 def _readable(limit: int, of_bytes: bool = False) -> str:
     if limit == resource.RLIM_INFINITY:
         return "unlimited"
-    return size(limit) if of_bytes else f"{limit:,}"
+    return readable_bytes(limit) if of_bytes else f"{limit:,}"
 
 
 SHARED = Path("/dev/shm")
@@ -83,10 +84,11 @@ def shared_memory(context: HostContext) -> Iterator[Finding]:
             "storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; its mode should be 1777"
         )
     elif usage.free < LEAST_SHARED:
-        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}, which may be too little for NCCL"
+        sizes = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
+        text = f"{SHARED} has {sizes}, which may be too little for NCCL"
         yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
     else:
-        yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
+        yield ok("storage.shm", f"{SHARED} {readable_bytes(usage.free)} free of {readable_bytes(usage.total)}")
 
 
 def folders(context: HostContext) -> Iterator[Finding]:
@@ -122,8 +124,8 @@ def _folder_finding(what: str, folder: Path, fix: str) -> Finding:
         return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:
-        return warning(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
-    return ok(check, f"{what}: {folder}, {size(free)} free")
+        return warning(check, f"{what}: {readable_bytes(free)} are free in {there}", f"free some space, or {fix}")
+    return ok(check, f"{what}: {folder}, {readable_bytes(free)} free")
 
 
 def _hugging_face(context: HostContext) -> Path:

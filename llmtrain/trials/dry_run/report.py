@@ -10,8 +10,9 @@ from rich import box
 from rich.table import Table
 
 from llmtrain.plan import Plan
-from llmtrain.plan.described import model_line, readable_bytes, split_lines, volume_lines
+from llmtrain.plan.described import model_line, split_lines, volume_lines
 from llmtrain.plan.predict.traffic import volumes
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.trials.dry_run.job import DryRunResult
 from llmtrain.trials.dry_run.order import DataOrder, Read
 from llmtrain.trials.dry_run.shrink import Change

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from llmtrain.errors import Problem
-from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, size, warning
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.assumptions import EAGER
 from llmtrain.plan.predict.rates import ReachedRates
 from llmtrain.plan.predict.time import predict, unknown
 from llmtrain.recipe.cluster import MeasuredRates
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.trials.self_test.job import DeviceRates
 from llmtrain.trials.verify.job import Certificate
 
@@ -82,12 +83,14 @@ def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[Finding]:
     if not sizes:
         return
     expected = max(plan.cluster.spec.memory_bytes or 0, *sizes.values())
-    small = [f"rank {rank} has {size(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected]
+    small = [
+        f"rank {rank} has {readable_bytes(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected
+    ]
     if small:
-        text = f"{listed(small)} of memory; {size(expected)} expected"
+        text = f"{listed(small)} of memory; {readable_bytes(expected)} expected"
         yield warning("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
     else:
-        yield ok("devices.memory", f"{size(min(sizes.values()))} of memory on each device")
+        yield ok("devices.memory", f"{readable_bytes(min(sizes.values()))} of memory on each device")
 
 
 def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[Finding]:
@@ -192,7 +195,7 @@ def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> 
     held = max((rates.allocated_bytes or 0 for rates in ranks), default=0)
     memory = memory_of(plan)
     if held and memory:
-        text = f"a step held {size(held)}; {size(memory.allocated)} predicted"
+        text = f"a step held {readable_bytes(held)}; {readable_bytes(memory.allocated)} predicted"
         large = held > (1 + TOLERATED) * memory.allocated
         fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
         yield warning("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
