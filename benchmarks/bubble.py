@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.machine import short_facts
 from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.local import reserved_port
-from llmtrain.launch.place.rank import Rank
 from llmtrain.plan.schedules import PipelineSchedule
 
 CASES = (

@@ -180,7 +180,7 @@ def verify(
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.system.stops import say
     from llmtrain.system.streams import plain_console
-    from llmtrain.train.start import without_uncut
+    from llmtrain.train.start import without_unsplittable
     from llmtrain.trials.verify import certify
     from llmtrain.trials.verify.job import choose_plans, comparable
 
@@ -188,7 +188,7 @@ def verify(
     wanted = comparable(declared(recipe, "verify")[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
-    chosen, refused = without_uncut(choose_plans(runnable, refused, plans), refused)
+    chosen, refused = without_unsplittable(choose_plans(runnable, refused, plans), refused)
     for line in untried_versions():
         say(f"warning: {line}")
     prepare(wanted, Progress(plain_console(stderr=True)))

@@ -23,7 +23,7 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences, describe
 from llmtrain.engines.runtime.distributed import init_process_group
-from llmtrain.launch.place.rank import Rank
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 
 WAIT = timedelta(seconds=30)

@@ -170,8 +170,8 @@ def told(error: BaseException) -> str:
 def _first_device() -> Iterator[tuple[torch.device, str]]:
     """Makes the process group of one rank; yields its device, and the name of that in the catalogue."""
     from llmtrain.engines.runtime.distributed import init_process_group
+    from llmtrain.launch.discovery.rank import Rank
     from llmtrain.launch.local import reserved_port
-    from llmtrain.launch.place.rank import Rank
     from llmtrain.recipe.cluster import device_of, visible_gpus
 
     gpus = visible_gpus()

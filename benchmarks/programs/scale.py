@@ -110,7 +110,7 @@ def manifest(ranks: int) -> dict[str, float]:
 
 def launch(ranks: int) -> dict[str, float]:
     """Times reading a hostfile and rendering Slurm's job script."""
-    from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
+    from llmtrain.launch.hostfile import Host, read_hosts, render_hostfile
     from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, render_job
     from llmtrain.recipe.cluster import Cluster
 
@@ -122,7 +122,7 @@ def launch(ranks: int) -> dict[str, float]:
     hosts = [Host(f"node{number:05d}", tuple(range(PER_NODE))) for number in range(ranks // PER_NODE)]
     with tempfile.NamedTemporaryFile("w", suffix=".hosts") as file:
         started = time.perf_counter()
-        file.write(hostfile_of(hosts))
+        file.write(render_hostfile(hosts))
         file.flush()
         assert len(read_hosts(Path(file.name))) == len(hosts)
         listed = time.perf_counter()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.local import reserved_port
-from llmtrain.launch.place.rank import Rank
 
 RECIPE = "recipes/tiny.py"
 RANKS = 2

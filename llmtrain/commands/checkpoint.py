@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, TrustOption, named_cluster
+from llmtrain.commands.options import JsonOption, TrustOption, named_cluster
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.host import MOST_WORKERS
 from llmtrain.system.stops import interrupted_by_sigterm
@@ -43,7 +43,7 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     checkpoints = checkpoints_of(path)
     _warn_of_latest(checkpoints)
     latest = newest(checkpoints)
-    rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
+    rows = [_row(checkpoint, is_latest=checkpoint.folder == latest) for checkpoint in find(checkpoints)]
     if as_json:
         print(json.dumps({"checkpoints": rows}, indent=2))
     else:
@@ -62,7 +62,7 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     if is_one(path):
         folders = [path]
     else:
-        folders = [one.folder for one in find(checkpoints_of(path))]
+        folders = [checkpoint.folder for checkpoint in find(checkpoints_of(path))]
         _warn_of_latest(checkpoints_of(path))
     if not folders:
         raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))

@@ -1,4 +1,4 @@
-"""The command line of `llmtrain doctor`."""
+"""`llmtrain doctor`: checks this machine or the hosts of a hostfile, or tests this machine's devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, SetOption
+from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import MOST_WORKERS
 
 if TYPE_CHECKING:
-    from llmtrain.launch.doctor.run import Visit
+    from llmtrain.launch.doctor.run import DoctorOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class DoctorRequest:
     as_json: JsonOption = False
 
 
-def visit_doctor(request: DoctorRequest) -> None:
+def run_doctor(request: DoctorRequest) -> None:
     """Check this machine, or each host of a hostfile.
 
     Reports what would make a run fail, and how to fix it.
@@ -71,9 +71,9 @@ def visit_doctor(request: DoctorRequest) -> None:
     from llmtrain.launch.doctor.run import examine_hosts
 
     try:
-        visit = _visit(request)
+        options = _options(request)
         with Console(stderr=True).status("starting") as status:
-            report = examine_hosts(visit, status.update)
+            report = examine_hosts(options, status.update)
     except UserError as error:
         if request.as_json:
             print(json.dumps({"problems": [problem.as_dict() for problem in error.problems]}, indent=2))
@@ -109,8 +109,8 @@ def _self_test(request: DoctorRequest) -> int:
     return Exit.WORKER if result.has_fault else Exit.DONE
 
 
-def _visit(request: DoctorRequest) -> Visit:
-    from llmtrain.launch.doctor.run import Visit
+def _options(request: DoctorRequest) -> DoctorOptions:
+    from llmtrain.launch.doctor.run import DoctorOptions
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.plan.load import load_recipe
 
@@ -131,7 +131,7 @@ def _visit(request: DoctorRequest) -> Visit:
         raise RecipeError(problems)
     hosts = read_hosts(request.hostfile, request.include, request.exclude) if request.hostfile else []
     recipe = load_recipe(request.recipe, request.assignments)[0] if request.recipe else None
-    return Visit(
+    return DoctorOptions(
         hosts=tuple(hosts),
         nproc=request.nproc,
         seconds=request.time_limit,

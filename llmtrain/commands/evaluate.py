@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
+from llmtrain.commands.options import LARGEST_OPTION, JsonOption
 from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
 from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
@@ -78,7 +78,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     check_harness()
     checkpoint = _checkpoint(run, request.step)
     with quiet_libraries():
-        from llmtrain.train.harness import results_of, tasks_of
+        from llmtrain.train.lm_eval_harness import results_of, tasks_of
 
         manager = tasks_of(names, include)
         with scratch_folder(run.path, "eval") as scratch:
@@ -87,9 +87,9 @@ def evaluate_tasks(request: EvalRequest) -> None:
             limit = request.limit or declared.limit
             results = results_of(model, names, manager, include, limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)
-    found = _write(run.eval_file(step), results, limit)
+    scored = _write(run.eval_file(step), results, limit)
     if request.as_json:
-        print(found.model_dump_json(indent=2))
+        print(scored.model_dump_json(indent=2))
         return
     from rich.console import Console
 
@@ -139,8 +139,10 @@ def _write(file: Path, results: Results, limit: int | None) -> Scored:
         before = read_json(file, Scored)
     except UNREADABLE:
         before = Scored()
-    own = {"harness": version("lm_eval"), "limit": limit, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    found = Scored(results={**before.results, **results}, computed={**before.computed, **dict.fromkeys(results, own)})
+    origin = {"harness": version("lm_eval"), "limit": limit, "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    scored = Scored(
+        results={**before.results, **results}, computed={**before.computed, **dict.fromkeys(results, origin)}
+    )
     file.parent.mkdir(exist_ok=True)
-    write_json(file, found.model_dump(mode="json"))
-    return found
+    write_json(file, scored.model_dump(mode="json"))
+    return scored

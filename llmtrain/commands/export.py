@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llmtrain.commands.checkpoint import one_checkpoint
-from llmtrain.commands.plan import TrustOption
+from llmtrain.commands.options import TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.stops import interrupted_by_sigterm
 from llmtrain.system.streams import quiet_libraries

@@ -72,14 +72,14 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.launch.disks import check_disks
     from llmtrain.plan.ds_config import render
     from llmtrain.run_dir.lock import RunLock
-    from llmtrain.train.start import offer_self_test, settle_threads, startable
+    from llmtrain.train.start import configure_thread_waiting, offer_self_test, startable
     from llmtrain.train.worker import train_rank
 
     declared, _ = request.load()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
     if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their start would count as load of other processes
-        settle_threads(1)
+        configure_thread_waiting(1)
     folder = request.folder(declared)
     try:
         plan = startable(declared, cluster, folder, request.resume, rank.world_size)

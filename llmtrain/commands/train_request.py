@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llmtrain.commands.plan import (
+from llmtrain.commands.options import (
     DeviceOption,
     NodesOption,
     PerNodeOption,
@@ -131,7 +131,7 @@ class TrainRequest:
     def arguments(self) -> tuple[str, ...]:
         """A worker's options after the recipe, without the run directory."""
         steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
-        changes = (part for one in self.allow_change for part in ("--allow-change", one))
+        changes = (part for field_name in self.allow_change for part in ("--allow-change", field_name))
         return (*self.sets, "--resume", self.resume, *changes, *steps)
 
     def script(self, path: str) -> tuple[str, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
+from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption, errors_as_json
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.host import MOST_WORKERS, busy, cores_of_others, most_cores_of_others, own_cores
 from llmtrain.system.streams import print_as_is
@@ -44,13 +43,8 @@ def tune_kernels(
 
     from llmtrain.plan.described import kernel_choice_lines, model_line
 
-    try:
+    with errors_as_json(as_json):
         plan, choice = _measured(recipe, assignments, nproc)
-    except RecipeError as error:
-        if as_json:
-            print(json.dumps(error.as_dict(), indent=2))
-            sys.exit(error.exit_code)
-        raise
     if as_json:
         print(json.dumps(choice.model_dump(mode="json"), indent=2))
         return

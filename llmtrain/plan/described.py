@@ -9,6 +9,7 @@ from llmtrain.plan.axes import AXES
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import describe_stages
+from llmtrain.system.quantities import readable_bytes
 
 
 def model_line(plan: Plan) -> str:
@@ -129,13 +130,3 @@ def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
         where = f"on {named}: " if len(volumes) > 1 else ""
         lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
     return lines
-
-
-def readable_bytes(size: int) -> str:
-    """Formats bytes in the largest unit in which they are at least 1."""
-    number = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Numbers, counts and durations as people read them."""
+"""Numbers, counts, sizes and durations as people read them."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def duration(seconds: float) -> str:
         if whole >= unit:
             return f"{whole // unit}{names[0]}{whole % unit // below:02d}{names[1]}"
     return f"{whole}s"
+
+
+def readable_bytes(size: int) -> str:
+    """Formats bytes in the largest unit in which they are at least 1."""
+    number = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{size} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"

@@ -23,7 +23,7 @@ QUIT = signal.SIGQUIT
 """The signal that ends a run at once (Ctrl-\\). A second SIGINT is handled like this signal."""
 RESUME, INTERRUPTED = 75, 130
 """As in `errors.Exit`, which takes longer to import."""
-MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
+MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.worker_wrapper")
 """Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
 
 _heard: set[int] = set()

@@ -46,6 +46,14 @@ def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> T
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
 
 
+@contextmanager
+def reserved_stdout() -> Iterator[TextIO]:
+    """Yields a stream on standard output; what libraries print there goes to standard error from now on."""
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        yield output
+
+
 def open_closed() -> None:
     """Opens closed standard streams on /dev/null.
 

@@ -18,7 +18,7 @@ from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
 from llmtrain.train.metrics.progress import sample_panel
-from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, score_table
+from llmtrain.train.tasks import BackgroundScoring, ScoringError, score_last, score_table
 
 
 def finish(
@@ -26,7 +26,7 @@ def finish(
     plan: Plan,
     state: TrainerState,
     prepared: Prepared,
-    tasks: TasksBeside | None,
+    tasks: BackgroundScoring | None,
     console: Console,
 ) -> None:
     """Compares the evaluation with a unigram model, exports, samples and scores; runs on rank 0 after the last step.

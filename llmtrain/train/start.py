@@ -24,7 +24,7 @@ from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from llmtrain.launch.template import Template
+    from llmtrain.launch.fork_server import ForkServer
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
     from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
@@ -49,16 +49,16 @@ class LocalStart:
 
     def train(self) -> int:
         """Trains and returns the exit code."""
-        from llmtrain.launch.jobs.accelerate import processes_asked
+        from llmtrain.launch.fork_server import ForkServer
+        from llmtrain.launch.jobs.accelerate import requested_processes
         from llmtrain.launch.local import common_environment
-        from llmtrain.launch.template import Template
 
-        cluster = local_cluster(self.nproc or processes_asked())
+        cluster = local_cluster(self.nproc or requested_processes())
         offer_self_test(cluster)
         if cluster.spec.on_cpu:
-            settle_threads(cluster.devices_per_node)
-        with Template() as template:
-            forked_from = template if cluster.spec.on_cpu and not self.tool else None
+            configure_thread_waiting(cluster.devices_per_node)
+        with ForkServer() as fork_server:
+            forked_from = fork_server if cluster.spec.on_cpu and not self.tool else None
             if forked_from:
                 # The imports take longest, so they run while the recipe is checked and the data are prepared.
                 forked_from.start(common_environment(cluster.world_size))
@@ -69,7 +69,7 @@ class LocalStart:
             check_disks(plan)
             return self._launch(plan, folder, forked_from)
 
-    def _launch(self, plan: Plan, folder: RunDir, template: Template | None) -> int:
+    def _launch(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None) -> int:
         """Checks the pipeline's stages, prepares the data, and runs the workers."""
         from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
         from llmtrain.data import BatchLoader, Progress, encode_prompts, prepare, report, with_max_steps
@@ -88,8 +88,8 @@ class LocalStart:
             return Exit.DONE
         with RunLock.take(folder.path, say) as lock:
             checkpoint = check_resume(plan, folder, self.resume, is_local=True)
-            if template:  # restarted if a single worker drives all devices
-                template.start(common_environment(plan.workers))
+            if fork_server:  # restarted if a single worker drives all devices
+                fork_server.start(common_environment(plan.workers))
             check_stages(plan)
             check_pretrained(plan.recipe)
             prepared = prepare(plan.recipe, Progress(console))
@@ -107,13 +107,13 @@ class LocalStart:
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
             with caught_signals():
                 # Batch systems repeat signals. One that arrives after the end must not change the exit code.
-                code = self._run(plan, folder, template, console)
+                code = self._run(plan, folder, fork_server, console)
                 lock.release()
                 if self.ended:
                     self.ended(code)
                 return code
 
-    def _run(self, plan: Plan, folder: RunDir, template: Template | None, console: Console) -> int:
+    def _run(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None, console: Console) -> int:
         """Runs the workers and returns the exit code."""
         from llmtrain.launch.tools import ToolJob, run_by_tool
         from llmtrain.train.restart import train_with_restarts
@@ -130,11 +130,11 @@ class LocalStart:
             resume=self.resume,
             max_restarts=self.max_restarts,
             console=console,
-            template=template,
-            allowed_s=plan.recipe.watchdog.min_seconds,
+            fork_server=fork_server,
+            hang_timeout_s=plan.recipe.watchdog.min_seconds,
         )
-        if template:
-            template.close()
+        if fork_server:
+            fork_server.close()
         return code
 
 
@@ -215,7 +215,7 @@ def check_pretrained(recipe: Recipe) -> None:
             say(f"note: {note}")
 
 
-def without_uncut(
+def without_unsplittable(
     plans: Sequence[NamedPlan], refused: Sequence[RefusedPlan]
 ) -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns both lists, with pipelines whose model cannot be split into their stages moved to the refused plans.
@@ -226,19 +226,19 @@ def without_uncut(
 
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
-    for one in plans:
-        stages = (one.plan.parallel.stages, one.plan.parallel.tensor)
+    for candidate in plans:
+        stages = (candidate.plan.parallel.stages, candidate.plan.parallel.tensor)
         if stages not in faults:
             try:
-                check_stages(one.plan)
+                check_stages(candidate.plan)
                 faults[stages] = None
             except RecipeError as error:
                 faults[stages] = error
         fault = faults[stages]
         if fault is None:
-            kept.append(one)
+            kept.append(candidate)
         else:
-            out.append(RefusedPlan(one.name, fault.problems[0]))
+            out.append(RefusedPlan(candidate.name, fault.problems[0]))
     if plans and not kept:
         raise RecipeError(dict.fromkeys(fault.problems[0] for fault in faults.values() if fault))
     return kept, out
@@ -255,7 +255,7 @@ def offer_self_test(cluster: Cluster) -> None:
         offered.touch()
 
 
-def settle_threads(ranks: int) -> None:
+def configure_thread_waiting(ranks: int) -> None:
     """Chooses how the threads of this host's ranks wait for each other. Called before torch is loaded."""
     if line := sleep_beside_others(os.environ, ranks):
         print(line, flush=True)

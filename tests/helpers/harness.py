@@ -69,7 +69,7 @@ def _rank_main(
         import torch
 
         from llmtrain.engines.runtime.distributed import init_process_group
-        from llmtrain.launch.place.rank import Rank
+        from llmtrain.launch.discovery.rank import Rank
 
         torch.set_num_threads(1)
         torch.manual_seed(rank)  # what imports have drawn differs from one server to the next

@@ -66,7 +66,7 @@ def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
     quiet = SimpleNamespace(show=lambda record: None, note=lambda line: None, advance=lambda step: None)
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
     state = TrainerState()
-    stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
+    stop = SimpleNamespace(should_stop=lambda step: False, stopped_by=None)
     with TrainingProgress(Console(quiet=True), 100) as progress:
         quiet.busy = progress.busy
         data = SimpleNamespace(train_batches=_batches)
@@ -128,7 +128,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
     )
     quiet = SimpleNamespace(**dict.fromkeys(("show", "note", "advance"), lambda _: None))
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
-    stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
+    stop = SimpleNamespace(should_stop=lambda step: False, stopped_by=None)
     engine = Evaluated()
     engine.guard = SimpleNamespace(read=lambda: Skipped(0, ()))
     with TrainingProgress(Console(quiet=True), 100) as progress:

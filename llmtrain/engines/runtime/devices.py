@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.place.rank import Rank
-from llmtrain.launch.place.slurm_step import LAUNCHER as SLURM
+from llmtrain.launch.discovery.rank import Rank
+from llmtrain.launch.discovery.slurm_step import LAUNCHER as SLURM
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

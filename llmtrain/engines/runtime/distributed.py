@@ -18,10 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from llmtrain.engines.runtime.devices import check_distinct, device_index, gpu_identity
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.place.discovery import HOROVODRUN, TORCHRUN
-from llmtrain.launch.place.interfaces import stay_on_loopback
-from llmtrain.launch.place.rank import LOOPBACK, Rank
-from llmtrain.launch.seal import SECRET_VARIABLE, Secret
+from llmtrain.launch.authentication import SECRET_VARIABLE, Secret
+from llmtrain.launch.discovery.discover import HOROVODRUN, TORCHRUN
+from llmtrain.launch.discovery.interfaces import stay_on_loopback
+from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 from llmtrain.overrides.torch import join_fake_group, rendezvous_store
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -132,16 +132,16 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
     All ranks must call it. Raises RecipeError if only some ranks have a secret from their launcher, or if they differ.
     """
-    exchange, key = store("seal"), "secret"
+    exchange, key = store("secret"), "secret"
     if rank.rank == 0:
-        exchange.set(key, secret.seal.seal(key, "") if secret.is_given else secret.text)
+        exchange.set(key, secret.authenticator.sign(key, "") if secret.is_given else secret.text)
         return secret
     value = exchange.get(key)
     if not secret.is_given and re.fullmatch(rb"[0-9a-f]{64}", value):
         return Secret(value.decode(), is_given=False)
     with suppress(ValueError):
         if secret.is_given:
-            secret.seal.opened(key, value)
+            secret.authenticator.verify(key, value)
             return secret
     what = "is another one" if secret.is_given else "is not set"
     message = f"{what} for rank {rank.rank}, unlike rank 0"

@@ -19,13 +19,14 @@ from threading import Lock, Thread
 from typing import Any, NoReturn, TextIO
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch import on_host
+from llmtrain.launch import host_agent
+from llmtrain.launch.discovery import interfaces
 from llmtrain.launch.disks import has_disk_operator
-from llmtrain.launch.doctor.finding import Scene
-from llmtrain.launch.place import interfaces
+from llmtrain.launch.doctor.finding import HostContext
 from llmtrain.system.host import cache_root
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.parent import dying_with_us
+from llmtrain.system.streams import reserved_stdout
 
 
 class Agent:
@@ -57,13 +58,15 @@ class Agent:
         """Replies with addresses of this host that others may reach, IPv4 first."""
         self._reply(addresses=interfaces.addresses())
 
-    def do_look(self, run_root: str, master: str | None, devices: list[int]) -> None:
+    def do_check(self, run_root: str, master: str | None, devices: list[int]) -> None:
         """Runs all checks."""
-        from llmtrain.launch.doctor.checks import look
+        from llmtrain.launch.doctor.checks import run_checks
 
-        scene = Scene(dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, tuple(devices))
-        findings = [one.as_dict() for one in look(scene)]
-        self._reply(findings=findings, facts=host_facts(scene))
+        context = HostContext(
+            dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, tuple(devices)
+        )
+        findings = [finding.as_dict() for finding in run_checks(context)]
+        self._reply(findings=findings, facts=host_facts(context))
 
     def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Starts ranks of an all-reduce, each of which reports its progress itself."""
@@ -73,7 +76,7 @@ class Agent:
             command = [
                 sys.executable,
                 "-m",
-                "llmtrain.launch.doctor.rank",
+                "llmtrain.launch.doctor.all_reduce_worker",
                 json.dumps(rank),
                 str(self._replies.fileno()),
             ]
@@ -99,8 +102,10 @@ class Agent:
             try:
                 self._reply(**json.loads(out.splitlines()[-1]))
             except (IndexError, ValueError):
-                said = error.decode(errors="replace").splitlines()[-20:]
-                self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {child.returncode}")
+                last_lines = error.decode(errors="replace").splitlines()[-20:]
+                self._reply(
+                    operator=name, seconds=0.0, file="", error="\n".join(last_lines) or f"code {child.returncode}"
+                )
 
     def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
         """Passes requests on. When the input ends, the requester is gone, and everything is ended."""
@@ -121,31 +126,30 @@ class Agent:
         return child
 
     def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
-        self._reply(rank=rank, at="ended", code=child.wait())
+        self._reply(rank=rank, state="ended", code=child.wait())
 
     def _reply(self, **fields: Any) -> None:
         with self._lock:
             print(json.dumps(fields), file=self._replies, flush=True)
 
 
-def host_facts(scene: Scene) -> dict[str, Any]:
+def host_facts(context: HostContext) -> dict[str, Any]:
     """Returns what is compared between hosts."""
     from llmtrain.launch.doctor.devices import seen_by_torch
 
-    own = on_host.version_facts(Path("/nonexistent"))
+    facts = host_agent.version_facts(Path("/nonexistent"))
     return {
-        "host": own["host"],
-        "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},
+        "host": facts["host"],
+        "versions": {"python": facts["python"], **facts["packages"], "llmtrain's sources": facts["llmtrain"]},
         "devices": seen_by_torch()[0],
         "addresses": interfaces.addresses(),
-        "run_root": str(scene.run_root),
+        "run_root": str(context.run_root),
     }
 
 
 def main() -> None:
-    """Serves standard input. Output of libraries goes to standard error."""
-    with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)
+    """Serves the requests on standard input."""
+    with reserved_stdout() as replies:
         Agent(replies).serve(sys.stdin)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
-from llmtrain.launch.doctor.finding import CheckResult, fault, listed, ok
-from llmtrain.launch.doctor.reach import Channel
+from llmtrain.launch.doctor.channel import Channel
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok
 
 CHECK = "all_reduce"
 FORMULA = "2 (n - 1) / n × bytes / s"
@@ -17,19 +17,19 @@ FORMULA = "2 (n - 1) / n × bytes / s"
 POLL_S = 0.05
 GRACE_S = 2.0
 """Seconds for the others to report their state after a rank has failed."""
-MOST_NAMED = 16
+MAX_NAMED = 16
 """Number of ranks that a line lists."""
-WAITING_FOR = {
-    "asked": "did not start",
+STATE_DESCRIPTIONS = {
+    "requested": "did not start",
     "started": "started, but did not reach rank 0",
-    "met": "reached rank 0, but not all others",
+    "connected": "reached rank 0, but not all others",
     "joined": "reached all others, but the large all-reduce did not end",
 }
 """Last state of a rank → its meaning."""
 
 
 @dataclass
-class Place:
+class HostRanks:
     """The ranks of one host."""
 
     channel: Channel
@@ -42,60 +42,60 @@ class Place:
 class AllReduceProgress:
     """The state of each rank."""
 
-    at: dict[int, str]
+    states: dict[int, str]
     reported: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The measurements of each rank."""
     failed: dict[int, str] = field(default_factory=dict)
     port: int = 0
     interfaces: dict[int, list[str]] = field(default_factory=dict)
 
-    def note(self, reply: Mapping[str, Any]) -> None:
+    def update(self, reply: Mapping[str, Any]) -> None:
         """Processes a line from a rank."""
-        rank, at = reply["rank"], reply["at"]
-        if at == "ended":
-            if self.at[rank] not in ("done", "failed"):
+        rank, state = reply["rank"], reply["state"]
+        if state == "ended":
+            if self.states[rank] not in ("done", "failed"):
                 code = reply["code"]
-                said = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                self.at[rank], self.failed[rank] = "failed", said
+                failure = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                self.states[rank], self.failed[rank] = "failed", failure
             return
-        self.at[rank] = at
-        if at == "met":
+        self.states[rank] = state
+        if state == "connected":
             self.interfaces[rank] = reply["interfaces"]
             self.port = reply["port"] if rank == 0 else self.port
-        elif at == "failed":
+        elif state == "failed":
             self.failed[rank] = reply["error"]
-        elif at == "done":
+        elif state == "done":
             self.reported[rank] = dict(reply)
 
     @property
     def is_over(self) -> bool:
         """Whether no more lines will come."""
-        return all(at in ("done", "failed") for at in self.at.values())
+        return all(state in ("done", "failed") for state in self.states.values())
 
 
-def reduce_over(
-    places: Sequence[Place], master: str, on_cpu: bool, seconds: float
-) -> tuple[CheckResult, dict[str, Any]]:
+def run_all_reduce(
+    hosts: Sequence[HostRanks], master: str, on_cpu: bool, seconds: float
+) -> tuple[Finding, dict[str, Any]]:
     """Runs the all-reduce within `seconds`.
 
     Returns the finding and the measurement, which is empty without a result.
     """
-    world = sum(len(place.ranks) for place in places)
-    progress = AllReduceProgress(dict.fromkeys(range(world), "asked"))
+    world = sum(len(host.ranks) for host in hosts)
+    progress = AllReduceProgress(dict.fromkeys(range(world), "requested"))
     deadline = time.monotonic() + seconds
-    first = places[0]
+    first = hosts[0]
     first.channel.send("ranks", ranks=[_job(first, 0, world, master, 0, on_cpu, seconds)])
     while not progress.port and not progress.is_over and 0 not in progress.failed and time.monotonic() < deadline:
-        _poll(places, progress)
+        _poll(hosts, progress)
     if progress.port:
-        for place in places:
-            jobs = [_job(place, rank, world, master, progress.port, on_cpu, seconds) for rank in place.ranks if rank]
-            place.channel.send("ranks", ranks=jobs)
+        for host in hosts:
+            jobs = [_job(host, rank, world, master, progress.port, on_cpu, seconds) for rank in host.ranks if rank]
+            host.channel.send("ranks", ranks=jobs)
         while not progress.is_over and time.monotonic() < deadline:
             if progress.failed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            _poll(places, progress)
-    return _judge(places, progress, on_cpu, seconds)
+            _poll(hosts, progress)
+    return _result(hosts, progress, on_cpu, seconds)
 
 
 def bus_bandwidth(ranks: int, count: int, seconds: float) -> float:
@@ -103,38 +103,40 @@ def bus_bandwidth(ranks: int, count: int, seconds: float) -> float:
     return 2 * (ranks - 1) / ranks * count / seconds
 
 
-def _job(place: Place, rank: int, world: int, master: str, port: int, on_cpu: bool, seconds: float) -> dict[str, Any]:
+def _job(
+    host: HostRanks, rank: int, world: int, master: str, port: int, on_cpu: bool, seconds: float
+) -> dict[str, Any]:
     job = {
         "rank": rank,
         "world_size": world,
-        "local_rank": rank - place.ranks.start,
-        "local_world_size": len(place.ranks),
+        "local_rank": rank - host.ranks.start,
+        "local_world_size": len(host.ranks),
         "master": master,
         "port": port,
         "on_cpu": on_cpu,
         "seconds": seconds,
     }
-    return job | ({"visible": ",".join(map(str, place.visible))} if place.visible and not on_cpu else {})
+    return job | ({"visible": ",".join(map(str, host.visible))} if host.visible and not on_cpu else {})
 
 
-def _poll(places: Sequence[Place], progress: AllReduceProgress) -> None:
-    for place in places:
+def _poll(hosts: Sequence[HostRanks], progress: AllReduceProgress) -> None:
+    for host in hosts:
         try:
-            reply = place.channel.next(POLL_S / len(places))
+            reply = host.channel.next(POLL_S / len(hosts))
         except Empty:
             continue
         if reply is None:
-            for rank in place.ranks:
-                if progress.at[rank] not in ("done", "failed"):
-                    progress.at[rank], progress.failed[rank] = "failed", "the connection to its host was lost"
+            for rank in host.ranks:
+                if progress.states[rank] not in ("done", "failed"):
+                    progress.states[rank], progress.failed[rank] = "failed", "the connection to its host was lost"
         elif "rank" in reply:
-            progress.note(reply)
+            progress.update(reply)
 
 
-def _judge(
-    places: Sequence[Place], progress: AllReduceProgress, on_cpu: bool, seconds: float
-) -> tuple[CheckResult, dict[str, Any]]:
-    names = {rank: place.channel.name for place in places for rank in place.ranks}
+def _result(
+    hosts: Sequence[HostRanks], progress: AllReduceProgress, on_cpu: bool, seconds: float
+) -> tuple[Finding, dict[str, Any]]:
+    names = {rank: host.channel.name for host in hosts for rank in host.ranks}
     if progress.failed or not progress.is_over:
         return _failure(progress, names, on_cpu, seconds), {}
     wrong = [rank for rank, reported in progress.reported.items() if reported["wrong"]]
@@ -165,13 +167,13 @@ def _judge(
     return ok(CHECK, text), measured
 
 
-def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool, seconds: float) -> CheckResult:
-    failed = [f"rank {rank} ({names[rank]}): {said}" for rank, said in sorted(progress.failed.items())]
+def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool, seconds: float) -> Finding:
+    failed = [f"rank {rank} ({names[rank]}): {failure}" for rank, failure in sorted(progress.failed.items())]
     late: dict[str, list[str]] = {}
-    for rank, at in progress.at.items():
-        if at not in ("done", "failed"):
-            late.setdefault(at, []).append(f"{rank} ({names[rank]})")
-    silent = [f"ranks {_some(ranks)}: {WAITING_FOR[at]}" for at, ranks in late.items()]
+    for rank, state in progress.states.items():
+        if state not in ("done", "failed"):
+            late.setdefault(state, []).append(f"{rank} ({names[rank]})")
+    silent = [f"ranks {_shortened(ranks)}: {STATE_DESCRIPTIONS[state]}" for state, ranks in late.items()]
     what = "; ".join([*failed, *silent])
     if not failed:
         what = f"not finished after {seconds:.0f} s: {what}"
@@ -184,8 +186,8 @@ def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool
     return fault(CHECK, what + used, fix)
 
 
-def _some(ranks: list[str]) -> str:
-    return listed(ranks if len(ranks) <= MOST_NAMED else [*ranks[:MOST_NAMED], f"{len(ranks) - MOST_NAMED} more"])
+def _shortened(ranks: list[str]) -> str:
+    return listed(ranks if len(ranks) <= MAX_NAMED else [*ranks[:MAX_NAMED], f"{len(ranks) - MAX_NAMED} more"])
 
 
 def _time(seconds: float) -> str:

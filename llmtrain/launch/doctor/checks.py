@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from llmtrain.launch.doctor import devices, limits, network, versions
-from llmtrain.launch.doctor.finding import CheckResult, Scene, caution
+from llmtrain.launch.doctor.finding import Finding, HostContext, warning
 
-Check = Callable[[Scene], Iterable[CheckResult]]
+Check = Callable[[HostContext], Iterable[Finding]]
 """Examines one thing and judges it."""
 CHECKS: dict[str, Check] = {
     "versions.python": versions.python,
@@ -32,16 +32,16 @@ CHECKS: dict[str, Check] = {
 """Group and name, reported if the check itself fails → check."""
 
 
-def look(scene: Scene, checks: Mapping[str, Check] = CHECKS) -> list[CheckResult]:
+def run_checks(context: HostContext, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
     """Runs the checks and returns all findings.
 
     A check that raises an exception is reported as a warning and does not hide the others.
     """
-    found: list[CheckResult] = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
-            found += check(scene)
+            findings += check(context)
         except Exception as error:  # machines vary more than expected: the other checks still report
             text = f"the check failed: {type(error).__name__}: {error}"
-            found.append(caution(name, text, "please report this"))
-    return found
+            findings.append(warning(name, text, "please report this"))
+    return findings

@@ -1,4 +1,4 @@
-"""The input and the results of the checks of a host; pure."""
+"""The input and the results of the checks of a host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "fault"]
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class Finding:
     """The result of one check.
 
     check: stable id, `GROUP.NAME`. text: what was found, or what is wrong with it. fix: how to fix it; empty if nothing
@@ -34,24 +34,24 @@ class CheckResult:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> CheckResult:
+    def of(cls, data: Mapping[str, Any]) -> Finding:
         """Restores a finding from `as_dict`."""
         return cls(data["check"], data["level"], data["text"], data["fix"])
 
 
-def ok(check: str, text: str) -> CheckResult:
+def ok(check: str, text: str) -> Finding:
     """Returns a finding that reports no problem."""
-    return CheckResult(check, "ok", text)
+    return Finding(check, "ok", text)
 
 
-def caution(check: str, text: str, fix: str) -> CheckResult:
+def warning(check: str, text: str, fix: str) -> Finding:
     """Returns a warning: a run may start, but it may be slow or fail later."""
-    return CheckResult(check, "warning", text, fix)
+    return Finding(check, "warning", text, fix)
 
 
-def fault(check: str, text: str, fix: str) -> CheckResult:
+def fault(check: str, text: str, fix: str) -> Finding:
     """Returns a fault: a run does not start, or it fails."""
-    return CheckResult(check, "fault", text, fix)
+    return Finding(check, "fault", text, fix)
 
 
 def listed(names: list[str]) -> str:
@@ -59,21 +59,12 @@ def listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def size(count: float) -> str:
-    """Formats a number of bytes for people: `23.4 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-PROGRAM_S = 30
+COMMAND_TIMEOUT_S = 30
 """Seconds after which a silent program is considered hung, as nvidia-smi is if a GPU is lost."""
 
 
 @dataclass(frozen=True)
-class Scene:
+class HostContext:
     """A host, as a run would see it."""
 
     env: Mapping[str, str]
@@ -90,15 +81,15 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """The output of a program, or the reason why it is missing."""
 
     text: str = ""
-    refusal: str = ""
+    error: str = ""
     """For example `nvidia-smi is not installed`; empty if it has answered."""
 
 
-def ask(*command: str, seconds: float = PROGRAM_S) -> Answer:
+def run_command(*command: str, seconds: float = COMMAND_TIMEOUT_S) -> CommandOutput:
     """Runs a program to its end."""
     name = Path(command[0]).name
     try:
@@ -112,12 +103,12 @@ def ask(*command: str, seconds: float = PROGRAM_S) -> Answer:
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError:
-        return Answer(refusal=f"{name} is not installed")
+        return CommandOutput(error=f"{name} is not installed")
     except OSError as error:
-        return Answer(refusal=f"{name} cannot be run: {error.strerror}")
+        return CommandOutput(error=f"{name} cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return Answer(refusal=f"{name} did not answer within {seconds:.0f} s")
+        return CommandOutput(error=f"{name} did not answer within {seconds:.0f} s")
     if done.returncode:
         last = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()][-1:]
-        return Answer(refusal=f"{name} ended with code {done.returncode}: {''.join(last) or 'no message'}")
-    return Answer(done.stdout)
+        return CommandOutput(error=f"{name} ended with code {done.returncode}: {''.join(last) or 'no message'}")
+    return CommandOutput(done.stdout)

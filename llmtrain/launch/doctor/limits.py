@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.launch.disks import existing
-from llmtrain.launch.doctor.finding import CheckResult, Scene, caution, fault, ok, size
+from llmtrain.launch.disks import nearest_existing
+from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, warning
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.system.untrusted import expanded
 
 LEAST_FILES = 4096
@@ -19,7 +20,7 @@ LEAST_PROCESSES = 4096
 """Processes and threads of one user: each worker has dozens."""
 
 
-def limits(scene: Scene) -> Iterator[CheckResult]:
+def limits(context: HostContext) -> Iterator[Finding]:
     """Checks nofile, memlock and nproc, as this process has inherited them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -31,13 +32,13 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
     ):
         if _is_below(soft, least):
             check = f"limits.{name.replace(' ', '_')}"
-            yield caution(
+            yield warning(
                 check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
             )
         else:
-            lines.append(f"{name} {_shown(soft)}")
-    locked = f"locked memory {_shown(memory[0], of_bytes=True)}"
-    if memory[0] != resource.RLIM_INFINITY and any((scene.sys / "class" / "infiniband").glob("*")):
+            lines.append(f"{name} {_readable(soft)}")
+    locked = f"locked memory {_readable(memory[0], of_bytes=True)}"
+    if memory[0] != resource.RLIM_INFINITY and any((context.sys / "class" / "infiniband").glob("*")):
         text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond this limit"
         fix = (
             "set `* soft memlock unlimited` and `* hard memlock unlimited` in "
@@ -58,10 +59,10 @@ def _raise(option: str, least: int, hard: int) -> str:
     return f"{command}, after raising the hard limit of {hard}" if _is_below(hard, least) else command
 
 
-def _shown(limit: int, of_bytes: bool = False) -> str:
+def _readable(limit: int, of_bytes: bool = False) -> str:
     if limit == resource.RLIM_INFINITY:
         return "unlimited"
-    return size(limit) if of_bytes else f"{limit:,}"
+    return readable_bytes(limit) if of_bytes else f"{limit:,}"
 
 
 SHARED = Path("/dev/shm")
@@ -71,7 +72,7 @@ LEAST_FREE = 2**30
 """Bytes that should be free in a folder that a run writes to."""
 
 
-def shared_memory(scene: Scene) -> Iterator[CheckResult]:
+def shared_memory(context: HostContext) -> Iterator[Finding]:
     """Checks /dev/shm, through which workers of one host communicate."""
     if not SHARED.is_dir():
         yield fault("storage.shm", f"{SHARED} does not exist", f"mount -t tmpfs tmpfs {SHARED}")
@@ -83,22 +84,23 @@ def shared_memory(scene: Scene) -> Iterator[CheckResult]:
             "storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; its mode should be 1777"
         )
     elif usage.free < LEAST_SHARED:
-        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}, which may be too little for NCCL"
-        yield caution("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
+        sizes = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
+        text = f"{SHARED} has {sizes}, which may be too little for NCCL"
+        yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
     else:
-        yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
+        yield ok("storage.shm", f"{SHARED} {readable_bytes(usage.free)} free of {readable_bytes(usage.total)}")
 
 
-def folders(scene: Scene) -> Iterator[CheckResult]:
+def folders(context: HostContext) -> Iterator[Finding]:
     """Checks the folders that a run writes to, by writing to each."""
     named = (
-        ("runs", scene.run_root, "--run-dir FOLDER"),
-        ("cache", scene.cache, "export LLMTRAIN_CACHE=FOLDER"),
-        ("temporary files", Path(scene.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR=FOLDER"),
-        ("Hugging Face", _hugging_face(scene), "export HF_HOME=FOLDER"),
+        ("runs", context.run_root, "--run-dir FOLDER"),
+        ("cache", context.cache, "export LLMTRAIN_CACHE=FOLDER"),
+        ("temporary files", Path(context.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR=FOLDER"),
+        ("Hugging Face", _hugging_face(context), "export HF_HOME=FOLDER"),
     )
     for what, folder, fix in named:
-        yield _judge(what, folder, fix)
+        yield _folder_finding(what, folder, fix)
 
 
 def write_refusal(folder: Path) -> str:
@@ -113,8 +115,8 @@ def write_refusal(folder: Path) -> str:
     return ""
 
 
-def _judge(what: str, folder: Path, fix: str) -> CheckResult:
-    check, there = f"storage.{what.replace(' ', '_')}", existing(expanded(str(folder)))
+def _folder_finding(what: str, folder: Path, fix: str) -> Finding:
+    check, there = f"storage.{what.replace(' ', '_')}", nearest_existing(expanded(str(folder)))
     if not there.is_dir():
         return fault(check, f"{what}: {folder} is below a file, {there}", fix)
     refusal = write_refusal(there)
@@ -122,10 +124,10 @@ def _judge(what: str, folder: Path, fix: str) -> CheckResult:
         return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:
-        return caution(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
-    return ok(check, f"{what}: {folder}, {size(free)} free")
+        return warning(check, f"{what}: {readable_bytes(free)} are free in {there}", f"free some space, or {fix}")
+    return ok(check, f"{what}: {folder}, {readable_bytes(free)} free")
 
 
-def _hugging_face(scene: Scene) -> Path:
-    caches = Path(scene.env.get("XDG_CACHE_HOME") or "~/.cache")
-    return Path(scene.env.get("HF_HOME") or caches / "huggingface")
+def _hugging_face(context: HostContext) -> Path:
+    caches = Path(context.env.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(context.env.get("HF_HOME") or caches / "huggingface")

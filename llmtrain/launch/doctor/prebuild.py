@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.launch.disks import LIBAIO
-from llmtrain.launch.doctor.finding import CheckResult, fault, ok
-from llmtrain.launch.doctor.reach import Channel
+from llmtrain.launch.doctor.channel import Channel
+from llmtrain.launch.doctor.finding import Finding, fault, ok
 from llmtrain.recipe import ParallelConfig
 
 DISK = ("pin_memory", "async_io")
@@ -35,17 +35,17 @@ def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tup
 
 def build_operators(
     channel: Channel, operators: Sequence[str], on_cpu: bool, is_needed: bool
-) -> tuple[list[CheckResult], list[dict[str, Any]]]:
+) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Builds operators on a host. Returns the findings, and {operator, seconds, file, error} of each operator.
 
     is_needed: whether a recipe needs them; otherwise a host without libaio is not at fault. Raises UnreachableError.
     """
     channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
     built = [channel.reply(BUILD_S) for _ in operators]
-    return [_judge(one, is_needed) for one in built], built
+    return [_finding(reply, is_needed) for reply in built], built
 
 
-def _judge(built: Mapping[str, Any], is_needed: bool) -> CheckResult:
+def _finding(built: Mapping[str, Any], is_needed: bool) -> Finding:
     check, name = f"prebuild.{built['operator']}", built["operator"]
     if "libaio" in built["error"] and not built["seconds"]:
         text = f"{name} was not built; only offload to disk needs it: {built['error']}"

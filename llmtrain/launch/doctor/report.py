@@ -1,4 +1,4 @@
-"""All findings of the doctor, as data and as lines for people; pure."""
+"""All findings of the doctor, as data and as lines for people."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from llmtrain.launch.doctor.finding import CheckResult
+from llmtrain.launch.doctor.finding import Finding
 
 STYLES = {"warning": "yellow", "fault": "bold red"}
 MARGIN = 2
 LABEL = 14
 """Characters before the text of a finding."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Number of hosts that a line lists."""
 
 
@@ -25,7 +25,7 @@ class HostReport:
     """The findings of one host."""
 
     name: str
-    findings: list[CheckResult]
+    findings: list[Finding]
     facts: dict[str, Any] = field(default_factory=dict)
     built: list[dict[str, Any]] = field(default_factory=list)
 
@@ -37,18 +37,18 @@ class HostReport:
 
 @dataclass
 class DoctorReport:
-    """The whole."""
+    """The findings of all hosts, and the measured all-reduce."""
 
     hosts: list[HostReport]
-    together: list[CheckResult] = field(default_factory=list)
+    together: list[Finding] = field(default_factory=list)
     """Findings about all hosts and ranks together."""
     all_reduce: dict[str, Any] = field(default_factory=dict)
 
-    def of_level(self, level: str) -> list[tuple[str, CheckResult]]:
+    def of_level(self, level: str) -> list[tuple[str, Finding]]:
         """Returns (host or "", finding) for the findings of a level."""
-        own = [(host.name, one) for host in self.hosts for one in host.findings]
-        everything = [*own, *(("", one) for one in self.together)]
-        return [(name, one) for name, one in everything if one.level == level]
+        of_hosts = [(host.name, finding) for host in self.hosts for finding in host.findings]
+        findings = [*of_hosts, *(("", finding) for finding in self.together)]
+        return [(name, finding) for name, finding in findings if finding.level == level]
 
     def document(self) -> dict[str, Any]:
         """Returns what `--json` prints."""
@@ -59,13 +59,13 @@ class DoctorReport:
                 {
                     "host": host.name,
                     "reached": host.was_reached,
-                    "findings": [one.as_dict() for one in host.findings],
+                    "findings": [finding.as_dict() for finding in host.findings],
                     "facts": host.facts,
                     "prebuilt": host.built,
                 }
                 for host in self.hosts
             ],
-            "together": [one.as_dict() for one in self.together],
+            "together": [finding.as_dict() for finding in self.together],
             "all_reduce": self.all_reduce or None,
         }
 
@@ -84,23 +84,23 @@ def show(report: DoctorReport, console: Console) -> None:
     for line in _groups(rows, reached, width):
         console.print(line, soft_wrap=True)
     for level in ("warning", "fault"):
-        found = [one for one in rows if one.finding.level == level]
-        if found:
+        of_level = [row for row in rows if row.finding.level == level]
+        if of_level:
             console.print()
-        for one in found:
-            where = f"{_named(one.hosts)}: " if one.hosts and len(report.hosts) > 1 and not one.names_its_host else ""
-            text = f"{level}: {where}{one.finding.text} [{one.finding.check}]"
+        for row in of_level:
+            where = f"{_named(row.hosts)}: " if row.hosts and len(report.hosts) > 1 and not row.names_its_host else ""
+            text = f"{level}: {where}{row.finding.text} [{row.finding.check}]"
             _print(console, _wrapped(text, width, 0, 4), STYLES[level])
-            _print(console, _wrapped(one.finding.fix, width, 4, 4))
+            _print(console, _wrapped(row.finding.fix, width, 4, 4))
     console.print()
-    _print(console, [_verdict([one.finding.level for one in rows])])
+    _print(console, [_verdict([row.finding.level for row in rows])])
 
 
 @dataclass(frozen=True)
 class _Row:
     """A finding, and the hosts that have it; none if it concerns all together."""
 
-    finding: CheckResult
+    finding: Finding
     hosts: tuple[str, ...]
 
     @property
@@ -111,25 +111,25 @@ class _Row:
 
 def _rows(report: DoctorReport) -> list[_Row]:
     """Returns each finding once, group by group."""
-    hosts: dict[CheckResult, list[str]] = {}
+    hosts: dict[Finding, list[str]] = {}
     for host in report.hosts:
-        for one in host.findings:
-            hosts.setdefault(one, []).append(host.name)
-    hosts |= {one: [] for one in report.together}
-    order = list(dict.fromkeys(one.group for one in hosts))
-    rows = [_Row(one, tuple(names)) for one, names in hosts.items()]
-    return sorted(rows, key=lambda one: order.index(one.finding.group))
+        for finding in host.findings:
+            hosts.setdefault(finding, []).append(host.name)
+    hosts |= {finding: [] for finding in report.together}
+    order = list(dict.fromkeys(finding.group for finding in hosts))
+    rows = [_Row(finding, tuple(names)) for finding, names in hosts.items()]
+    return sorted(rows, key=lambda row: order.index(row.finding.group))
 
 
 def _groups(rows: list[_Row], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
     """Yields lines of what is in order, each group labelled once; a group with problems only refers to the end."""
     labelled = ""
-    for group in dict.fromkeys(one.finding.group for one in rows):
-        members = [one for one in rows if one.finding.group == group]
+    for group in dict.fromkeys(row.finding.group for row in rows):
+        members = [row for row in rows if row.finding.group == group]
         lines = [
-            (f"{_named(one.hosts)}: " if one.hosts and one.hosts != reached else "") + one.finding.text
-            for one in members
-            if one.finding.level == "ok"
+            (f"{_named(row.hosts)}: " if row.hosts and row.hosts != reached else "") + row.finding.text
+            for row in members
+            if row.finding.level == "ok"
         ]
         for text in lines or ["see below"]:
             label = "" if group == labelled else group.replace("_", "-")
@@ -142,8 +142,8 @@ def _groups(rows: list[_Row], reached: tuple[str, ...], width: int | None) -> It
 def _named(hosts: tuple[str, ...]) -> str:
     return (
         ", ".join(hosts)
-        if len(hosts) <= MOST_NAMED
-        else f"{', '.join(hosts[:MOST_NAMED])} and {len(hosts) - MOST_NAMED} more"
+        if len(hosts) <= MAX_NAMED
+        else f"{', '.join(hosts[:MAX_NAMED])} and {len(hosts) - MAX_NAMED} more"
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.launch.disks import compiler_of, has_libaio
-from llmtrain.launch.doctor.finding import CheckResult, Scene, ask, caution, fault, ok
+from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, run_command, warning
 from llmtrain.overrides import TRIED, untried_versions
 from llmtrain.system.host import installed_version
 from llmtrain.system.kernel_caches import kernel_caches
@@ -36,40 +36,40 @@ OPTIONAL = {
 """Module → distribution."""
 
 
-def python(scene: Scene) -> Iterator[CheckResult]:
+def python(context: HostContext) -> Iterator[Finding]:
     """Checks the Python version, and llmtrain itself."""
-    asked, _ = requirements()
+    required, _ = requirements()
     version = platform.python_version()
-    own = installed_version("llmtrain") or "not installed, run from its folder"
-    text = f"Python {version} ({sys.executable}), llmtrain {own}"
-    if _satisfies(version, asked):
+    llmtrain_version = installed_version("llmtrain") or "not installed, run from its folder"
+    text = f"Python {version} ({sys.executable}), llmtrain {llmtrain_version}"
+    if _satisfies(version, required):
         yield ok("versions.python", text)
     else:
-        yield fault("versions.python", f"{text}: Python {asked} is required", "create a virtual environment with it")
+        yield fault("versions.python", f"{text}: Python {required} is required", "create a virtual environment with it")
 
 
-def packages(scene: Scene) -> Iterator[CheckResult]:
+def packages(context: HostContext) -> Iterator[Finding]:
     """Checks every package that llmtrain depends on."""
     _, needed = requirements()
     wrong = []
-    for name, asked in needed.items():
+    for name, required in needed.items():
         version = installed_version(name)
         if version is None:
             wrong.append(f"{name} is not installed")
-        elif not _satisfies(version, asked):
-            wrong.append(f"{name} is {version}, but {asked} is required")
-    found = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
+        elif not _satisfies(version, required):
+            wrong.append(f"{name} is {version}, but {required} is required")
+    leading = ", ".join(f"{name} {version}" for name in LEADING if (version := installed_version(name)))
     if wrong:
         yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
     for line in untried_versions():
         package = line.partition(" ")[0]
-        yield caution("versions.untested", line, f"pip install {package}=={TRIED[package]}")
-    if found:
+        yield warning("versions.untested", line, f"pip install {package}=={TRIED[package]}")
+    if leading:
         rest = "" if wrong else f"; all {len(needed)} packages satisfy the requirements"
-        yield ok("versions.packages", found + rest)
+        yield ok("versions.packages", leading + rest)
 
 
-def torch_build(scene: Scene) -> Iterator[CheckResult]:
+def torch_build(context: HostContext) -> Iterator[Finding]:
     """Checks what torch was built for, and whether it can be imported; loads it."""
     try:
         import torch
@@ -96,13 +96,13 @@ def torch_build(scene: Scene) -> Iterator[CheckResult]:
         yield fault("versions.torch", "torch was built without gloo", "install another build of torch")
 
 
-def optional(scene: Scene) -> Iterator[CheckResult]:
+def optional(context: HostContext) -> Iterator[Finding]:
     """Lists the packages that some recipes need."""
-    there = [
+    installed = [
         f"{dist} {installed_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)
     ]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
-    lines = [f"optional: {', '.join(there)}"] if there else []
+    lines = [f"optional: {', '.join(installed)}"] if installed else []
     lines += [f"optional, not installed: {', '.join(absent)}"] if absent else []
     yield ok("versions.optional", "; ".join(lines))
 
@@ -122,14 +122,18 @@ def requirements() -> tuple[str, dict[str, str]]:
         about = metadata.metadata("llmtrain")
         lines, python_versions = metadata.requires("llmtrain") or [], about["Requires-Python"]
     parsed = [Requirement(line) for line in lines]
-    needed = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return python_versions, {one.name: str(one.specifier) for one in needed}
+    needed = [
+        requirement
+        for requirement in parsed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    return python_versions, {requirement.name: str(requirement.specifier) for requirement in needed}
 
 
-def _satisfies(version: str, asked: str) -> bool:
+def _satisfies(version: str, required: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(asked).contains(version, prereleases=True)
+    return SpecifierSet(required).contains(version, prereleases=True)
 
 
 def _is_there(module: str) -> bool:
@@ -152,24 +156,24 @@ LAUNCH_PROGRAMS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-b
 """Program → the package of Debian that has it."""
 
 
-def compilers(scene: Scene) -> Iterator[CheckResult]:
+def compilers(context: HostContext) -> Iterator[Finding]:
     """Checks the programs that compile DeepSpeed's operators and torch.compile's code."""
-    compiler = compiler_of(scene.env)
+    compiler = compiler_of(context.env)
     lines = []
     for name, program, arguments, fix in (
         ("C++ compiler", compiler, ("--version",), "apt install g++, or dnf install gcc-c++"),
         ("ninja", "ninja", ("--version",), "pip install ninja"),
     ):
-        answer = ask(program, *arguments)
-        if answer.refusal:
-            text = f"no {name}: {answer.refusal}; offload to disk and torch.compile need it"
-            yield caution(f"tools.{name.split()[-1]}", text, fix)
+        output = run_command(program, *arguments)
+        if output.error:
+            text = f"no {name}: {output.error}; offload to disk and torch.compile need it"
+            yield warning(f"tools.{name.split()[-1]}", text, fix)
         else:
-            first = answer.text.partition("\n")[0]
+            first = output.text.partition("\n")[0]
             lines.append(first if first.startswith(program) else f"{program} {first}".rstrip())
-    nvcc = ask("nvcc", "--version")
+    nvcc = run_command("nvcc", "--version")
     release = re.search(r"release ([\d.]+)", nvcc.text)
-    lines.append(f"nvcc {release[1]}" if release else nvcc.refusal or "the release of nvcc is unknown")
+    lines.append(f"nvcc {release[1]}" if release else nvcc.error or "the release of nvcc is unknown")
     yield ok("tools.compilers", "; ".join(lines))
     if release:
         yield from _mismatch(release[1])
@@ -177,7 +181,7 @@ def compilers(scene: Scene) -> Iterator[CheckResult]:
     yield ok("tools.libaio", lib)
 
 
-def _mismatch(nvcc: str) -> Iterator[CheckResult]:
+def _mismatch(nvcc: str) -> Iterator[Finding]:
     """Reports different major versions of CUDA, for which DeepSpeed compiles no CUDA code."""
     try:
         import torch
@@ -187,34 +191,34 @@ def _mismatch(nvcc: str) -> Iterator[CheckResult]:
         return
     if built and built.partition(".")[0] != nvcc.partition(".")[0]:
         text = f"nvcc has CUDA {nvcc}, but torch {built}: DeepSpeed compiles nothing for GPUs"
-        yield caution("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
+        yield warning("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
 
 
-def operators(scene: Scene) -> Iterator[CheckResult]:
+def operators(context: HostContext) -> Iterator[Finding]:
     """Lists compiled operators, and reports locks of an interrupted build, for which torch waits forever."""
-    root = extensions_root(scene)
-    there = sorted(file.parent.name for file in root.glob("**/*.so"))
-    yield ok("tools.operators", f"compiled operators in {root}: {', '.join(there) or 'none'}")
+    root = extensions_root(context)
+    compiled = sorted(file.parent.name for file in root.glob("**/*.so"))
+    yield ok("tools.operators", f"compiled operators in {root}: {', '.join(compiled) or 'none'}")
     now = time.time()
     for lock in root.glob("**/lock"):
         age = now - lock.stat().st_mtime
         if age > STALE_S:
             text = f"{lock} is {age / 3600:.1f} h old: a build was interrupted, and every start waits for it"
-            yield caution("tools.lock", text, f"rm {shlex.quote(str(lock))}")
+            yield warning("tools.lock", text, f"rm {shlex.quote(str(lock))}")
 
 
-def launchers(scene: Scene) -> Iterator[CheckResult]:
+def launchers(context: HostContext) -> Iterator[Finding]:
     """Lists the programs that start workers on other hosts."""
-    there = [name for name in LAUNCH_PROGRAMS if shutil.which(name)]
-    absent = [f"{name} ({package})" for name, package in LAUNCH_PROGRAMS.items() if name not in there]
-    lines = [f"launchers: {', '.join(there) or 'none'}"]
+    installed = [name for name in LAUNCH_PROGRAMS if shutil.which(name)]
+    absent = [f"{name} ({package})" for name, package in LAUNCH_PROGRAMS.items() if name not in installed]
+    lines = [f"launchers: {', '.join(installed) or 'none'}"]
     yield ok("tools.launchers", "; ".join([*lines, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
-    beside = Path(sys.executable).parent / "deepspeed"
-    if not os.access(beside, os.X_OK):
-        text = f"{beside} does not exist, but --launcher deepspeed needs it"
-        yield caution("tools.deepspeed", text, "pip install -c constraints.txt -e .")
+    deepspeed = Path(sys.executable).parent / "deepspeed"
+    if not os.access(deepspeed, os.X_OK):
+        text = f"{deepspeed} does not exist, but --launcher deepspeed needs it"
+        yield warning("tools.deepspeed", text, "pip install -c constraints.txt -e .")
 
 
-def extensions_root(scene: Scene) -> Path:
+def extensions_root(context: HostContext) -> Path:
     """Returns the folder in which DeepSpeed's compiled operators are stored."""
-    return kernel_caches(scene.env)["TORCH_EXTENSIONS_DIR"]
+    return kernel_caches(context.env)["TORCH_EXTENSIONS_DIR"]

@@ -76,7 +76,7 @@ class KubernetesOptions(Part):
     @field_validator("env")
     @classmethod
     def _no_secrets(cls, env: tuple[str, ...]) -> tuple[str, ...]:
-        for name, equals, _ in (one.partition("=") for one in env):
+        for name, equals, _ in (assignment.partition("=") for assignment in env):
             if not equals or re.fullmatch(r"[A-Za-z_]\w*", name) is None:
                 raise ValueError(f"'{name}' is not NAME=VALUE")
             if SECRET.search(name):
@@ -121,8 +121,8 @@ def render_manifest(
         resources=_resources(options, cluster),
         # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
         command=[*map(str, torchrun), *(word.replace("$", "$$") for word in script)],
-        env=dict(one.replace("$", "$$").split("=", 1) for one in options.env),
-        node_selector=dict(one.split("=", 1) for one in options.node_selector),
+        env=dict(assignment.replace("$", "$$").split("=", 1) for assignment in options.env),
+        node_selector=dict(label.split("=", 1) for label in options.node_selector),
         cache=str(mount / "cache"),
     )
 

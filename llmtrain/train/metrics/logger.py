@@ -79,13 +79,13 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
-        found = {"eval_loss": self.loss}
+        metrics = {"eval_loss": self.loss}
         if self.rewards is not None:
-            return {**found, **self.rewards}
-        found["perplexity"] = perplexity(self.loss)
+            return {**metrics, **self.rewards}
+        metrics["perplexity"] = perplexity(self.loss)
         if self.bytes_per_token:
-            found["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
-        return found
+            metrics["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
+        return metrics
 
 
 class MetricsLogger:
@@ -156,8 +156,8 @@ class MetricsLogger:
         fields: dict[str, Any] = {"step": step, **main.metrics()}
         if len(main.by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in main.by_source.items()}
-        for name, one in (sets or {}).items():
-            for metric, value in one.metrics().items():
+        for name, evaluation in (sets or {}).items():
+            for metric, value in evaluation.metrics().items():
                 fields.setdefault(f"{metric}_by_set", {})[name] = _finite(value)
         return self._write(fields, "eval")
 

@@ -226,9 +226,11 @@ def _evaluations(record: dict[str, Any]) -> Iterator[str]:
     yield f"eval loss {four_digits(record['eval_loss'])}{_quality(record)}{by_source}"
     for name, loss in record.get("eval_loss_by_set", {}).items():
         of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in QUALITY}
-        own = {metric: values[name] for metric, values in of_set.items() if name in values}
-        yield f"eval loss of {name} {four_digits(loss)}{_quality(own)}"
+        metrics = {metric: values[name] for metric, values in of_set.items() if name in values}
+        yield f"eval loss of {name} {four_digits(loss)}{_quality(metrics)}"
 
 
 def _quality(record: dict[str, Any]) -> str:
-    return "".join(f"  {one.replace('_', ' ')} {four_digits(record[one])}" for one in QUALITY if one in record)
+    return "".join(
+        f"  {metric.replace('_', ' ')} {four_digits(record[metric])}" for metric in QUALITY if metric in record
+    )

@@ -124,11 +124,11 @@ class BusyCores:
             return None
         self._is_reported = True
         used, threads = busy(others, own_cores()), self._all_threads
-        said = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
+        line = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
-            return said
+            return line
         return (
-            f"{said}, perhaps much slower, because its threads wait for each other. Stop the run and "
+            f"{line}, perhaps much slower, because its threads wait for each other. Stop the run and "
             "continue it: its threads then sleep while they wait, and the results do not change. --set "
             "kernels.threads=1 may be faster still"
         )
@@ -166,8 +166,8 @@ class Forecast:
             per_step = (now - self._first[1]) / (step - self._first[0])
         left_s = max(0, self._last_step - step) * per_step
         hours = self._device_hours + self._devices * (now - self._started) / 3600
-        found = {"left_s": left_s, "device_hours": hours}
+        forecast = {"left_s": left_s, "device_hours": hours}
         if self._price is not None:
-            found["cost"] = self._price * hours
-            found["cost_at_end"] = self._price * (hours + self._devices * left_s / 3600)
-        return found
+            forecast["cost"] = self._price * hours
+            forecast["cost_at_end"] = self._price * (hours + self._devices * left_s / 3600)
+        return forecast

@@ -98,7 +98,7 @@ def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, 
     fields = open_kernels(plan.recipe)
     for field, values in _values(plan, on_cpu, threads).items():
         if field in fields:
-            legal = (one for one in values[1:] if resolves(plan.recipe, plan.cluster, plan.model, {field: one}))
+            legal = (value for value in values[1:] if resolves(plan.recipe, plan.cluster, plan.model, {field: value}))
             yield field, [values[0], *legal]
 
 

@@ -8,7 +8,6 @@ end {"choice": ...}, {"problems": [...]} or {"busy": MESSAGE}.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK
+from llmtrain.launch.local import environment_without_rank
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.parent import dying_with_us
+from llmtrain.system.streams import reserved_stdout
 from llmtrain.train.tune.choice import write_cached
 
 
@@ -37,7 +37,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
     or others use the cores.
     """
     request = {"plan": plan.model_dump_json(), "device": device, "threads": threads, "always": always}
-    environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    environment = environment_without_rank()
     use_kernel_caches(environment)
     environment["DS_ACCELERATOR"] = device.partition(":")[0]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
@@ -85,12 +85,11 @@ def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
 def main() -> None:
     """Answers a request, which is a JSON file, as the measuring process."""
     request = json.loads(Path(sys.argv[1]).read_text())
-    with os.fdopen(os.dup(1), "w") as output:
-        os.dup2(2, 1)  # output of libraries is not part of the answer
+    with reserved_stdout() as output:
         try:
             _answer(output, **request)
         except RecipeError as error:
-            _tell(output, problems=[asdict(problem) for problem in error.problems])
+            _reply(output, problems=[asdict(problem) for problem in error.problems])
 
 
 def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) -> None:
@@ -106,18 +105,18 @@ def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) 
         torch.cuda.set_device(where)
     prepared = prepare(run.recipe)
 
-    def batch_of(one: Plan) -> MicroBatch:
-        return BatchLoader.of(one, prepared, dp_rank=0).train_batch(0).micro_batches[0]
+    def batch_of(candidate: Plan) -> MicroBatch:
+        return BatchLoader.of(candidate, prepared, dp_rank=0).train_batch(0).micro_batches[0]
 
     try:
-        choice = tune(run, batch_of, where, threads, always, lambda one: _tell(output, trying=one))
+        choice = tune(run, batch_of, where, threads, always, lambda trying: _reply(output, trying=trying))
     except BusyError as error:
-        _tell(output, busy=str(error))
+        _reply(output, busy=str(error))
     else:
-        _tell(output, choice=choice.model_dump(mode="json"))
+        _reply(output, choice=choice.model_dump(mode="json"))
 
 
-def _tell(output: TextIO, **line: object) -> None:
+def _reply(output: TextIO, **line: object) -> None:
     print(json.dumps(line), file=output, flush=True)
 
 

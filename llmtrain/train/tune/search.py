@@ -16,7 +16,7 @@ from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search.variants import MICRO_BATCH, micro_batches
 from llmtrain.train.tune.choice import alternatives, device_name, key_of_run
-from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
+from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, compare_in_turns, with_threads
 
 LEAST_GAIN = 0.02
 """Fraction of a pass that another kernel must save to be chosen; less may be noise."""
@@ -109,16 +109,16 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     try:
         trial = tuning.trial(dotted, value)
         _check(trial.warm(), tuning.loss, tuning.plan)
-        compared = in_turn(tuning.current, trial)
+        compared = compare_in_turns(tuning.current, trial)
     except BusyError:
         raise
     except Exception as error:  # any library may raise, for example when out of memory
         tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
-        found = tuning.milliseconds.setdefault(dotted, {})
+        milliseconds = tuning.milliseconds.setdefault(dotted, {})
         # The device's speed differs between comparisons: times of a field are scaled to its first comparison.
-        own = found.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
-        found[str(value)] = round(own * compared.ratio, 3)
+        current_ms = milliseconds.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
+        milliseconds[str(value)] = round(current_ms * compared.ratio, 3)
         if compared.is_faster and compared.ratio <= 1 - LEAST_GAIN:
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
@@ -133,33 +133,36 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
     The recipe's size is kept, because a larger one needs more memory. Times are for as many sequences as the recipe's
     micro-batch has. Nothing is measured in a pipeline, which waits longer if its micro-batches are larger.
     """
-    plan, own = tuning.plan, tuning.plan.batch.micro_batch_size
+    plan, recipe_size = tuning.plan, tuning.plan.batch.micro_batch_size
     if plan.parallel.pipeline > 1:
         return
     sizes = micro_batches(plan.recipe, plan.data_parallel_size)
-    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
-    for others in ([size for size in sizes if size > own], [size for size in reversed(sizes) if size < own]):
-        best, least = tuning.current, taken[str(own)]
+    milliseconds = {str(recipe_size): round(tuning.current.seconds() * 1000, 3)}
+    for others in (
+        [size for size in sizes if size > recipe_size],
+        [size for size in reversed(sizes) if size < recipe_size],
+    ):
+        best, least = tuning.current, milliseconds[str(recipe_size)]
         for size in others:
             say(f"{MICRO_BATCH}={size}")
             try:
                 changed = resolve(plan.recipe.with_(**tuning.values, **{MICRO_BATCH: size}), plan.cluster, plan.model)
                 trial = Trial(changed, batch_of(changed), best.device)
                 trial.warm()
-                compared = in_turn(best, trial)
+                compared = compare_in_turns(best, trial)
             except BusyError:
                 raise
             except Exception as error:  # any library may raise, for example when out of memory
                 tuning.failed[f"{MICRO_BATCH}={size}"] = _first_line(error)
                 break
             of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
-            taken[str(size)] = round(least * of_sequence, 3)
+            milliseconds[str(size)] = round(least * of_sequence, 3)
             if of_sequence > 1 - LEAST_GAIN:
                 break
-            best, least = trial, taken[str(size)]
+            best, least = trial, milliseconds[str(size)]
         if best is not tuning.current:
             break
-    tuning.milliseconds[MICRO_BATCH] = taken
+    tuning.milliseconds[MICRO_BATCH] = milliseconds
 
 
 def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
@@ -167,19 +170,19 @@ def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
 
     Whether a processor is faster in bf16 depends on its instructions. The recipe's precision is kept.
     """
-    own = tuning.plan.recipe.parallel.precision
-    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
+    recipe_precision = tuning.plan.recipe.parallel.precision
+    milliseconds = {str(recipe_precision): round(tuning.current.seconds() * 1000, 3)}
     for precision in PRECISIONS:
-        if precision == own:
+        if precision == recipe_precision:
             continue
         say(f"{PRECISION}={precision}")
         try:
             trial = tuning.trial(PRECISION, precision)
             trial.warm()
-            taken[precision] = round(trial.seconds() * 1000, 3)
+            milliseconds[precision] = round(trial.seconds() * 1000, 3)
         except Exception as error:  # any library may raise
             tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
-    tuning.milliseconds[PRECISION] = taken
+    tuning.milliseconds[PRECISION] = milliseconds
 
 
 def _compare_fp8(tuning: Tuning) -> None:
@@ -192,20 +195,20 @@ def _compare_fp8(tuning: Tuning) -> None:
         return
     plain = tuning.trial(FP8, "off")
     plain.warm()
-    compared = in_turn(plain, tuning.current)
+    compared = compare_in_turns(plain, tuning.current)
     bf16, in_fp8 = compared.seconds, compared.seconds * compared.ratio
     tuning.milliseconds[FP8] = {"off": round(bf16 * 1000, 3), kind: round(in_fp8 * 1000, 3)}
     refuse_slower(kind, bf16, in_fp8)
 
 
-class AnotherLossError(Exception):
+class WrongLossError(Exception):
     """A kernel computes something else."""
 
 
 def _check(loss: float, expected: float, plan: Plan) -> None:
     most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
     if not abs(loss - expected) <= most * abs(expected):  # also rejects NaN
-        raise AnotherLossError(f"{loss:.6g}, but {expected:.6g} was expected")
+        raise WrongLossError(f"{loss:.6g}, but {expected:.6g} was expected")
 
 
 def _first_line(error: Exception) -> str:

@@ -97,7 +97,7 @@ class BusyError(Exception):
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """A comparison of two trials by the medians of their turns."""
 
     seconds: float
@@ -111,32 +111,32 @@ class Compared:
     """
 
 
-def in_turn(one: Trial, other: Trial) -> Compared:
+def compare_in_turns(first: Trial, other: Trial) -> Comparison:
     """Compares two trials turn by turn.
 
     A device's speed drifts, but within a turn both drift alike. Load by others on a CPU is not drift: a pass with all
     threads waits for the one whose core is shared. Raises BusyError if the load does not end.
     """
-    taken = _turns(one, other)
-    won = sum(second < first for first, second in taken)
-    return Compared(
-        seconds=statistics.median(first for first, _ in taken),
-        ratio=statistics.median(second / first for first, second in taken),
-        is_faster=won >= len(taken) / 2 + len(taken) ** 0.5,
+    turns = _turns(first, other)
+    won = sum(second < first for first, second in turns)
+    return Comparison(
+        seconds=statistics.median(first for first, _ in turns),
+        ratio=statistics.median(second / first for first, second in turns),
+        is_faster=won >= len(turns) / 2 + len(turns) ** 0.5,
     )
 
 
-def _turns(one: Trial, other: Trial) -> list[tuple[float, float]]:
+def _turns(first: Trial, other: Trial) -> list[tuple[float, float]]:
     cores = own_cores()
     for _ in range(QUIET_TRIES):
         meter = CoreMeter()
-        taken: list[tuple[float, float]] = []
+        turns: list[tuple[float, float]] = []
         started = time.perf_counter()
-        while len(taken) < TURNS or time.perf_counter() - started < COMPARE_S:
-            taken.append((one.seconds(TURN_S), other.seconds(TURN_S)))
+        while len(turns) < TURNS or time.perf_counter() - started < COMPARE_S:
+            turns.append((first.seconds(TURN_S), other.seconds(TURN_S)))
         of_others = meter.cores_of_others()
-        if one.device.type != "cpu" or of_others <= most_cores_of_others(cores):
-            return taken
+        if first.device.type != "cpu" or of_others <= most_cores_of_others(cores):
+            return turns
     raise BusyError(busy(of_others, cores))
 
 

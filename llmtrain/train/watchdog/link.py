@@ -1,7 +1,7 @@
 """Communication between watchers: each reports its rank's status to that of rank 0, and receives orders from it.
 
-The protocol is lines over TCP. Each end begins with a random word. Every further line is JSON after an HMAC, which
-covers both words, the direction and the number of the line: a forged or repeated line ends the connection before it is
+The protocol is lines over TCP. Each end begins with a nonce. Every further line is JSON after an HMAC, which covers
+both nonces, the direction and the number of the line: a forged or repeated line ends the connection before it is
 parsed.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from llmtrain.errors import Problem, printable
-from llmtrain.launch.place.rank import LOOPBACK
-from llmtrain.launch.seal import Seal
+from llmtrain.launch.authentication import MessageAuthenticator
+from llmtrain.launch.discovery.rank import LOOPBACK
 from llmtrain.system.heartbeat import Phase
-from llmtrain.train.watchdog.verdict import Status
+from llmtrain.train.watchdog.diagnosis import Status
 
 LONGEST_LINE = 65536
 LONGEST_NAME = 256
@@ -30,11 +30,11 @@ SILENT_S = 8.0
 """Seconds of silence after which a watcher is considered gone, and its rank too; also if it accepts no data."""
 SEND_S = 2.0
 """Seconds after which a connection that accepts no data is given up."""
-MOST_STRANGERS = 64
+MAX_UNIDENTIFIED = 64
 """Connections beyond one per rank that have not been identified yet; a new one replaces the oldest."""
 FULL_S = 0.1
 """Seconds of waiting if this process has too many open files to accept a connection."""
-_WORD = re.compile(rb"[0-9a-f]{32}")
+_NONCE = re.compile(rb"[0-9a-f]{32}")
 _NUMBER = (int, float)
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **{"host": (str,), "state": (str,), "frame": (str,), "waiting": (bool,)},
@@ -49,7 +49,7 @@ class _Connection:
     """One end of a connection."""
 
     socket: socket.socket
-    seal: Seal
+    authenticator: MessageAuthenticator
     end: Literal["hub", "peer"]
     """The name of this end."""
     buffer: bytes = b""
@@ -59,16 +59,18 @@ class _Connection:
     sent: int = 0
     taken: int = 0
     """Number of lines sent and received."""
-    own_word: str = field(default_factory=lambda: secrets.token_hex(16))
-    other_word: str | None = None
+    own_nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    other_nonce: str | None = None
 
     def greet(self) -> None:
-        """Sends our own word. Raises OSError if the other end is gone."""
-        self.socket.sendall(self.own_word.encode() + b"\n")
+        """Sends this end's nonce. Raises OSError if the other end is gone."""
+        self.socket.sendall(self.own_nonce.encode() + b"\n")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Raises OSError if the other end is gone."""
-        line = self.seal.seal(f"{self.end} {self.own_word} {self.other_word} {self.sent}", json.dumps(message))
+        line = self.authenticator.sign(
+            f"{self.end} {self.own_nonce} {self.other_nonce} {self.sent}", json.dumps(message)
+        )
         self.sent += 1
         self.socket.sendall(line.encode() + b"\n")
 
@@ -80,16 +82,16 @@ class _Connection:
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         if any(len(line) > LONGEST_LINE for line in (*lines, self.buffer)):
             raise ValueError("a line without end")
-        if self.other_word is None and lines:
+        if self.other_nonce is None and lines:
             word = lines.pop(0)
-            if not _WORD.fullmatch(word):
+            if not _NONCE.fullmatch(word):
                 raise ValueError("not authenticated")
-            self.other_word = word.decode()
-        return [self._opened(line) for line in lines]
+            self.other_nonce = word.decode()
+        return [self._verified(line) for line in lines]
 
-    def _opened(self, line: bytes) -> dict[str, Any]:
+    def _verified(self, line: bytes) -> dict[str, Any]:
         other = "peer" if self.end == "hub" else "hub"
-        content = self.seal.opened(f"{other} {self.other_word} {self.own_word} {self.taken}", line)
+        content = self.authenticator.verify(f"{other} {self.other_nonce} {self.own_nonce} {self.taken}", line)
         self.taken += 1
         try:
             message = json.loads(content)
@@ -103,8 +105,8 @@ class _Connection:
 class Hub:
     """Rank 0's end: receives the statuses of the other ranks."""
 
-    def __init__(self, listener: socket.socket, seal: Seal, world_size: int) -> None:
-        self._seal = seal
+    def __init__(self, listener: socket.socket, authenticator: MessageAuthenticator, world_size: int) -> None:
+        self._authenticator = authenticator
         self._world_size = world_size
         self._frames: dict[int, str] = {}
         self._statuses: dict[int, tuple[float, Status]] = {}
@@ -133,16 +135,16 @@ class Hub:
                     self._accept()
                 else:
                     self._read(key.data)
-        for stranger in self._strangers():
-            if time.monotonic() - stranger.since > SILENT_S:
-                self._drop(stranger)
+        for connection in self._unidentified():
+            if time.monotonic() - connection.since > SILENT_S:
+                self._drop(connection)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Makes all ranks write their stacks to their logs."""
         self._frames.clear()
         self._send({"do": "dump"})
 
-    def answers(self, seconds: float) -> dict[int, str]:
+    def collect_frames(self, seconds: float) -> dict[int, str]:
         """Returns rank → innermost frame, for the ranks that answer in time."""
         deadline = time.monotonic() + seconds
         while {link.rank for link in self._known()} - set(self._frames) and time.monotonic() < deadline:
@@ -159,7 +161,7 @@ class Hub:
     def _known(self) -> list[_Connection]:
         return [link for link in self._links() if link.rank is not None]
 
-    def _strangers(self) -> list[_Connection]:
+    def _unidentified(self) -> list[_Connection]:
         """Returns the connections that have not been identified yet, the oldest first."""
         return [link for link in self._links() if link.rank is None]
 
@@ -171,19 +173,19 @@ class Hub:
                 self._drop(link)
 
     def _accept(self) -> None:
-        strangers = self._strangers()
+        unidentified = self._unidentified()
         try:
             connection, _ = self._listener.accept()
         except OSError:  # possibly too many open files
-            if strangers:
-                self._drop(strangers[0])
+            if unidentified:
+                self._drop(unidentified[0])
             else:
                 time.sleep(FULL_S)
             return
-        if len(strangers) >= self._world_size + MOST_STRANGERS:
-            self._drop(strangers[0])
+        if len(unidentified) >= self._world_size + MAX_UNIDENTIFIED:
+            self._drop(unidentified[0])
         connection.settimeout(SEND_S)
-        link = _Connection(connection, self._seal, "hub")
+        link = _Connection(connection, self._authenticator, "hub")
         self._selector.register(connection, selectors.EVENT_READ, link)
         try:
             _notice_silence(connection)
@@ -196,11 +198,11 @@ class Hub:
             return  # dropped for another one since it was selected
         try:
             for message in link.received():
-                self._take(link, message)
+                self._handle(link, message)
         except (OSError, ValueError, KeyError):
             self._drop(link)
 
-    def _take(self, link: _Connection, message: dict[str, Any]) -> None:
+    def _handle(self, link: _Connection, message: dict[str, Any]) -> None:
         rank = message["rank"]
         if type(rank) is not int or not 0 < rank < self._world_size:
             raise ValueError("no rank")
@@ -224,7 +226,7 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._link: _Connection | None = None
-        self._heard = self._polled = 0.0
+        self._last_received = self._polled = 0.0
 
     @property
     def has_link(self) -> bool:
@@ -234,7 +236,7 @@ class Peer:
     @property
     def is_connected(self) -> bool:
         """Whether rank 0's watcher answers."""
-        return self._link is not None and self._link.other_word is not None
+        return self._link is not None and self._link.other_nonce is not None
 
     def connect(self, address: str) -> None:
         """Tries to reach rank 0's watcher at an address from `address_of`."""
@@ -242,15 +244,15 @@ class Peer:
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=SEND_S)
             _notice_silence(connection)
-            link = _Connection(connection, Seal(key), "peer")
+            link = _Connection(connection, MessageAuthenticator(key), "peer")
             link.greet()
-            self._link, self._heard = link, time.monotonic()
+            self._link, self._last_received = link, time.monotonic()
 
-    def tell(self, status: Status) -> None:
+    def send_status(self, status: Status) -> None:
         """Sends the status of the rank."""
         self._send({"status": asdict(status)})
 
-    def answer(self, frame: str) -> None:
+    def send_frame(self, frame: str) -> None:
         """Sends the rank's innermost frame, after its stacks were written."""
         self._send({"frame": frame})
 
@@ -258,7 +260,7 @@ class Peer:
         """Returns the orders received within `seconds`: to write the stacks, or to end for a reason."""
         link, now = self._link, time.monotonic()
         if now - self._polled > SILENT_S:
-            self._heard = now  # it was stopped itself
+            self._last_received = now  # it was stopped itself
         self._polled = now + seconds
         if link is None:
             time.sleep(seconds)
@@ -266,10 +268,10 @@ class Peer:
         link.socket.settimeout(seconds)
         try:
             messages = link.received()
-            self._heard = time.monotonic()
+            self._last_received = time.monotonic()
             return [_order(message) for message in messages if message.get("do") != "stay"]
         except TimeoutError:
-            if time.monotonic() - self._heard > SILENT_S:
+            if time.monotonic() - self._last_received > SILENT_S:
                 self._close()
         except (OSError, ValueError):
             self._close()
@@ -295,7 +297,7 @@ def _order(message: Mapping[str, Any]) -> Literal["dump"] | Problem:
     if message.get("do") == "dump":
         return "dump"
     problem = message.get("problem")
-    if not isinstance(problem, dict) or problem.keys() != {one.name for one in fields(Problem)}:
+    if not isinstance(problem, dict) or problem.keys() != {field.name for field in fields(Problem)}:
         raise ValueError("no order")
     if not all(isinstance(text, str) for text in problem.values()):
         raise ValueError("no order")
@@ -335,6 +337,6 @@ def listen(on_one_machine: bool) -> socket.socket:
     )
 
 
-def address_of(host: str, port: int, seal: Seal) -> str:
+def address_of(host: str, port: int, authenticator: MessageAuthenticator) -> str:
     """Returns an address for `Peer.connect`."""
-    return json.dumps([host, port, seal.key])
+    return json.dumps([host, port, authenticator.key])

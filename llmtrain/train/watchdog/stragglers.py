@@ -1,4 +1,4 @@
-"""Determines which rank is slower than the others; pure."""
+"""Determines which rank is slower than the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stragglers:
         self._suspect: tuple[int, int] = -1, 0
         self._quiet_until: dict[int, float] = {}
 
-    def seen(self, totals: Mapping[int, tuple[float, int]]) -> Slowest | None:
+    def update(self, totals: Mapping[int, tuple[float, int]]) -> Slowest | None:
         """Returns the slowest rank if a window ends here, else None.
 
         totals: rank → the seconds and the steps that it has measured since its beginning.
@@ -57,9 +57,13 @@ class Stragglers:
         steps = {rank: count - self._base[rank][1] for rank, (_, count) in totals.items()}
         if min(steps.values()) < WINDOW_STEPS:
             return None
-        own = {rank: (seconds - self._base[rank][0]) / steps[rank] for rank, (seconds, _) in totals.items()}
+        step_seconds = {rank: (seconds - self._base[rank][0]) / steps[rank] for rank, (seconds, _) in totals.items()}
         self._open(totals)
-        ratios = {rank: own[rank] / median for rank in own if (median := self._median(own, rank)) > 0}
+        ratios = {
+            rank: step_seconds[rank] / median
+            for rank in step_seconds
+            if (median := self._median(step_seconds, rank)) > 0
+        }
         if not ratios:
             return None
         rank = max(ratios, key=ratios.__getitem__)

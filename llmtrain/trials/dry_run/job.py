@@ -1,4 +1,4 @@
-"""The input and the output of the ranks of a dry run. Pure."""
+"""The input and the output of the ranks of a dry run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.recipe import Part
 
 JOB_FILE = "dry_run_job.json"
 """The file that the ranks read."""
-FINDINGS_FILE = "findings.json"
+RESULT_FILE = "findings.json"
 """The file that rank 0 writes."""
 
 
@@ -56,7 +56,7 @@ class Checkpoint(Part):
     """Seconds to load it, including building new engines."""
 
 
-class Findings(Part):
+class DryRunResult(Part):
     """The results of the ranks."""
 
     engine: dict[str, Any]

@@ -69,7 +69,9 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
 def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[str, Any]:
     """Returns the fields that train the same part of a tiny copy."""
     copy = empty_model(tiny, torch.float32)
-    depth, tiny_depth = (one.get_text_config(decoder=True).num_hidden_layers for one in (config, tiny))
+    depth, tiny_depth = (
+        configuration.get_text_config(decoder=True).num_hidden_layers for configuration in (config, tiny)
+    )
     modules, weights = (dict(named) for named in (copy.named_modules(), copy.named_parameters()))
 
     def chosen(names: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
@@ -83,8 +85,8 @@ def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tin
         for name in names:
             kinds.setdefault(_LAYER.sub(".*.", name, count=1), []).append(name)
         meant = {_LAYER.sub(".*.", name, count=1) for name in wanted}
-        found = (named for kind, named in kinds.items() if kind in meant)
-        return tuple(one for named in found for one in [n for n in named if corresponding(n) in wanted] or named)
+        groups = (named for kind, named in kinds.items() if kind in meant)
+        return tuple(name for named in groups for name in [n for n in named if corresponding(n) in wanted] or named)
 
     def corresponding(name: str) -> str:
         return _LAYER.sub(lambda m: f".{int(m[1]) * (depth - 1) // max(tiny_depth - 1, 1)}.", name, count=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,15 +29,13 @@ from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.system.durable import write_atomically
-from llmtrain.trials.dry_run.job import FINDINGS_FILE, Checkpoint, DryRunJob, DryRunStep, Findings, RankFacts
+from llmtrain.trials.dry_run.job import RESULT_FILE, Checkpoint, DryRunJob, DryRunResult, DryRunStep, RankFacts
 from llmtrain.trials.dry_run.shrink import STEPS
-
-Say = Callable[[str], None]
-"""Prints a line."""
+from llmtrain.trials.jobs import Say
 
 
-def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
-    """Runs the dry run on this rank; rank 0 writes the findings to `folder`.
+def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
+    """Runs the dry run on this rank; rank 0 writes the result to `folder`.
 
     Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
     """
@@ -49,7 +46,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     prepared = with_references(engine, plan, prepared)
     data = BatchLoader.of(plan, prepared, engine.data_parallel_rank)
     described = engine.describe()
-    say(f"engine: {described}")
+    say(f"engine: {described}\n")
     facts = _facts(plan, engine)
     state = TrainerState(data=prepared.key)
     steps = [_step(engine, data, state, say) for _ in range(STEPS - 1)]
@@ -62,9 +59,9 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     weights = _weights(engine)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
-    loaded = _continued(plan, prepared, checkpoints, device, steps[-1], weights)
-    say(f"saved after step {STEPS - 1}, loaded into new engines: step {STEPS} is the same again")
-    findings = Findings(
+    loaded = _repeat_last_step(plan, prepared, checkpoints, device, steps[-1], weights)
+    say(f"saved after step {STEPS - 1}, loaded into new engines: step {STEPS} is the same again\n")
+    result = DryRunResult(
         engine=described,
         steps=tuple(steps),
         eval_loss=eval_loss,
@@ -72,7 +69,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
         ranks=tuple(gather(facts)),
     )
     if dist.get_rank() == 0:
-        write_atomically(folder / FINDINGS_FILE, findings.model_dump_json())
+        write_atomically(folder / RESULT_FILE, result.model_dump_json())
 
 
 def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> DryRunStep:
@@ -91,7 +88,7 @@ def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> D
     if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm)):
         message = f"step {state.step}: loss {step.loss}, gradient norm {step.grad_norm}"
         raise WorkerError(Problem("dry_run.finite", f"rank {dist.get_rank()}", message, "see its log"))
-    say(f"step {state.step}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.4f}")
+    say(f"step {state.step}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.4f}\n")
     return step
 
 
@@ -106,7 +103,7 @@ def _evaluate(engine: Engine, data: BatchLoader, most: int | None) -> float:
     return total / targets
 
 
-def _continued(
+def _repeat_last_step(
     plan: Plan,
     prepared: Prepared,
     checkpoints: Path,
@@ -123,16 +120,18 @@ def _continued(
     state = load(folder, engine, plan, prepared.key)
     seconds = time.perf_counter() - started
     again = _step(engine, BatchLoader.of(plan, prepared, engine.data_parallel_rank), state, lambda _: None)
-    found = _weights(engine)
-    apart = [
+    restored = _weights(engine)
+    differences = [
         f"{name} {getattr(again, name)!r} instead of {getattr(expected, name)!r}"
         for name in ("loss", "grad_norm", "lr")
         if getattr(again, name) != getattr(expected, name)
     ]
-    apart += [f"{name} differs" for name in weights if name not in found or not torch.equal(found[name], weights[name])]
-    if apart:
-        rest = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
-        message = f"continues differently from the run that wrote it: {', '.join(apart[:3])}{rest}"
+    differences += [
+        f"{name} differs" for name in weights if name not in restored or not torch.equal(restored[name], weights[name])
+    ]
+    if differences:
+        rest = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        message = f"continues differently from the run that wrote it: {', '.join(differences[:3])}{rest}"
         raise CheckpointError(Problem("dry_run.checkpoint", f"rank {dist.get_rank()}, {folder.name}", message))
     return seconds
 

@@ -1,4 +1,4 @@
-"""The report of a dry run, as JSON and as lines for people. Pure."""
+"""The report of a dry run, as JSON and as lines for people."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich import box
 from rich.table import Table
 
 from llmtrain.plan import Plan
-from llmtrain.plan.described import model_line, readable_bytes, split_lines, volume_lines
+from llmtrain.plan.described import model_line, split_lines, volume_lines
 from llmtrain.plan.predict.traffic import volumes
-from llmtrain.trials.dry_run.job import Findings
+from llmtrain.system.quantities import readable_bytes
+from llmtrain.trials.dry_run.job import DryRunResult
 from llmtrain.trials.dry_run.order import DataOrder, Read
 from llmtrain.trials.dry_run.shrink import Change
 
@@ -28,7 +29,7 @@ class DryRunReport:
     shrunk: Plan
     changes: tuple[Change, ...]
     order: DataOrder
-    findings: Findings
+    result: DryRunResult
     seconds: float
 
     def document(self) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class DryRunReport:
             "data_order": self.order.model_dump(mode="json"),
             "changes": [change.model_dump() for change in self.changes],
             "dry_run": {"plan": self.shrunk.summary(), "communication": list(volumes(self.shrunk))}
-            | self.findings.model_dump(mode="json"),
+            | self.result.model_dump(mode="json"),
             "seconds": self.seconds,
         }
 
@@ -54,7 +55,7 @@ class DryRunReport:
         yield f"dry run  {ranks(self.shrunk)} on this machine, {self.seconds:.0f} s"
         yield from split_lines(self.shrunk)
         yield from volume_lines(volumes(self.shrunk))
-        yield from _findings_lines(self.findings)
+        yield from _result_lines(self.result)
 
     def table(self) -> Table:
         """Returns a table of what was scaled down, and what that leaves untested."""
@@ -98,12 +99,12 @@ ROWS = 4
 """Number of sequences of a micro-batch that are shown."""
 
 
-def _findings_lines(findings: Findings) -> Iterator[str]:
-    checkpoint = findings.checkpoint
-    yield f"trained  {len(findings.steps)} steps: loss {', '.join(f'{step.loss:.4f}' for step in findings.steps)}"
-    yield f"         gradient norm {', '.join(f'{step.grad_norm:.4f}' for step in findings.steps)}"
-    if findings.eval_loss is not None:
-        yield f"         evaluation loss {findings.eval_loss:.4f}"
+def _result_lines(result: DryRunResult) -> Iterator[str]:
+    checkpoint = result.checkpoint
+    yield f"trained  {len(result.steps)} steps: loss {', '.join(f'{step.loss:.4f}' for step in result.steps)}"
+    yield f"         gradient norm {', '.join(f'{step.grad_norm:.4f}' for step in result.steps)}"
+    if result.eval_loss is not None:
+        yield f"         evaluation loss {result.eval_loss:.4f}"
     yield (
         f"saved    after step {checkpoint.after_step}: {checkpoint.files} files, {readable_bytes(checkpoint.size)}, "
         f"{checkpoint.save_s:.1f} s"

@@ -1,4 +1,4 @@
-"""The launcher's part of a dry run: scales the plan down, starts its ranks, reports, and removes its files. Pure."""
+"""The launcher's part of a dry run: scales the plan down, starts its ranks, reports, and removes its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import read_json
-from llmtrain.trials.dry_run.job import FINDINGS_FILE, JOB_FILE, DryRunJob, Findings
+from llmtrain.trials.dry_run.job import JOB_FILE, RESULT_FILE, DryRunJob, DryRunResult
 from llmtrain.trials.dry_run.report import DryRunReport, ranks
 from llmtrain.trials.dry_run.shrink import layers_kept, shrink_plan
 
@@ -22,7 +22,7 @@ REPORT = "dry_run.json"
 """The file that is left in the folder."""
 SCRATCH = "scratch"
 """Data and checkpoints, which are always removed."""
-OURS = {REPORT, SCRATCH, "logs", JOB_FILE, FINDINGS_FILE, "launch.json"}
+OURS = {REPORT, SCRATCH, "logs", JOB_FILE, RESULT_FILE, "launch.json"}
 """All that a dry run writes to its folder."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 """Environment of the ranks: there are more of them than cores, and no GPU may be initialised."""
@@ -40,9 +40,10 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
     # Imported here: these load torch, or numpy, which a login node may lack.
     from llmtrain.data import find_prepared
     from llmtrain.data.synthetic import synthetic
-    from llmtrain.launch import run_workers
+    from llmtrain.launch.fork_server import ForkServer
     from llmtrain.trials.dry_run.model import tiny_model
     from llmtrain.trials.dry_run.order import first_batches
+    from llmtrain.trials.jobs import run_job
 
     shrunk = shrink_plan(plan, tiny_model(plan.recipe, layers_kept(plan)))
     try:
@@ -56,13 +57,13 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
     try:
         job = DryRunJob(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
         synthetic(job.plan.recipe, Path(job.data))
-        (folder / JOB_FILE).write_text(job.model_dump_json() + "\n")
         print(f"dry run: {ranks(job.plan)} on this machine", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "llmtrain.trials.dry_run.worker", str(folder)]
-        code = run_workers(command, 1, run_dir, ENVIRONMENT)
-        if code:
-            sys.exit(code)
-        findings = read_json(folder / FINDINGS_FILE, Findings)
+        # One process imports torch, DeepSpeed and transformers: a laptop has two cores for eight ranks.
+        with ForkServer(("llmtrain.trials.dry_run.ranks",)) as fork_server:
+            module, workers = "llmtrain.trials.dry_run.worker", job.plan.workers
+            if code := run_job(module, job, JOB_FILE, workers, run_dir, ENVIRONMENT, fork_server):
+                sys.exit(code)
+        result = read_json(folder / RESULT_FILE, DryRunResult)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report = DryRunReport(
@@ -70,7 +71,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
         shrunk=shrunk.plan,
         changes=shrunk.changes,
         order=first_batches(plan, find_prepared(plan.recipe)),
-        findings=findings,
+        result=result,
         seconds=round(time.monotonic() - started, 1),
     )
     _tidy(folder)
@@ -82,9 +83,8 @@ def _clear(folder: Path) -> None:
     """Removes an earlier dry run from this folder."""
     if folder.exists() and not folder.is_dir():
         raise RecipeError(Problem("run_dir.folder", "--run-dir", f"{folder} is a file", "choose another folder"))
-    strangers = sorted({path.name for path in folder.glob("*")} - OURS)
-    if strangers:
-        message = f"{folder} contains something other than a dry run ({strangers[0]} is in it)"
+    if foreign := sorted({path.name for path in folder.glob("*")} - OURS):
+        message = f"{folder} contains something other than a dry run ({foreign[0]} is in it)"
         raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "choose a new folder"))
     _tidy(folder)
 

@@ -158,35 +158,35 @@ PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"
 def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
     """Yields all differences; equal values are left out."""
     pairs = [*_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
-    for what, one, other, untested in pairs:
-        if one != other:
-            yield Change(what=what, plan=one, dry_run=other, untested=untested)
+    for what, full, scaled, untested in pairs:
+        if full != scaled:
+            yield Change(what=what, plan=full, dry_run=scaled, untested=untested)
 
 
 Pair = tuple[str, str, str, str]
 
 
 def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
-    one, other = (f"{p.cluster.nodes} × {p.cluster.devices_per_node} {p.cluster.device}" for p in (plan, small))
-    yield "devices", one, other, "kernels, memory and speed of the devices, their links, NCCL, the launcher"
+    full, scaled = (f"{p.cluster.nodes} × {p.cluster.devices_per_node} {p.cluster.device}" for p in (plan, small))
+    yield "devices", full, scaled, "kernels, memory and speed of the devices, their links, NCCL, the launcher"
     for axis in AXES:
         what = axis.name if axis is PIPELINE else f"{axis.name} parallel"
         yield what, str(plan.degree(axis)), str(small.degree(axis)), UNTESTED[axis.name]
-    one, other = (f"groups of {p.parallel.hierarchical_partition}" for p in (plan, small))
-    yield "hierarchical partition", one, other, "gathers among more ranks"
+    full, scaled = (f"groups of {p.parallel.hierarchical_partition}" for p in (plan, small))
+    yield "hierarchical partition", full, scaled, "gathers among more ranks"
 
 
 def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
-    one, other = (f"{p.model.parameters:,} parameters" for p in (plan, small))
-    yield "model", one, other, "memory and numerics at full size"
+    full, scaled = (f"{p.model.parameters:,} parameters" for p in (plan, small))
+    yield "model", full, scaled, "memory and numerics at full size"
     yield "layers", f"{plan.model.layers}", f"{small.model.layers}", "depth"
     if plan.model.experts:
-        one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
-        yield "experts", one, other, "load balance among many experts"
+        full, scaled = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
+        yield "experts", full, scaled, "load balance among many experts"
     model = plan.recipe.model
     yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
-    one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
-    yield "kernels", one, other, "these kernels"
+    full, scaled = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
+    yield "kernels", full, scaled, "these kernels"
     yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
     yield "trained", _trained(model), _trained(small.recipe.model), "whether the patterns select the right modules"
     if model.quantize != "none":
@@ -197,24 +197,24 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
 
 def _trained(model: ModelConfig) -> str:
     if model.adapter is None:
-        return _some(model.trainable) or "all weights"
+        return _shortened(model.trainable) or "all weights"
     targets = model.adapter.pretrained or model.adapter.targets
-    saved = f", and {_some(model.adapter.modules_to_save)}" if model.adapter.modules_to_save else ""
-    return f"adapters of {targets if isinstance(targets, str) else _some(targets)}{saved}"
+    saved = f", and {_shortened(model.adapter.modules_to_save)}" if model.adapter.modules_to_save else ""
+    return f"adapters of {targets if isinstance(targets, str) else _shortened(targets)}{saved}"
 
 
-def _some(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
-    one, other = plan.recipe, small.recipe
-    yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
-    yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
+    full, scaled = plan.recipe, small.recipe
+    yield "data", ", ".join(source.name for source in full.data.sources), "random documents", "corpus and tokenizer"
+    yield "sequence", f"{full.data.sequence_length} tokens", f"{scaled.data.sequence_length} tokens", "long attention"
     yield "batch", triangle(plan), triangle(small), "larger sums"
-    steps = f"{one.train.epochs} epochs" if one.train.epochs else f"{one.train.steps:,}"
-    yield "steps", steps, f"{other.train.steps}", "learning, and the learning rate schedule"
-    yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale and overflows"
+    steps = f"{full.train.epochs} epochs" if full.train.epochs else f"{full.train.steps:,}"
+    yield "steps", steps, f"{scaled.train.steps}", "learning, and the learning rate schedule"
+    yield "precision", full.parallel.precision, scaled.parallel.precision, "the loss scale and overflows"
     for field, name in PLACES.items():
-        places = (getattr(one.parallel, field), getattr(other.parallel, field))
+        places = (getattr(full.parallel, field), getattr(scaled.parallel, field))
         yield f"{name} in", *places, "disk reads and writes"

@@ -1,4 +1,4 @@
-"""The input and the output of the measuring workers. Has no side effects."""
+"""The input and the output of the measuring workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def timed_plan(cluster: Cluster, matmul: Mapping[str, float]) -> Plan:
 
     matmul: FLOP/s by data type, which determines the size of the model.
     """
-    model = next((one for one in MODELS if one.flops < STEP_S * matmul["bf16"]), MODELS[-1])
+    model = next((model for model in MODELS if model.flops < STEP_S * matmul["bf16"]), MODELS[-1])
     heads = model.width // HEAD_DIM
     config = {"hidden_size": model.width, "intermediate_size": 4 * model.width, "num_hidden_layers": model.layers}
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": model.vocabulary}

@@ -69,16 +69,16 @@ def measure_device(cluster: Cluster, device: torch.device) -> DeviceRates:
 
 
 def _rate(
-    sizes: Iterable[int], made: Callable[[int], tuple[float, Callable[[], object]]], device: torch.device
+    sizes: Iterable[int], prepare: Callable[[int], tuple[float, Callable[[], object]]], device: torch.device
 ) -> float:
     """Returns the rate, in units of work per second, for the first size that takes `LONG_S`, else for the last size.
 
-    made: returns the amount of work for a size, and the function that does it.
+    prepare: returns the amount of work for a size, and the function that does it.
     """
     barrier()
     amount, work = 0.0, None
     for size in sizes:
-        amount, work = made(size)
+        amount, work = prepare(size)
         if _seconds(work, SECONDS / 10, device) >= LONG_S:
             break
     assert work is not None, "there are sizes"
@@ -111,16 +111,16 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> float:
     Products of zeros would need less power and would run faster than those of a model.
     """
 
-    def made(width: int) -> tuple[float, Callable[[], object]]:
+    def prepare(width: int) -> tuple[float, Callable[[], object]]:
         x = torch.randn(width, width, device=device).to(dtype)
         up, down = (torch.randn(shape, device=device).to(dtype) for shape in ((width, 4 * width), (4 * width, width)))
         return 2 * (2 * 4 * width**3), lambda: (x @ up) @ down
 
-    return _rate(SIZES, made, device)
+    return _rate(SIZES, prepare, device)
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> float:
-    def made(length: int) -> tuple[float, Callable[[], object]]:
+    def prepare(length: int) -> tuple[float, Callable[[], object]]:
         shape = (1, HEADS, length, HEAD_DIM)
         query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=device, dtype=dtype)
@@ -131,7 +131,7 @@ def _attention(dtype: torch.dtype, device: torch.device) -> float:
 
         return (1 + ATTENTION_BACKWARD) * 4 * HEADS * HEAD_DIM * length**2 / 2, work
 
-    return _rate(SIZES, made, device)
+    return _rate(SIZES, prepare, device)
 
 
 def is_right(dtype: torch.dtype, device: torch.device, seed: int) -> bool:
@@ -143,11 +143,11 @@ def is_right(dtype: torch.dtype, device: torch.device, seed: int) -> bool:
 
 
 def _memory(device: torch.device) -> float:
-    def made(size: int) -> tuple[float, Callable[[], object]]:
+    def prepare(size: int) -> tuple[float, Callable[[], object]]:
         block, other = _block(size, device), _block(size, device)
         return 2 * size, lambda: other.copy_(block)
 
-    return _rate(BYTES, made, device)
+    return _rate(BYTES, prepare, device)
 
 
 def _block(size: int, device: torch.device) -> torch.Tensor:
@@ -155,8 +155,8 @@ def _block(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _launch(device: torch.device) -> float:
-    one = torch.zeros(1, device=device)
-    return _seconds(lambda: [one.add_(1) for _ in range(LAUNCHES)], SECONDS, device) / LAUNCHES
+    scalar = torch.zeros(1, device=device)
+    return _seconds(lambda: [scalar.add_(1) for _ in range(LAUNCHES)], SECONDS, device) / LAUNCHES
 
 
 def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]]:
@@ -183,7 +183,7 @@ def _pairs(block: torch.Tensor, repeats: int) -> tuple[float | None, ...]:
     and other pairs disturb it no more than in an all-reduce.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: list[float | None] = [None] * ranks
+    bandwidths: list[float | None] = [None] * ranks
     received = torch.empty_like(block)
     for number in range(ranks):
         other = (number - rank) % ranks
@@ -197,8 +197,8 @@ def _pairs(block: torch.Tensor, repeats: int) -> tuple[float | None, ...]:
         _repeated(exchange, 1, block.device)
         seconds = _repeated(exchange, repeats, block.device)
         if other != rank:
-            found[other] = block.nbytes / seconds
-    return tuple(found)
+            bandwidths[other] = block.nbytes / seconds
+    return tuple(bandwidths)
 
 
 def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -215,12 +215,12 @@ def _repeated(work: Callable[[], object], repeats: int, device: torch.device) ->
 def _host(device: torch.device) -> float:
     """Returns the bytes per second between host and device, in the slower direction."""
 
-    def made(size: int, back: bool) -> tuple[float, Callable[[], object]]:
+    def prepare(size: int, back: bool) -> tuple[float, Callable[[], object]]:
         block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         target, source = (pinned, block) if back else (block, pinned)
         return size, lambda: target.copy_(source, non_blocking=True)
 
-    return min(_rate(BYTES, partial(made, back=back), device) for back in (False, True))
+    return min(_rate(BYTES, partial(prepare, back=back), device) for back in (False, True))
 
 
 def _steps(plan: Plan, device: torch.device) -> tuple[float, int | None]:

@@ -1,4 +1,4 @@
-"""Compares measurements with the catalogue, the predictions and the other devices. Has no side effects."""
+"""Compares measurements with the catalogue, the predictions and the other devices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from llmtrain.errors import Problem
-from llmtrain.launch.doctor.finding import CheckResult, caution, fault, listed, ok, size
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.assumptions import EAGER
 from llmtrain.plan.predict.rates import ReachedRates
 from llmtrain.plan.predict.time import predict, unknown
 from llmtrain.recipe.cluster import MeasuredRates
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.trials.self_test.job import DeviceRates
 from llmtrain.trials.verify.job import Certificate
 
@@ -27,16 +28,16 @@ def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
     """
     return MeasuredRates(
         device=device,
-        matmul={name: min(one.matmul[name] for one in ranks) for name in ranks[0].matmul},
-        attention={name: min(one.attention[name] for one in ranks) for name in ranks[0].attention},
-        memory_bandwidth=min(one.memory_bandwidth for one in ranks),
-        launch_s=max(one.launch_s for one in ranks),
-        host_bandwidth=min(filter(None, (one.host_bandwidth for one in ranks)), default=None),
-        node_bandwidth=min(filter(None, (one.node_bandwidth for one in ranks)), default=None),
+        matmul={name: min(rates.matmul[name] for rates in ranks) for name in ranks[0].matmul},
+        attention={name: min(rates.attention[name] for rates in ranks) for name in ranks[0].attention},
+        memory_bandwidth=min(rates.memory_bandwidth for rates in ranks),
+        launch_s=max(rates.launch_s for rates in ranks),
+        host_bandwidth=min(filter(None, (rates.host_bandwidth for rates in ranks)), default=None),
+        node_bandwidth=min(filter(None, (rates.node_bandwidth for rates in ranks)), default=None),
     )
 
 
-def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[Finding]:
     """Yields the findings. plan: the plan of the measured steps, for a node with the catalogue's rates."""
     yield _products_are_right(ranks)
     yield from _devices(plan, ranks)
@@ -44,61 +45,69 @@ def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) 
     yield from _step(plan, ranks, measured)
 
 
-def measuring_failed(problem: Problem) -> CheckResult:
+def measuring_failed(problem: Problem) -> Finding:
     """Returns the finding for an error that ended the measuring workers."""
     return fault("measure.failed", f"{problem.field}: {problem.message}", problem.fix or "see its log")
 
 
-def parity(certificate: Certificate) -> Iterator[CheckResult]:
+def parity(certificate: Certificate) -> Iterator[Finding]:
     """Yields findings on whether plans train like plain PyTorch."""
     check, family = "parity.plans", certificate.recipe.model.architecture
     total = len(certificate.verdicts)
-    others = [one for one in certificate.verdicts if not certificate.certified(one)]
+    others = [verdict for verdict in certificate.verdicts if not certificate.certified(verdict)]
     if not others:
         yield ok(check, f"{family}: {total} plans train as plain PyTorch does on one device, save, load and export")
-    for one in others:
-        found = ", ".join(f"{name} {value:.1e}" for name, value in certificate.max_deviation(one).items() if value)
-        what = f"failed: {one.failure}" if one.failure else f"deviates from plain PyTorch: {found or 'not finite'}"
-        yield fault(check, f"{family}, {one.name}: {what}", "do not train with this strategy here; report it")
+    for verdict in others:
+        deviations = ", ".join(
+            f"{name} {value:.1e}" for name, value in certificate.max_deviation(verdict).items() if value
+        )
+        what = (
+            f"failed: {verdict.failure}"
+            if verdict.failure
+            else f"deviates from plain PyTorch: {deviations or 'not finite'}"
+        )
+        yield fault(check, f"{family}, {verdict.name}: {what}", "do not train with this strategy here; report it")
 
 
-def _products_are_right(ranks: Sequence[DeviceRates]) -> CheckResult:
-    wrong = [f"rank {one.rank} ({one.product}) in {listed(list(one.wrong))}" for one in ranks if one.wrong]
+def _products_are_right(ranks: Sequence[DeviceRates]) -> Finding:
+    wrong = [f"rank {rates.rank} ({rates.product}) in {listed(list(rates.wrong))}" for rates in ranks if rates.wrong]
     if wrong:
         text = f"wrong products of integers on {'; '.join(wrong)}"
         return fault("compute.products", text, "the device is faulty: leave it out (CUDA_VISIBLE_DEVICES)")
     return ok("compute.products", "products of integers are exact in every data type on every device")
 
 
-def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
+def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[Finding]:
     """Reports devices with less memory than in the catalogue, or than the other devices."""
-    sizes = {one.rank: one.memory_bytes for one in ranks if one.memory_bytes}
+    sizes = {rates.rank: rates.memory_bytes for rates in ranks if rates.memory_bytes}
     if not sizes:
         return
     expected = max(plan.cluster.spec.memory_bytes or 0, *sizes.values())
-    small = [f"rank {rank} has {size(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected]
+    small = [
+        f"rank {rank} has {readable_bytes(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected
+    ]
     if small:
-        text = f"{listed(small)} of memory; {size(expected)} expected"
-        yield caution("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
+        text = f"{listed(small)} of memory; {readable_bytes(expected)} expected"
+        yield warning("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
     else:
-        yield ok("devices.memory", f"{size(min(sizes.values()))} of memory on each device")
+        yield ok("devices.memory", f"{readable_bytes(min(sizes.values()))} of memory on each device")
 
 
-def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[Finding]:
     """Compares each rate with the assumed one, and with the rates of the other devices."""
     spec = plan.cluster.spec
     kinds = (("matmul", "compute.", "matrix products"), ("attention", "compute.attention_", "attention"))
     for kind, check, what in kinds:
         for name, rate in getattr(measured, kind).items():
-            own = {one.rank: getattr(one, kind)[name] for one in ranks}
-            yield _compared(f"{check}{name}", f"{what} in {name}", own, rate, _assumed(plan, name, kind))
+            by_rank = {rates.rank: getattr(rates, kind)[name] for rates in ranks}
+            yield _compared(f"{check}{name}", f"{what} in {name}", by_rank, rate, _assumed(plan, name, kind))
     memory = spec.memory_bandwidth and spec.memory_bandwidth * EAGER.memory
-    own = {one.rank: one.memory_bandwidth for one in ranks}
-    yield _compared("memory.bandwidth", "copies within memory", own, measured.memory_bandwidth, memory, "B/s")
+    by_rank = {rates.rank: rates.memory_bandwidth for rates in ranks}
+    yield _compared("memory.bandwidth", "copies within memory", by_rank, measured.memory_bandwidth, memory, "B/s")
     if measured.host_bandwidth:
-        own = {one.rank: one.host_bandwidth for one in ranks if one.host_bandwidth}
+        by_rank = {rates.rank: rates.host_bandwidth for rates in ranks if rates.host_bandwidth}
         expected = spec.host_bandwidth and spec.host_bandwidth * EAGER.link
-        yield _compared("links.host", "copies to and from the host", own, measured.host_bandwidth, expected, "B/s")
+        yield _compared("links.host", "copies to and from the host", by_rank, measured.host_bandwidth, expected, "B/s")
     if measured.node_bandwidth:
         expected = spec.node_bandwidth and spec.node_bandwidth * EAGER.link
         text = f"all-reduce over {len(ranks)} devices"
@@ -122,7 +131,7 @@ BUSY = (
 
 def _compared(
     check: str, what: str, own: dict[int, float], slowest: float, expected: float | None, unit: str = "FLOP/s"
-) -> CheckResult:
+) -> Finding:
     """Compares the slowest rate with the expected one, and with the median of the devices (`own`, by rank)."""
     text = f"{what}: {_rate(slowest, unit)}"
     if expected:
@@ -130,9 +139,9 @@ def _compared(
     median = statistics.median(own.values()) if own else slowest
     late = [f"rank {rank} reaches {rate / median:.2g}" for rank, rate in own.items() if _is_late(rate, median)]
     if late:
-        return caution(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
+        return warning(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
     if expected and _is_late(slowest, expected):
-        return caution(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
+        return warning(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
     return ok(check, text)
 
 
@@ -140,14 +149,14 @@ def _is_late(rate: float, expected: float) -> bool:
     return rate < (1 - TOLERATED) * expected
 
 
-def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
+def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> Finding:
     """Reports the devices at the ends of slow links. A rank whose links are all slow is reported alone."""
     # Both ends of a link measure the same exchange.
     rates = {
-        (one.rank, other): rate
-        for one in ranks
-        for other, rate in enumerate(one.pair_bandwidth)
-        if rate and one.rank < other
+        (rates.rank, other): rate
+        for rates in ranks
+        for other, rate in enumerate(rates.pair_bandwidth)
+        if rate and rates.rank < other
     }
     usual = max(rates.values())
     (first, second), slowest = min(rates.items(), key=lambda item: item[1])
@@ -155,20 +164,20 @@ def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
     if expected:
         text += f", {slowest / expected:.2g} of the assumed {_rate(expected, 'B/s')}"
     late = {pair: rate / usual for pair, rate in rates.items() if _is_late(rate, usual)}
-    by_rank = {one.rank: max(rate for rate in one.pair_bandwidth if rate) / usual for one in ranks}
+    by_rank = {rates.rank: max(rate for rate in rates.pair_bandwidth if rate) / usual for rates in ranks}
     alone = {rank: share for rank, share in by_rank.items() if len(ranks) > 2 and _is_late(share, 1)}
     named = [f"rank {rank} reaches {share:.2g}" for rank, share in alone.items()]
     named += [f"ranks {a} and {b} reach {share:.2g}" for (a, b), share in late.items() if not alone.keys() & {a, b}]
     fix = "look at the link: `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, `dmesg | tail`"
     if named:
-        return caution("links.pairs", f"{text}; {listed(named)} of the fastest two, {_rate(usual, 'B/s')}", fix)
+        return warning("links.pairs", f"{text}; {listed(named)} of the fastest two, {_rate(usual, 'B/s')}", fix)
     is_slow = bool(expected and _is_late(slowest, expected))
-    return caution("links.pairs", f"{text}: slower", fix) if is_slow else ok("links.pairs", text)
+    return warning("links.pairs", f"{text}: slower", fix) if is_slow else ok("links.pairs", text)
 
 
-def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[Finding]:
     """Compares a real step with the predictions from the datasheet and from the measured rates."""
-    took = max(one.step_s for one in ranks)
+    took = max(rates.step_s for rates in ranks)
     parallel, precision = plan.parallel, plan.recipe.parallel.precision
     text = f"a step of {plan.model.parameters / 1e6:.0f} M parameters (ZeRO-{parallel.zero_stage}, {precision})"
     text += f" took {_duration(took)}"
@@ -182,14 +191,14 @@ def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> 
         text += f"; {_duration(first.step_s)} predicted by the datasheet, {_duration(second.step_s)} by these rates"
         slow = took > (1 + TOLERATED) * second.step_s
         fix = "the report helps to find out why: attach it to an issue"
-        yield caution("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
-    held = max((one.allocated_bytes or 0 for one in ranks), default=0)
+        yield warning("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
+    held = max((rates.allocated_bytes or 0 for rates in ranks), default=0)
     memory = memory_of(plan)
     if held and memory:
-        text = f"a step held {size(held)}; {size(memory.allocated)} predicted"
+        text = f"a step held {readable_bytes(held)}; {readable_bytes(memory.allocated)} predicted"
         large = held > (1 + TOLERATED) * memory.allocated
         fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
-        yield caution("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
+        yield warning("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
 
 
 def _rate(value: float, unit: str) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from llmtrain.data import prepare
 from llmtrain.errors import UserError
-from llmtrain.launch import run_workers
-from llmtrain.launch.doctor.finding import CheckResult
+from llmtrain.launch.doctor.finding import Finding
 from llmtrain.plan.axes import EXPERT, used
 from llmtrain.plan.search.enumerate import NamedPlan, enumerate_plans
 from llmtrain.recipe import parse_recipe
@@ -22,6 +21,7 @@ from llmtrain.recipe.cluster import Cluster, self_test_report
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.untrusted import read_json
+from llmtrain.trials.jobs import run_job
 from llmtrain.trials.self_test.job import JOB_FILE, DeviceRates, MeasureJob, rates_file, timed_plan
 from llmtrain.trials.self_test.report import findings, measured_by, measuring_failed, parity
 from llmtrain.trials.verify.certify import verify
@@ -49,13 +49,13 @@ EXPERTS: dict[str, Any] = {
 class SelfTest:
     """The result of a self-test."""
 
-    findings: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
     report: Path
 
     @property
     def has_fault(self) -> bool:
         """Whether this node has a fault, such as wrong results."""
-        return any(one.level == "fault" for one in self.findings)
+        return any(finding.level == "fault" for finding in self.findings)
 
 
 def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> SelfTest:
@@ -68,30 +68,30 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
     with RunLock.take(folder, say):
         certificates = _parity(cluster, folder, say)
         say("measuring rates, and the time of a step")
-        found = [finding for certificate in certificates for finding in parity(certificate)]
+        results = [finding for certificate in certificates for finding in parity(certificate)]
         ranks: list[DeviceRates] = []
         try:
             ranks = _measure(cluster, folder)
         except UserError as error:  # for example a device without enough memory
-            found += [measuring_failed(problem) for problem in error.problems]
+            results += [measuring_failed(problem) for problem in error.problems]
         measured = measured_by(ranks, cluster.device) if ranks else None
         if measured:
-            found += findings(timed_plan(cluster, measured.matmul), ranks, measured)
+            results += findings(timed_plan(cluster, measured.matmul), ranks, measured)
         report = {
             "host": socket.gethostname(),
             "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
             "seconds": round(time.time() - started, 1),
             "cluster": cluster.model_dump(mode="json"),
             "measured": measured.model_dump(mode="json") if measured else None,
-            "findings": [one.as_dict() for one in found],
-            "devices": [one.model_dump(mode="json") for one in ranks],
-            "parity": [one.document() for one in certificates],
+            "findings": [finding.as_dict() for finding in results],
+            "devices": [rates.model_dump(mode="json") for rates in ranks],
+            "parity": [certificate.document() for certificate in certificates],
             "environment": environment(),
         }
         write_json(folder / "report.json", report)
         if (path := self_test_report()) != folder / "report.json":
             write_json(path, report)
-    return SelfTest(tuple(found), path)
+    return SelfTest(tuple(results), path)
 
 
 def _parity(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> list[Certificate]:
@@ -115,17 +115,17 @@ def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) 
     lowest and the highest stage, and several axes together at one stage. experts: True for the strategies with expert
     parallelism, False for those without.
     """
-    found: dict[tuple[Any, ...], dict[Any, NamedPlan]] = {}
-    for one in plans:
-        parallel = one.plan.recipe.parallel
+    by_axes: dict[tuple[Any, ...], dict[Any, NamedPlan]] = {}
+    for candidate in plans:
+        parallel = candidate.plan.recipe.parallel
         is_own = parallel.backend == "deepspeed" or (parallel.backend, parallel.accelerate) in _OTHERS
         axes = used(parallel)
-        if one.plan.cluster.world_size != world_size or not is_own or (EXPERT in axes) != experts:
+        if candidate.plan.cluster.world_size != world_size or not is_own or (EXPERT in axes) != experts:
             continue
         variant = (parallel.backend, parallel.accelerate, parallel.offload_optimizer, parallel.offload_param)
-        found.setdefault(axes, {})[parallel.zero_stage, *variant] = one
+        by_axes.setdefault(axes, {})[parallel.zero_stage, *variant] = candidate
     chosen = []
-    for axes, by_stage in found.items():
+    for axes, by_stage in by_axes.items():
         ordered = [by_stage[key] for key in sorted(by_stage)]
         chosen += ordered if not axes else ordered[:1] if len(axes) > 1 else [*ordered[:1], *ordered[1:][-1:]]
     return chosen
@@ -137,9 +137,7 @@ _OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
 
 def _measure(cluster: Cluster, folder: Path) -> list[DeviceRates]:
     run_dir = RunDir(folder / "rates")
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
-    (run_dir.path / JOB_FILE).write_text(MeasureJob(cluster=cluster).model_dump_json(indent=2) + "\n")
-    command = [sys.executable, "-m", "llmtrain.trials.self_test.worker", str(run_dir.path)]
-    if code := run_workers(command, cluster.world_size, run_dir):
+    job, module = MeasureJob(cluster=cluster), "llmtrain.trials.self_test.worker"
+    if code := run_job(module, job, JOB_FILE, cluster.world_size, run_dir):
         sys.exit(code)
     return [read_json(rates_file(run_dir.path, rank), DeviceRates) for rank in range(cluster.world_size)]

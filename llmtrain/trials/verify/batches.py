@@ -69,7 +69,9 @@ class Batches:
         def uneven(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
             firsts = [(index * dp + dp_rank) * micro for index in range(len(micro_batches))]
             rows = [torch.arange(first, first + micro) for first in firsts]
-            return [self._uneven(one, samples) for one, samples in zip(micro_batches, rows, strict=True)]
+            return [
+                self._uneven(micro_batch, samples) for micro_batch, samples in zip(micro_batches, rows, strict=True)
+            ]
 
         for step, hidden in enumerate(self._hidden):
             batch = schedule.train_batch(step * self.size)
@@ -100,7 +102,7 @@ class Batches:
 
         return Batches(self.recipe, attach(self.prepared, found), self.steps)
 
-    def held_out_part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
+    def eval_batches(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields held-out sequences as a plan gives them to a data parallel rank."""
         return BatchLoader.of(plan, self.prepared, dp_rank).eval_batches(self._held_out)
 
@@ -117,7 +119,7 @@ class Batches:
         views = [source.train for source in self.prepared.sources]
         steps: list[Sequences] = []
         for step in range(self.steps):
-            ids = zip(*(one.tolist() for one in schedule.sample_ids(step * self.size, self.size)), strict=True)
+            ids = zip(*(column.tolist() for column in schedule.sample_ids(step * self.size, self.size)), strict=True)
             steps.append([read_documents(views[source], number, data, padding) for source, number in ids])
         return steps
 
@@ -154,7 +156,7 @@ class Batches:
             labels = rows.labels.masked_fill(lost, NO_TARGET)
             left = Completions.of(found.segment_ids, labels, found.references, found.desirable)
             return replace(rows, labels=labels, completions=left)
-        hidden, start = (one[:, None] for one in self._places(samples))
+        hidden, start = (place[:, None] for place in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
         if self.recipe.data.keeps_apart:
@@ -168,19 +170,19 @@ class Batches:
         if self.recipe.objective.of_completions:
             lost = self._conversations if sample % LOSES_ONE == 1 else 0
             empty = [
-                ReferenceDocument(one.inputs, torch.full_like(one.targets, reference.NO_TARGET))
-                for one in documents[:lost]
+                ReferenceDocument(document.inputs, torch.full_like(document.targets, reference.NO_TARGET))
+                for document in documents[:lost]
             ]
             return [*empty, *documents[lost:]]
-        hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
-        found: list[ReferenceDocument] = []
+        hidden, start = (int(place) for place in self._places(torch.tensor(sample)))
+        uneven: list[ReferenceDocument] = []
         begin = 0
-        for one in documents:
-            end = begin + len(one.inputs)
+        for document in documents:
+            end = begin + len(document.inputs)
             places = torch.arange(begin, end)
-            targets = one.targets.masked_fill(places < hidden, reference.NO_TARGET)
+            targets = document.targets.masked_fill(places < hidden, reference.NO_TARGET)
             is_cut = self.recipe.data.keeps_apart and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
-            found += map(ReferenceDocument, torch.split(one.inputs, sizes), torch.split(targets, sizes))
+            uneven += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))
             begin = end
-        return found
+        return uneven

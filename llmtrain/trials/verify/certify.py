@@ -1,4 +1,4 @@
-"""The launcher's part: groups plans by world size, starts workers for each, and writes one certificate. Pure."""
+"""The launcher's part: groups plans by world size, starts workers for each, and writes one certificate."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, RecipeError, StoppedError, UserError
-from llmtrain.launch.template import Template
+from llmtrain.launch.fork_server import ForkServer
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
+from llmtrain.trials.jobs import run_job
 from llmtrain.trials.verify.job import (
     CURRENT_FILE,
     JOB_FILE,
@@ -41,13 +42,11 @@ def verify(
     folder = run_dir.path
     with RunLock.take(folder, lambda line: _say(f"{line}\n")):
         _clear(folder)
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        job = VerifyJob(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
-        (folder / JOB_FILE).write_text(job.model_dump_json(indent=2) + "\n")
+        job = VerifyJob(recipe=recipe, steps=steps, plans={named_plan.name: named_plan.plan for named_plan in plans})
         # One worker first, which trains the reference.
-        with Template() as template:
-            forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
-            for world_size in sorted({1, *(one.plan.workers for one in plans)}):
+        with ForkServer() as fork_server:
+            forked_from = fork_server if any(named_plan.plan.cluster.spec.on_cpu for named_plan in plans) else None
+            for world_size in sorted({1, *(named_plan.plan.workers for named_plan in plans)}):
                 _run(job, world_size, run_dir, forked_from)
         certificate = Certificate(
             recipe=job.recipe,
@@ -58,25 +57,23 @@ def verify(
             environment=environment(),
             reference=read_references(folder),
             verdicts=tuple(read_verdicts(folder)),
-            refused=tuple({"name": one.name, "rule": one.problem.rule} for one in refused),
+            refused=tuple({"name": refusal.name, "rule": refusal.problem.rule} for refusal in refused),
         )
         write_json(folder / "certificate.json", certificate.document())
         return certificate
 
 
-def _run(job: VerifyJob, world_size: int, run_dir: RunDir, template: Template | None) -> None:
+def _run(job: VerifyJob, world_size: int, run_dir: RunDir, fork_server: ForkServer | None) -> None:
     """Starts workers for the plans of a world size, and new ones for the remaining plans after each plan that failed.
 
     A process group that has lost a rank in a collective cannot be used again.
     """
-    from llmtrain.launch import run_workers
-
     while True:
         _say(f"{world_size} worker{'s' if world_size > 1 else ''}\n")
         started = time.monotonic()
         try:
-            command = [sys.executable, "-m", "llmtrain.trials.verify.worker", str(run_dir.path)]
-            code = run_workers(command, world_size, run_dir, template=template)
+            module = "llmtrain.trials.verify.worker"
+            code = run_job(module, job, JOB_FILE, world_size, run_dir, fork_server=fork_server)
         except UserError as error:
             name = _in_progress(run_dir.path)
             if name is None:

@@ -82,7 +82,7 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
     return Deviation(
         loss=worst(_relative(a, b) for a, b in losses),
         grad_norm=worst(_relative(a, b) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)),
-        weights=_apart(ours.weights, theirs.weights, initial, len(theirs.losses)),
+        weights=_weight_deviation(ours.weights, theirs.weights, initial, len(theirs.losses)),
         same_lr=list(ours.rates) == list(theirs.rates),
     )
 
@@ -104,7 +104,7 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / abs(theirs) if theirs else math.inf
 
 
-def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
+def _weight_deviation(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
     """Returns the largest distance of a weight, relative to its movement, or None if the names differ.
 
     Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings. A weight that
@@ -113,13 +113,13 @@ def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> floa
     """
     if ours.keys() != theirs.keys():
         return None
-    apart = []
+    distances = []
     for name, reference in theirs.items():
         stored = ROUNDING * math.sqrt(2 * steps) * reference.norm().item()
         moved = (reference - initial[name]).norm().item() + stored / FP32
         distance = (ours[name] - reference).norm().item()
-        apart.append(distance / moved if moved else math.inf if distance else 0.0)
-    return worst(apart)
+        distances.append(distance / moved if moved else math.inf if distance else 0.0)
+    return worst(distances)
 
 
 def clone(weights: Weights) -> Weights:

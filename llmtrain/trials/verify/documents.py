@@ -24,7 +24,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document,
     unless its completions are labelled: then it is the only one before the padding.
     """
-    found = []
+    documents = []
     for begin, end in _pieces(samples, number, data):
         first, last = np.searchsorted(samples.stream.documents, np.array([begin + 1, end], np.uint64))
         inside = samples.stream.documents[first:last].tolist()
@@ -37,11 +37,11 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
                 start, stop = samples.stream.documents[place + 1 : place + 3].tolist()
                 label = bool(samples.stream.desirable[place // 2])
                 document = replace(document, desirable=label, mismatched=_document(samples.stream, start, stop - 1))
-            found.append(document)
-    missing = data.sequence_length - sum(len(one.inputs) for one in found)
+            documents.append(document)
+    missing = data.sequence_length - sum(len(document.inputs) for document in documents)
     if missing:
-        found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
-    return found if data.keeps_apart or samples.stream.desirable is not None else [join_documents(found)]
+        documents.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
+    return documents if data.keeps_apart or samples.stream.desirable is not None else [join_documents(documents)]
 
 
 def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:

@@ -1,4 +1,4 @@
-"""The input and the output of a verification: the files that the launcher and the workers exchange. Pure."""
+"""The input and the output of a verification: the files that the launcher and the workers exchange."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Certificate(Part):
 
     def document(self) -> dict[str, Any]:
         """Returns the certificate as JSON data."""
-        reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
+        reference = {probe: run.model_dump(mode="json") for probe, run in self.reference.items()}
         return self.model_dump(mode="json", exclude={"reference", "verdicts", "refused"}) | {
             "reference": {"engine": "plain PyTorch in one process", "probes": reference},
             "plans": [self._plan(verdict) for verdict in self.verdicts],
@@ -149,7 +149,7 @@ class Certificate(Part):
             "certified": self.certified(verdict),
             "failure": verdict.failure,
             "max_deviation": self.max_deviation(verdict),
-            "probes": {probe: one.model_dump() for probe, one in verdict.deviations.items()},
+            "probes": {probe: deviation.model_dump() for probe, deviation in verdict.deviations.items()},
             "seconds": verdict.seconds,
         }
 
@@ -160,7 +160,9 @@ def certified(verdict: Verdict, reference: Mapping[str, Reference]) -> bool:
     reference: probe → reference.
     """
     compared = verdict.deviations.keys() == reference.keys()
-    return compared and all(one.within(reference[probe].tolerance) for probe, one in verdict.deviations.items())
+    return compared and all(
+        deviation.within(reference[probe].tolerance) for probe, deviation in verdict.deviations.items()
+    )
 
 
 def worst(values: Iterable[float | None]) -> float | None:
@@ -175,7 +177,7 @@ def worst(values: Iterable[float | None]) -> float | None:
 
 def worst_of(deviations: Collection[Deviation]) -> dict[str, float | None]:
     """Returns the worst of each of the numbers."""
-    return {name: worst(getattr(one, name) for one in deviations) for name in NUMBERS}
+    return {name: worst(getattr(deviation, name) for deviation in deviations) for name in NUMBERS}
 
 
 def comparable(recipe: Recipe, steps: int) -> Recipe:
@@ -224,13 +226,13 @@ def choose_plans(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str
 
     Raises RecipeError for each part that matches no plan, and if no plan runs.
     """
-    known = {one.name: one for one in plans}
-    rules = {one.name: one.problem for one in refused}
+    known = {named_plan.name: named_plan for named_plan in plans}
+    rules = {refusal.name: refusal.problem for refusal in refused}
     patterns = ["*"] if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
     lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
     if lost or not patterns:
         raise RecipeError([_unknown(pattern, list(known), rules) for pattern in lost or [wanted]])
-    return [one for one in plans if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+    return [named_plan for named_plan in plans if any(fnmatchcase(named_plan.name, pattern) for pattern in patterns)]
 
 
 def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> Problem:

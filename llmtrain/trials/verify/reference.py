@@ -106,21 +106,21 @@ class ReferenceLoop:
         self.recipe = recipe
         self.device = device
         self.model = _model(recipe, device)
-        own = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
-        if own:
-            self.model.load_state_dict(own)
-        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - own.keys()})
+        of_model = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
+        if of_model:
+            self.model.load_state_dict(of_model)
+        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - of_model.keys()})
         self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
         self.together = together
         self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
-        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
-        self.initial = {name: one.detach().clone() for name, one in needed.items()}
+        self.initial = {name: parameter.detach().clone() for name, parameter in needed.items()}
         """The reference of an objective of completions."""
         self.divergence = 0.0
         """KTO's z0 of the batch."""
-        self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
-        self.types = {name: one.dtype for name, one in trained.items()}
+        self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
+        self.types = {name: parameter.dtype for name, parameter in trained.items()}
         self.rounds = rounds
         if not rounds:
             self.model.float()
@@ -164,7 +164,7 @@ class ReferenceLoop:
         self.model.eval()
         self._average(True)
         self.divergence = self._divergence(sequences)
-        return sum(self._losses([one])[0].item() for one in sequences) / count_items(sequences)
+        return sum(self._losses([sequence])[0].item() for sequence in sequences) / count_items(sequences)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -208,25 +208,32 @@ class ReferenceLoop:
     @torch.no_grad()
     def _divergence(self, sequences: Sequences) -> float:
         """Returns KTO's z0: the mean log-ratio of the mismatched completions of a whole batch, at least 0."""
-        found = [[one.mismatched] for documents in sequences for one in documents if one.mismatched is not None]
-        if not found:
+        mismatched = [
+            [document.mismatched]
+            for documents in sequences
+            for document in documents
+            if document.mismatched is not None
+        ]
+        if not mismatched:
             return 0.0
         ratios = [
             (self._forward(rows, self.initial)[0] - self._forward(rows, self._rounded())[0]).sum().item()
-            for rows in self._passes(found)
+            for rows in self._passes(mismatched)
         ]
-        counted = sum(count_targets([one]) > 0 for one in found)
+        counted = sum(count_targets([documents]) > 0 for documents in mismatched)
         return max(0.0, sum(ratios) / counted) if counted else 0.0
 
     def _kto_losses(self, sequences: Sequences, ratios: Tensor) -> Tensor:
         """Returns the sum of the losses of all labelled completions; ratios: the log-ratio of each document."""
         objective = self.recipe.objective
         total = 0 * ratios.sum()
-        for one, ratio in zip((one for documents in sequences for one in documents), ratios, strict=True):
-            if one.desirable is not None:
-                sign = 1 if one.desirable else -1
+        for document, ratio in zip(
+            (document for documents in sequences for document in documents), ratios, strict=True
+        ):
+            if document.desirable is not None:
+                sign = 1 if document.desirable else -1
                 value = torch.sigmoid(objective.beta * sign * (ratio - self.divergence))
-                weight = objective.desirable_weight if one.desirable else objective.undesirable_weight
+                weight = objective.desirable_weight if document.desirable else objective.undesirable_weight
                 total = total + weight * (1 - value)
         return total
 
@@ -239,9 +246,9 @@ class ReferenceLoop:
         documents = iter(zip(losses, references, strict=True))
         total = 0 * losses.double().sum()  # gives a micro-batch without a pair a gradient of 0
         for sequence in sequences:
-            found = {one.pair: (*next(documents), count_targets([[one]])) for one in sequence}
-            for number in {pair[0] for pair in found if pair is not None}:
-                total = total + self._pair_loss(found[number, False], found[number, True])
+            by_pair = {document.pair: (*next(documents), count_targets([[document]])) for document in sequence}
+            for number in {pair[0] for pair in by_pair if pair is not None}:
+                total = total + self._pair_loss(by_pair[number, False], by_pair[number, True])
         return total
 
     def _pair_loss(self, chosen: tuple[Tensor, Tensor, int], rejected: tuple[Tensor, Tensor, int]) -> Tensor:
@@ -265,11 +272,13 @@ class ReferenceLoop:
 
         A row is a document, or a sequence.
         """
-        rows = [[one] for documents in sequences for one in documents]
+        rows = [[document] for documents in sequences for document in documents]
         if self.runs_whole:
             rows = [list(documents) for documents in sequences]
-        joined = [(join_documents(row), torch.cat([torch.arange(len(one.inputs)) for one in row])) for row in rows]
-        return [joined] if self.together else [[one] for one in joined]
+        joined = [
+            (join_documents(row), torch.cat([torch.arange(len(document.inputs)) for document in row])) for row in rows
+        ]
+        return [joined] if self.together else [[row] for row in joined]
 
     def _forward(
         self, rows: list[tuple[ReferenceDocument, Tensor]], weights: Mapping[str, Tensor]
@@ -279,18 +288,20 @@ class ReferenceLoop:
         The logits are those of all tokens except for the padding of shorter rows.
         """
         inputs = {
-            "input_ids": _pad([one.inputs for one, _ in rows]).to(self.device),
+            "input_ids": _pad([document.inputs for document, _ in rows]).to(self.device),
             "position_ids": _pad([positions for _, positions in rows]).to(self.device),
             "use_cache": False,
         }
         with self._autocast():
             output = functional_call(self.model, dict(weights), kwargs=inputs)
-        targets = _pad([one.targets for one, _ in rows], NO_TARGET).to(self.device)
+        targets = _pad([document.targets for document, _ in rows], NO_TARGET).to(self.device)
         losses = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         loss = losses.double().view_as(targets).sum(1)
         if getattr(output, "aux_loss", None) is None:
             return loss, ()
-        real = _pad([torch.ones_like(one.inputs, dtype=torch.bool) for one, _ in rows]).flatten().to(self.device)
+        real = (
+            _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
+        )
         return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits]
 
     def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
@@ -315,14 +326,14 @@ class ReferenceLoop:
 
 def count_items(sequences: Sequences) -> int:
     """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
-    conversations = sum(one.pair is not None for documents in sequences for one in documents)
-    labelled = sum(one.desirable is not None for documents in sequences for one in documents)
+    conversations = sum(document.pair is not None for documents in sequences for document in documents)
+    labelled = sum(document.desirable is not None for documents in sequences for document in documents)
     return conversations // 2 or labelled or count_targets(sequences)
 
 
 def count_targets(sequences: Sequences) -> int:
     """Returns the number of targets in all documents."""
-    return sum(int((one.targets != NO_TARGET).sum()) for documents in sequences for one in documents)
+    return sum(int((document.targets != NO_TARGET).sum()) for documents in sequences for document in documents)
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -379,9 +390,11 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
     """Freezes what is not trained, and lets PEFT add the adapter. adapter: its initial weights, if they are drawn."""
     if part.trainable:
         named = model.named_parameters(remove_duplicate=False)
-        trained = {id(one) for name, one in named if any(fnmatchcase(name, pattern) for pattern in part.trainable)}
-        for one in model.parameters():
-            one.requires_grad_(one.requires_grad and id(one) in trained)
+        trained = {
+            id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in part.trainable)
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
     if part.adapter is None:
         return
     lora = part.adapter
@@ -392,7 +405,7 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
         peft.PeftModel.from_pretrained(model, lora.pretrained, config=config, **named_as)
         return
     names = [name for name, _ in model.named_modules()]
-    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     targets = lora.targets if isinstance(lora.targets, str) else _matching(linear, lora.targets)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -405,7 +418,7 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
         modules_to_save=_matching(names, lora.modules_to_save) or None,
     )
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    added = {_plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    added = {_plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, value in adapter.items():
         added[name].data.copy_(value)
 
@@ -432,7 +445,7 @@ def _round_base(model: PreTrainedModel, full: PreTrainedModel, part: ModelConfig
     assert part.adapter is not None, "the recipe requires it"
     saved = _matching([name for name, _ in model.named_modules()], part.adapter.modules_to_save)
     for name, module in model.named_modules():
-        kept = any(f"{name}.".startswith(f"{one}.") for one in saved) or module is model.get_output_embeddings()
+        kept = any(f"{name}.".startswith(f"{prefix}.") for prefix in saved) or module is model.get_output_embeddings()
         if type(module) is nn.Linear and not kept:
             module.weight.copy_(_in_nf4(full.get_submodule(name).weight))
 
@@ -480,7 +493,7 @@ def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
 def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
     """Concatenates documents into one."""
     return ReferenceDocument(
-        torch.cat([one.inputs for one in documents]), torch.cat([one.targets for one in documents])
+        torch.cat([document.inputs for document in documents]), torch.cat([document.targets for document in documents])
     )
 
 

@@ -19,8 +19,8 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
     """Returns the recipe's optimizer of the named weights."""
     optim, weights = recipe.optim, list(trained.values())
     groups: list[dict[str, Any]] = [
-        {"params": [one for one in weights if one.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [one for one in weights if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
@@ -28,7 +28,7 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
     if optim.name == "lion":
         return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})
     if optim.name == "muon":
-        matrices = {id(one) for name, one in trained.items() if _is_inner(name, one)}
+        matrices = {id(weight) for name, weight in trained.items() if _is_inner(name, weight)}
         options: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
         options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
         return PlainMuon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
@@ -37,8 +37,8 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
         return PlainScheduleFree(groups, settings)
     if optim.name == "adafactor":
         given = {"eps1": None, "eps2": 1e-3} | optim.options
-        own = given.pop("eps1"), given.pop("eps2")
-        return torch.optim.Adafactor(groups, lr=optim.lr, eps=own, **given)
+        eps = given.pop("eps1"), given.pop("eps2")
+        return torch.optim.Adafactor(groups, lr=optim.lr, eps=eps, **given)
     if optim.name == "adamw_8bit":
         settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
         return PlainAdamW8bit(groups, settings | {"block": optim.options.get("block_size", 256)})
@@ -53,7 +53,7 @@ class PlainLion(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes an update."""
         for group in self.param_groups:
-            for weight in (one for one in group["params"] if one.grad is not None):
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 beta1, beta2 = group["betas"]
                 momentum = self.state[weight].get("m", torch.zeros_like(weight))
                 direction = torch.sign(beta1 * momentum + (1 - beta1) * weight.grad)
@@ -77,13 +77,15 @@ class PlainMuon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes an update."""
         for group in self.param_groups:
-            for weight in (one for one in group["params"] if id(one) in self.matrices and one.grad is not None):
+            for weight in (
+                weight for weight in group["params"] if id(weight) in self.matrices and weight.grad is not None
+            ):
                 gradient, mu = weight.grad, self.options["momentum"]
                 momentum = mu * self.state[weight].get("m", torch.zeros_like(weight)) + (1 - mu) * gradient
                 self.state[weight]["m"] = momentum
                 update = (1 - mu) * gradient + mu * momentum if self.options["nesterov"] else momentum
                 stack = update if update.ndim == 3 else update[None]
-                direction = torch.stack([self._orthogonal(one) for one in stack]).view_as(weight)
+                direction = torch.stack([self._orthogonal(matrix) for matrix in stack]).view_as(weight)
                 weight -= group["lr"] * (direction + group["weight_decay"] * weight)
                 weight.grad = None  # AdamW leaves the weight alone
         super().step()
@@ -114,7 +116,7 @@ class PlainScheduleFree(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes an update."""
         for group in self.param_groups:
-            for y in (one for one in group["params"] if one.grad is not None):
+            for y in (weight for weight in group["params"] if weight.grad is not None):
                 state, (beta1, beta2) = self.state[y], group["betas"]
                 if not state:
                     state |= {"x": y.clone(), "z": y.clone(), "v": torch.zeros_like(y), "updates": 0, "total": 0.0}
@@ -156,7 +158,7 @@ class PlainAdamW8bit(torch.optim.Optimizer):
         """Takes an update."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for weight in (one for one in group["params"] if one.grad is not None):
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 if not state:
                     state |= {"m": torch.zeros_like(weight), "v": torch.zeros_like(weight), "updates": 0}

@@ -1,4 +1,4 @@
-"""Renders a certificate for people. Pure."""
+"""Renders a certificate for people."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def certificate_table(certificate: Certificate) -> Table:
     shown.add_column("s", justify="right")
     for verdict in certificate.verdicts:
         cells = ["", "", ""] if verdict.failure else _cells(certificate.max_deviation(verdict))
-        shown.add_row(verdict.name, *cells, _judged(certificate, verdict), f"{verdict.seconds:.0f}")
+        shown.add_row(verdict.name, *cells, _verdict_text(certificate, verdict), f"{verdict.seconds:.0f}")
     return shown
 
 
 def certificate_lines(certificate: Certificate) -> list[str]:
     """Returns lines on why plans failed, the tolerances, and how many plans are certified or refused by which rule."""
     total, others = len(certificate.verdicts), len(certificate.deviating)
-    lines = [f"{one.name} FAILED: {one.failure}" for one in certificate.verdicts if one.failure]
+    lines = [f"{verdict.name} FAILED: {verdict.failure}" for verdict in certificate.verdicts if verdict.failure]
     for probe in PROBES:
         loss, grad_norm, weights = _cells(certificate.reference[probe].tolerance.model_dump())
         lines.append(f"allowed ({probe}): loss {loss}, grad norm {grad_norm}, weights {weights}")
     text = f"{certificate.steps} steps, {certificate.recipe.parallel.precision}, {certificate.seconds:.0f} s"
     lines.append(f"{total - others} of {total} plans certified: {text}")
-    rules = Counter(one["rule"] for one in certificate.refused)
+    rules = Counter(refusal["rule"] for refusal in certificate.refused)
     if rules:
         text = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())
         lines.append(f"{len(certificate.refused)} refused: {text}")
@@ -45,9 +45,9 @@ def _cells(deviation: dict[str, float | None]) -> list[str]:
     return ["not finite" if value is None else f"{value:.1e}" for value in values]
 
 
-def _judged(certificate: Certificate, verdict: Verdict) -> str:
+def _verdict_text(certificate: Certificate, verdict: Verdict) -> str:
     if verdict.failure:
         return "FAILED"
     if certificate.certified(verdict):
         return "certified"
-    return "DEVIATES" if all(one.same_lr for one in verdict.deviations.values()) else "DEVIATES (lr)"
+    return "DEVIATES" if all(deviation.same_lr for deviation in verdict.deviations.values()) else "DEVIATES (lr)"

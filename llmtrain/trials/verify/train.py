@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
+from llmtrain.trials.jobs import Say
 from llmtrain.trials.verify.batches import Batches
 from llmtrain.trials.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.trials.verify.job import (
@@ -41,7 +42,7 @@ from llmtrain.trials.verify.job import (
     worst_of,
 )
 from llmtrain.trials.verify.reference import ReferenceLoop
-from llmtrain.trials.verify.saved import check_saved
+from llmtrain.trials.verify.round_trip import check_checkpoint_round_trip
 
 SGD_STEP = 0.05
 """Learning rate times the (clipped) gradient norm in the SGD probe: the length of its first full step.
@@ -50,9 +51,6 @@ The norm of a matrix in a small model is a few units, so it moves by a few perce
 """
 ORDERS = 8
 """Number of references in other orders and micro-batches, to measure the spread of a low precision."""
-
-Say = Callable[[str], None]
-"""Prints a message; a line ends where the text has a newline."""
 
 
 def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
@@ -153,17 +151,17 @@ def _compare_probe(
 
     saved_in: where the final state is saved, loaded and exported, if that is to be checked. It is not checked for a
     plan that deviates: the plan is not certified, and its ranks may disagree about what they save. Raises as
-    `check_saved` does.
+    `check_checkpoint_round_trip` does.
     """
     engine = build_engine(plan, render(plan), device)
     replica, batches = engine.data_parallel_rank, batches.referenced(engine, plan)
-    ours = _trace(engine, batches.part(plan, replica), batches.held_out_part(plan, replica))
-    found = _worst_rank(deviation(ours, theirs, initial))
-    if saved_in is not None and found.within(allowed):
-        check_saved(engine, plan, ours.weights, saved_in)
+    ours = _trace(engine, batches.part(plan, replica), batches.eval_batches(plan, replica))
+    worst = _worst_rank(deviation(ours, theirs, initial))
+    if saved_in is not None and worst.within(allowed):
+        check_checkpoint_round_trip(engine, plan, ours.weights, saved_in)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
-    return found
+    return worst
 
 
 def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device, rounds: bool = True) -> Trace:
@@ -226,7 +224,7 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBa
     )
 
 
-def _worst_rank(mine: Deviation) -> Deviation:
+def _worst_rank(deviation_here: Deviation) -> Deviation:
     """Returns the worst deviations of all ranks, since replicas may drift apart."""
-    everyone = gather(mine)
-    return Deviation(**worst_of(everyone), same_lr=all(one.same_lr for one in everyone))
+    of_all_ranks = gather(deviation_here)
+    return Deviation(**worst_of(of_all_ranks), same_lr=all(deviation.same_lr for deviation in of_all_ranks))

@@ -93,7 +93,7 @@ def test_a_new_run_seeds_each_rank_differently():
 
 def _joined_as_if_alone(rank: int):
     from llmtrain.engines.runtime.distributed import init_process_group
-    from llmtrain.launch.place.rank import Rank
+    from llmtrain.launch.discovery.rank import Rank
 
     # The group of this process is there already, with one member, as accelerate makes it on a CPU.
     told = Rank(

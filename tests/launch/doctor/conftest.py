@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.doctor.finding import Scene
+from llmtrain.launch.doctor.finding import HostContext
 
 
 @pytest.fixture
@@ -23,6 +23,6 @@ def programs(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def scene(tmp_path):
+def context(tmp_path):
     """A host with nothing set, and a /sys of its own."""
-    return Scene({}, tmp_path / "runs", tmp_path / "cache", sys=tmp_path / "sys")
+    return HostContext({}, tmp_path / "runs", tmp_path / "cache", sys=tmp_path / "sys")

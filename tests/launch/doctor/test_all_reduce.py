@@ -7,12 +7,12 @@ from queue import Empty
 import pytest
 
 from llmtrain.launch.doctor import all_reduce
-from llmtrain.launch.doctor.all_reduce import Place, bus_bandwidth, reduce_over
-from llmtrain.launch.doctor.reach import beside
+from llmtrain.launch.doctor.all_reduce import HostRanks, bus_bandwidth, run_all_reduce
+from llmtrain.launch.doctor.channel import open_locally
 
-MET = {"at": "met", "port": 1234, "interfaces": ["gloo: eth0"]}
-DONE = {"at": "done", "backend": "gloo", "wrong": 0, "bytes": 16 * 2**20, "seconds": 0.01, "latency_s": 1e-4}
-WHOLE = ({"at": "started"}, MET, {"at": "joined"}, DONE)
+CONNECTED = {"state": "connected", "port": 1234, "interfaces": ["gloo: eth0"]}
+DONE = {"state": "done", "backend": "gloo", "wrong": 0, "bytes": 16 * 2**20, "seconds": 0.01, "latency_s": 1e-4}
+WHOLE = ({"state": "started"}, CONNECTED, {"state": "joined"}, DONE)
 
 
 class Scripted:
@@ -44,8 +44,8 @@ def _no_grace(monkeypatch):
 def _reduce(says, seconds=0.3):
     """Two hosts with two ranks each."""
     hosts = [Scripted("h1", says), Scripted("h2", says)]
-    places = [Place(hosts[0], range(2)), Place(hosts[1], range(2, 4))]
-    return reduce_over(places, "10.0.0.1", True, seconds), hosts
+    ranks = [HostRanks(hosts[0], range(2)), HostRanks(hosts[1], range(2, 4))]
+    return run_all_reduce(ranks, "10.0.0.1", True, seconds), hosts
 
 
 def test_bus_bandwidth_follows_the_formula():
@@ -56,7 +56,7 @@ def test_bus_bandwidth_follows_the_formula():
 
 def test_the_slowest_rank_counts():
     slow = {**DONE, "seconds": 0.02, "latency_s": 3e-3}
-    (finding, measured), hosts = _reduce({0: WHOLE, 1: WHOLE, 2: WHOLE, 3: (MET, slow)})
+    (finding, measured), hosts = _reduce({0: WHOLE, 1: WHOLE, 2: WHOLE, 3: (CONNECTED, slow)})
     assert finding.level == "ok"
     assert "4 ranks, gloo: correct; 16 MiB in 20 ms" in finding.text
     assert "latency 3 ms" in finding.text
@@ -66,7 +66,7 @@ def test_the_slowest_rank_counts():
 
 
 def test_a_hang_is_bounded_and_names_the_missing_rank_and_its_host():
-    (finding, measured), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: ({"at": "started"},), 3: ()})
+    (finding, measured), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: ({"state": "started"},), 3: ()})
     assert (finding.level, measured) == ("fault", {})
     assert "ranks 0 (h1) and 1 (h1): reached rank 0, but not all others" in finding.text
     assert "ranks 2 (h2): started, but did not reach rank 0" in finding.text
@@ -78,8 +78,8 @@ def test_a_failed_rank_is_reported_and_not_waited_for():
     says = {
         0: WHOLE[:2],
         1: WHOLE[:2],
-        2: ({"at": "failed", "error": "OSError: no"},),
-        3: ({"at": "ended", "code": -9},),
+        2: ({"state": "failed", "error": "OSError: no"},),
+        3: ({"state": "ended", "code": -9},),
     }
     (finding, _), _ = _reduce(says, seconds=30)
     assert "rank 2 (h2): OSError: no; rank 3 (h2): was killed by signal 9" in finding.text
@@ -91,14 +91,14 @@ def test_a_lost_host_is_reported():
 
 
 def test_a_wrong_sum_is_a_fault():
-    (finding, _), _ = _reduce({0: WHOLE, 1: WHOLE, 2: WHOLE, 3: (MET, {**DONE, "wrong": 7})})
+    (finding, _), _ = _reduce({0: WHOLE, 1: WHOLE, 2: WHOLE, 3: (CONNECTED, {**DONE, "wrong": 7})})
     assert (finding.level, finding.text) == ("fault", "wrong sums on ranks 3 (h2)")
 
 
 def test_an_all_reduce_of_real_ranks_is_correct():
-    channel = beside()
+    channel = open_locally()
     try:
-        finding, measured = reduce_over([Place(channel, range(3))], "127.0.0.1", True, 120)
+        finding, measured = run_all_reduce([HostRanks(channel, range(3))], "127.0.0.1", True, 120)
     finally:
         channel.close()
     assert finding.level == "ok", finding

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from llmtrain.launch.doctor.finding import caution, fault, ok
+from llmtrain.launch.doctor.finding import fault, ok, warning
 from llmtrain.launch.doctor.report import DoctorReport, HostReport, show
 
 LONG = "a text that is longer than a line of a terminal of eighty characters and is so broken there, at a space"
@@ -23,8 +23,8 @@ def _shown(report, width=None):
 
 @pytest.fixture
 def report():
-    one = HostReport("h1", [SAME, ok("storage.shm", "8 GiB"), caution("limits.open_files", "few", "ulimit")], FACTS)
-    two = HostReport("h2", [SAME, ok("storage.shm", LONG), caution("limits.open_files", "few", "ulimit")], FACTS)
+    one = HostReport("h1", [SAME, ok("storage.shm", "8 GiB"), warning("limits.open_files", "few", "ulimit")], FACTS)
+    two = HostReport("h2", [SAME, ok("storage.shm", LONG), warning("limits.open_files", "few", "ulimit")], FACTS)
     lost = HostReport("h3", [fault("ssh.connection", "h3: no route leads there", "is it on?")])
     return DoctorReport([one, two, lost], [ok("all_reduce", "correct")])
 

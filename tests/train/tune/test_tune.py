@@ -21,7 +21,7 @@ from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
 from llmtrain.train.tune import choice, kernels, request, search, trial
 from llmtrain.train.tune.choice import KERNELS, alternatives, open_kernels
-from llmtrain.train.tune.trial import Compared
+from llmtrain.train.tune.trial import Comparison
 from tests.helpers.small_plan import small_plan
 
 CPU = torch.device("cpu")
@@ -40,15 +40,15 @@ class Timed:
 
     def __init__(self, monkeypatch, seconds):
         self.seconds = seconds
-        monkeypatch.setattr(search, "in_turn", self.in_turn)
+        monkeypatch.setattr(search, "compare_in_turns", self.compare_in_turns)
         monkeypatch.setattr(search.Trial, "seconds", lambda one, least_s=0: self(one))
         monkeypatch.setattr(trial, "WARM_PASSES", 1)
 
     def __call__(self, one):
         return self.seconds(one.plan.recipe)
 
-    def in_turn(self, one, other):
-        return Compared(self(one), self(other) / self(one), self(other) < self(one))
+    def compare_in_turns(self, one, other):
+        return Comparison(self(one), self(other) / self(one), self(other) < self(one))
 
 
 def _tune(plan, batch, always=True, threads=1):
@@ -175,7 +175,7 @@ def test_times_of_a_field_are_scaled_to_one_speed_of_the_device(monkeypatch, bat
     """Which drifts from one comparison to the next."""
     speeds = iter([1.0, 2.0, 4.0])
     Timed(monkeypatch, lambda recipe: 1.0)
-    monkeypatch.setattr(search, "in_turn", lambda one, other: Compared(next(speeds), 1.1, False))
+    monkeypatch.setattr(search, "compare_in_turns", lambda one, other: Comparison(next(speeds), 1.1, False))
     monkeypatch.setattr(search, "alternatives", lambda *_: [("model.attention", ["sdpa", "eager", "varlen"])])
     found, _ = _tune(small_plan(), batch)
     assert found.milliseconds["model.attention"] == {"sdpa": 1000, "eager": 1100, "varlen": 1100}
@@ -307,18 +307,20 @@ def five_turns(monkeypatch):
 )
 def test_a_kernel_that_may_be_faster_by_chance_is_not_chosen(monkeypatch, five_turns, others, ratio, is_faster):
     Cores(monkeypatch, 0.0)
-    assert trial.in_turn(Passes(2.0), Passes(*(2 * one for one in others))) == Compared(2.0, ratio, is_faster)
+    assert trial.compare_in_turns(Passes(2.0), Passes(*(2 * one for one in others))) == Comparison(
+        2.0, ratio, is_faster
+    )
 
 
 def test_drifting_turns_are_compared_pair_by_pair(monkeypatch, five_turns):
     Cores(monkeypatch, 0.0)
     drift, others = (1.0, 5.0, 2.0, 4.0, 3.0), (0.75, 2.5, 1.5, 2.0, 2.25)  # of which the medians are 3 and 2
-    assert trial.in_turn(Passes(*drift), Passes(*others)) == Compared(3.0, 0.75, True)
+    assert trial.compare_in_turns(Passes(*drift), Passes(*others)) == Comparison(3.0, 0.75, True)
 
 
 def test_a_comparison_is_repeated_if_other_processes_used_the_cores(monkeypatch, five_turns):
     cores = Cores(monkeypatch, 0.9, 0.16, 0.1, 0.7)
-    assert trial.in_turn(Passes(2.0), Passes(1.0)) == Compared(2.0, 0.5, True)
+    assert trial.compare_in_turns(Passes(2.0), Passes(1.0)) == Comparison(2.0, 0.5, True)
     assert next(cores.used) == 0.7  # three were made
 
 
@@ -332,7 +334,7 @@ def test_nothing_is_chosen_on_a_busy_machine(monkeypatch, batch, five_turns):
 
 def test_busy_cores_do_not_matter_on_a_gpu(monkeypatch, five_turns):
     Cores(monkeypatch, 0.9)
-    assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == Compared(2.0, 0.5, True)
+    assert trial.compare_in_turns(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == Comparison(2.0, 0.5, True)
 
 
 def test_a_run_on_a_busy_machine_uses_the_rules_and_caches_nothing(tmp_path, monkeypatch):

@@ -9,14 +9,14 @@ from threading import Thread
 import pytest
 
 from llmtrain.errors import Problem
-from llmtrain.launch.place.rank import LOOPBACK
-from llmtrain.launch.seal import Seal
+from llmtrain.launch.authentication import MessageAuthenticator
+from llmtrain.launch.discovery.rank import LOOPBACK
 from llmtrain.system.heartbeat import Phase
 from llmtrain.train.watchdog import link
+from llmtrain.train.watchdog.diagnosis import Status
 from llmtrain.train.watchdog.link import Hub, Peer, address_of, listen
-from llmtrain.train.watchdog.verdict import Status
 
-SEAL = Seal("secret")
+AUTHENTICATOR = MessageAuthenticator("secret")
 WORLD_SIZE = 4
 STATUS = Status("a", 7, 3, Phase.TRAINING, 0.5, 60.0, False, "S")
 
@@ -24,7 +24,7 @@ STATUS = Status("a", 7, 3, Phase.TRAINING, 0.5, 60.0, False, "S")
 @pytest.fixture
 def hub():
     listener = listen(on_one_machine=True)
-    hub = Hub(listener, SEAL, WORLD_SIZE)
+    hub = Hub(listener, AUTHENTICATOR, WORLD_SIZE)
     hub.port = listener.getsockname()[1]
     yield hub
     listener.close()
@@ -32,7 +32,7 @@ def hub():
 
 def connected(hub, rank):
     peer = Peer(rank)
-    peer.connect(address_of(LOOPBACK, hub.port, SEAL))
+    peer.connect(address_of(LOOPBACK, hub.port, AUTHENTICATOR))
     greeted(hub, peer)
     return peer
 
@@ -55,14 +55,14 @@ def told(peer):
 def test_the_hub_collects_statuses_and_stacks_and_announces_the_end(hub):
     peers = [connected(hub, rank) for rank in (1, 2)]
     for peer in peers:
-        peer.tell(STATUS)
+        peer.send_status(STATUS)
     hub.poll(0.2)
     assert hub.statuses == {1: STATUS, 2: STATUS}
-    hub.ask_for_stacks()
-    threads = [Thread(target=lambda peer=peer: told(peer) and peer.answer(f"frame {peer.rank}")) for peer in peers]
+    hub.request_stacks()
+    threads = [Thread(target=lambda peer=peer: told(peer) and peer.send_frame(f"frame {peer.rank}")) for peer in peers]
     for thread in threads:
         thread.start()
-    assert hub.answers(5) == {1: "frame 1", 2: "frame 2"}
+    assert hub.collect_frames(5) == {1: "frame 1", 2: "frame 2"}
     for thread in threads:
         thread.join()
     hub.end(Problem("worker.hang", "rank 1", "m", "f"))
@@ -71,33 +71,33 @@ def test_the_hub_collects_statuses_and_stacks_and_announces_the_end(hub):
 
 def test_a_closed_connection_means_a_dead_process(hub):
     peer = connected(hub, 1)
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     hub.poll(0.2)
     peer._close()
     hub.poll(0.2)
     assert hub.statuses[1].state == ""
     again = connected(hub, 1)
-    again.tell(STATUS)
+    again.send_status(STATUS)
     hub.poll(0.2)
     assert hub.statuses[1].state == "S"
 
 
 def test_a_silent_watcher_counts_as_gone(hub, monkeypatch):
     peer = connected(hub, 1)
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     hub.poll(0.2)
     monkeypatch.setattr(link, "SILENT_S", 0.0)
     assert hub.statuses[1].state == ""
-    assert hub.answers(0.3) == {}
+    assert hub.collect_frames(0.3) == {}
 
 
 WORD = b"0" * 32 + b"\n"
 MESSAGE = {"rank": 1, "status": {**asdict(STATUS), "phase": 2}}
 
 
-def line_of(seal, message, number=0, end="peer"):
+def line_of(authenticator, message, number=0, end="peer"):
     """An unauthenticated line, which does not contain the hub's word."""
-    return seal.seal(f"{end} {'0' * 32} {'1' * 32} {number}", json.dumps(message)).encode() + b"\n"
+    return authenticator.sign(f"{end} {'0' * 32} {'1' * 32} {number}", json.dumps(message)).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def line_of(seal, message, number=0, end="peer"):
         WORD + b"[" * 60_000 + b"\n",
         WORD + b"x" * 200_000,
         WORD + b"\xff\n",
-        WORD + line_of(Seal("guess"), MESSAGE),
-        WORD + line_of(SEAL, MESSAGE),  # that of another connection, sent again
+        WORD + line_of(MessageAuthenticator("guess"), MESSAGE),
+        WORD + line_of(AUTHENTICATOR, MESSAGE),  # that of another connection, sent again
     ],
     ids=["token", "http", "endless", "deep", "deep message", "endless message", "bytes", "guess", "replay"],
 )
@@ -127,16 +127,16 @@ def test_an_unauthenticated_connection_is_closed(hub, line):
             assert stranger.recv(1) == b""
     assert hub.statuses == {}
     peer = connected(hub, 1)
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     hub.poll(0.2)
     assert hub.statuses == {1: STATUS}
 
 
 def test_a_repeated_message_ends_the_connection(hub):
     peer = connected(hub, 1)
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     peer._link.sent = 0
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     hub.poll(0.2)
     assert hub.statuses[1].state == ""
 
@@ -161,7 +161,7 @@ def test_a_forged_message_ends_the_connection(hub, message):
 
 def test_control_characters_in_names_are_removed(hub):
     peer = connected(hub, 1)
-    peer.tell(replace(STATUS, host="a\x1b]0;owned\x07\nb" + "x" * 1000))
+    peer.send_status(replace(STATUS, host="a\x1b]0;owned\x07\nb" + "x" * 1000))
     hub.poll(0.2)
     host = hub.statuses[1].host
     assert host.isprintable()
@@ -169,12 +169,12 @@ def test_control_characters_in_names_are_removed(hub):
 
 
 def test_silent_unauthenticated_connections_make_room(hub):
-    most = WORLD_SIZE + link.MOST_STRANGERS
+    most = WORLD_SIZE + link.MAX_UNIDENTIFIED
     strangers = [socket.create_connection((LOOPBACK, hub.port)) for _ in range(most + 5)]
     hub.poll(0.3)
     assert len(hub._links()) == most
     peer = connected(hub, 1)
-    peer.tell(STATUS)
+    peer.send_status(STATUS)
     hub.poll(0.1)
     assert hub.statuses == {1: STATUS}
     for stranger in strangers:
@@ -183,7 +183,7 @@ def test_silent_unauthenticated_connections_make_room(hub):
 
 def test_a_hub_of_another_run_is_not_obeyed(hub):
     peer = Peer(1)
-    peer.connect(address_of(LOOPBACK, hub.port, Seal("another")))
+    peer.connect(address_of(LOOPBACK, hub.port, MessageAuthenticator("another")))
     greeted(hub, peer)
     hub._links()[0].rank = 1
     hub.end(Problem("worker.hang", "rank 1", "m", "f"))
@@ -199,7 +199,7 @@ def test_an_unresponsive_hub_counts_as_gone(hub, monkeypatch):
     for _ in range(20):
         peer.poll(0.02)
     assert not peer.is_connected
-    peer.connect(address_of(LOOPBACK, hub.port, SEAL))
+    peer.connect(address_of(LOOPBACK, hub.port, AUTHENTICATOR))
     assert peer.has_link
     assert not peer.is_connected
 
@@ -225,6 +225,6 @@ def test_a_missing_hub_is_detected(hub):
     while peer.is_connected:
         assert peer.poll(5) == []
     assert peer.poll(0.01) == []
-    peer.tell(STATUS)
-    peer.connect(address_of(LOOPBACK, 1, SEAL))
+    peer.send_status(STATUS)
+    peer.connect(address_of(LOOPBACK, 1, AUTHENTICATOR))
     assert not peer.is_connected

@@ -10,12 +10,12 @@ class Job:
         self.now = 0.0
         self.totals = dict.fromkeys(range(ranks), (0.0, 0))
         self.stragglers = Stragglers(ratio, stages or dict.fromkeys(range(ranks), 0), lambda: self.now)
-        self.stragglers.seen(self.totals)
+        self.stragglers.update(self.totals)
 
     def window(self, own, steps=WINDOW_STEPS, seconds=WINDOW_S):
         self.now += seconds
         self.totals = {rank: (total + own[rank] * steps, count + steps) for rank, (total, count) in self.totals.items()}
-        return self.stragglers.seen(self.totals)
+        return self.stragglers.update(self.totals)
 
 
 def test_a_rank_is_named_once_it_was_slow_twice():

@@ -18,7 +18,7 @@ USAGE, CHECKPOINT, WORKER = 2, 4, 5
 BROKEN = """
 import os, signal, sys
 
-if "llmtrain.trials.dry_run.worker" in sys.orig_argv:
+if "llmtrain.launch.fork_server" in sys.orig_argv:
     from llmtrain.trials.dry_run import ranks
 
     taken, step = [], ranks._step

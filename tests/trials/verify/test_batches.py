@@ -67,7 +67,7 @@ def test_a_plan_is_evaluated_on_the_sequences_of_the_reference(sources, recipe, 
     assert len(prepared.evaluation_sources) == sources
     batches = Batches(recipe, prepared, STEPS)
     plan = job_of(recipe, ["dp1-zero0-acc1"]).plans["dp1-zero0-acc1"]
-    micros = [micro for batch in batches.held_out_part(plan, 0) for micro in batch.micro_batches]
+    micros = [micro for batch in batches.eval_batches(plan, 0) for micro in batch.micro_batches]
     held_out = batches.held_out()
     rows = torch.cat([micro.input_ids for micro in micros])[: len(held_out)]
     assert sorted(rows.tolist()) == sorted(_rows(held_out, "inputs").tolist())

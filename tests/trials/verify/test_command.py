@@ -16,7 +16,7 @@ SMALLER = ("--set", "model.config.hidden_size=32", "--set", "data.eval_fraction=
 BROKEN = """
 import os, signal, sys
 
-if "llmtrain.launch.template" in sys.orig_argv:
+if "llmtrain.launch.fork_server" in sys.orig_argv:
     from llmtrain.trials.verify import train
 
     compare_plan = train.compare_plan
