@@ -202,5 +202,5 @@ def reason(error: BaseException) -> str:
         return error.strerror
     try:
         return " ".join(short(str(error)).split()) or "it gives no reason"
-    except BaseException:
+    except Exception:
         return "it gives no reason, since its __str__ fails"

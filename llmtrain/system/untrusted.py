@@ -168,14 +168,13 @@ def json_fault(value: Any) -> str | None:
         for item in level:
             if fault := _not_a_leaf(item):
                 return fault
-        inner = (one for item in level for one in _within(item))
-        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may contain itself many times
+        level = [child for item in level for child in _children(item)]
         if not level:
             return None
     return TOO_DEEP
 
 
-def _within(item: Any) -> Iterable[Any]:
+def _children(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
         return [*item, *item.values()]
     return item if isinstance(item, (list, tuple)) else ()
