@@ -32,9 +32,9 @@ from llmtrain.commands.report import compare_runs, inspect_run, report_runs, req
 from llmtrain.commands.train import train_recipe
 from llmtrain.commands.tune import tune_kernels
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
-from llmtrain.system.host import MOST_WORKERS, limit_spinning
-from llmtrain.system.stops import before_the_first_step, leave, say, stop_behind
-from llmtrain.system.streams import print_as_is, take_any_text
+from llmtrain.system.host import MAX_WORKERS, limit_spinning
+from llmtrain.system.stops import before_the_first_step, leave, say, stop_that_caused
+from llmtrain.system.streams import accept_any_text, print_as_is
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
@@ -93,7 +93,7 @@ def _default(field: Field[Any]) -> Any:
 
 def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
     """Runs a command. A user's mistake becomes a message and an exit code."""
-    take_any_text()
+    accept_any_text()
     completion.prepare_completion()
     limit_spinning(os.environ)
     try:
@@ -127,7 +127,7 @@ def _ended_by_a_stop() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if stop := stop_behind(error):
+        if stop := stop_that_caused(error):
             say(before_the_first_step(stop.number))
             leave(Exit.RESUME)
         raise
@@ -269,7 +269,7 @@ def verify(
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
         int | None,
-        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MAX_WORKERS),
     ] = None,
     plans: Annotated[
         str, typer.Option(help="Plans: all, or names and patterns separated by commas, such as dp2-*,dp1-zero3-*.")

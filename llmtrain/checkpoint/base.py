@@ -26,7 +26,7 @@ from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrai
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 
 def base_of(plan: Plan) -> str:

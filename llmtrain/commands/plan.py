@@ -12,7 +12,7 @@ import typer
 
 from llmtrain import library
 from llmtrain.commands import completion
-from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
     if device is not None and device.lower() not in known:
         listing = f"known: {', '.join(known)}"
         raise RecipeError(
-            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
+            Problem(
+                "cluster.device", "--device", f"'{device}' is unknown{did_you_mean(device.lower(), known)}", listing
+            )
         )
     try:
         return base.resized(nodes, per_node, device)
@@ -138,7 +140,7 @@ def _show(planned: library.Planned, request: PlanRequest) -> None:
         try:
             written = _write(request.write, planned)
         except OSError as error:
-            message = f"{short(str(request.write))} cannot be written: {reason(error)}"
+            message = f"{truncate(str(request.write))} cannot be written: {reason(error)}"
             raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
     if request.as_json:
         print(json.dumps(planned.document(), indent=2))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
-from llmtrain.errors import Problem, RecipeError, shown
+from llmtrain.errors import Problem, RecipeError, format_value
 
 if TYPE_CHECKING:
     from llmtrain.report import RunData
@@ -171,7 +171,7 @@ def request_profile(
     try:
         numbers = tuple(int(one) for one in ranks.split(","))
     except ValueError:
-        message = f"{shown(ranks)} is not a list of numbers"
+        message = f"{format_value(ranks)} is not a list of numbers"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, "--ranks 0,1")) from None
     if others := [one for one in numbers if not 0 <= one < plan.workers]:
         message = f"the run has no rank {', '.join(map(str, others))}"

@@ -27,7 +27,7 @@ from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
 from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.system.streams import short_names
-from llmtrain.system.untrusted import why
+from llmtrain.system.untrusted import file_fault
 
 EVAL_FIELD = "evaluation.sources"
 MAIN_SET = ""
@@ -188,7 +188,9 @@ def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
     try:
         return _made(recipe, cache)
     except OSError as error:  # for example, a folder on the path to a file is not accessible
-        raise DataError(Problem("data.read", str(error.filename or "data"), f"cannot be used: {why(error)}")) from error
+        raise DataError(
+            Problem("data.read", str(error.filename or "data"), f"cannot be used: {file_fault(error)}")
+        ) from error
 
 
 def _made(recipe: Recipe, cache: Cache) -> Prepared:

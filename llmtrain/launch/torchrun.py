@@ -13,7 +13,7 @@ from pathlib import Path
 from llmtrain.errors import Exit
 from llmtrain.launch.local import ended_early
 from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
-from llmtrain.system.stops import STOPS, caught_signals
+from llmtrain.system.stops import STOP_SIGNALS, caught_signals
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
@@ -56,7 +56,7 @@ def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
     mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
     if mistake is not None:
         return mistake
-    if stopped_by is not None and (not failed or -failed[0].code in STOPS):
+    if stopped_by is not None and (not failed or -failed[0].code in STOP_SIGNALS):
         return ended_early(stopped_by)  # it did not handle signals yet
     return Exit.WORKER
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError, reason, shown
+from llmtrain.errors import Problem, RecipeError, format_value, reason
 from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model, few_of
 from llmtrain.models.initial import Gather, key
@@ -469,7 +469,7 @@ def wrong_values(lora: peft.LoraConfig) -> str:
         try:
             kind.validate_python(getattr(lora, name))
         except ValidationError as error:
-            wrong.append(f"{name} = {shown(getattr(lora, name))} ({error.errors()[0]['msg']})")
+            wrong.append(f"{name} = {format_value(getattr(lora, name))} ({error.errors()[0]['msg']})")
     return "; ".join(wrong)
 
 

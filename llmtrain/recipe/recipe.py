@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from llmtrain.errors import Problem, RecipeError, nearest, short, shown
+from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value, truncate
 from llmtrain.recipe.execution import (
     CheckpointConfig,
     EvalConfig,
@@ -134,12 +134,12 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
-            message = f"{shown(assignment)} is not KEY=VALUE"
+            message = f"{format_value(assignment)} is not KEY=VALUE"
             problems.append(Problem("set.form", "--set", message, "--set optim.lr=3e-4"))
             continue
         fields[key], fault = _json_or_text(text)
         if fault:
-            problems.append(Problem("set.form", short(key), f"{shown(text)} is invalid: {fault}"))
+            problems.append(Problem("set.form", truncate(key), f"{format_value(text)} is invalid: {fault}"))
     if problems:
         raise RecipeError(problems)
     return fields
@@ -191,7 +191,7 @@ def _problem(details: Any, place: str) -> Problem:
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     if details["type"] == "value_error" and isinstance(details["input"], (dict, Part)):
         return Problem("recipe.value", field, message)  # it names the fields of the part that do not fit together
-    return Problem("recipe.value", field, f"{shown(details['input'])} is invalid: {message}")
+    return Problem("recipe.value", field, f"{format_value(details['input'])} is invalid: {message}")
 
 
 def _unknown_field(path: str) -> Problem:
@@ -202,13 +202,13 @@ def _unknown_field(path: str) -> Problem:
     parent, _, name = path.rpartition(".")
     known = _fields_of(parent)
     ours = OURS.get(name) or _only_place_of(name)
-    hint = f"; the field for that is '{ours}'" if ours else nearest(name, known)
+    hint = f"; the field for that is '{ours}'" if ours else did_you_mean(name, known)
     names = parent.split(".")
     holders = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
     listing = next((f"fields of {one}: {', '.join(_fields_of(one))}" for one in holders if one and _fields_of(one)), "")
     if not listing:
         listing = f"a field has the form PART.NAME; the parts are {', '.join(Recipe.model_fields)}"
-    field = short(path) if path.strip(" .") else shown(path)
+    field = truncate(path) if path.strip(" .") else format_value(path)
     return Problem("recipe.field", field, f"there is no such field{hint}", listing)
 
 
@@ -269,7 +269,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
     if isinstance(target, list):
         index = _index(name, target)
         if index is None:
-            return Problem("recipe.field", short(path), f"has {len(target)} items, numbered from 0")
+            return Problem("recipe.field", truncate(path), f"has {len(target)} items, numbered from 0")
         target[index] = value
         return None
     is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"], ["optim", "options"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.errors import short
+from llmtrain.errors import truncate
 from llmtrain.plan.plan import Plan
 from llmtrain.report.facts import Figure, figures
 from llmtrain.report.run import RunData, dotted
@@ -32,7 +32,7 @@ class Difference:
     def texts(self) -> tuple[str, ...]:
         """The values as readable texts."""
         return tuple(
-            ABSENT if one is None else one if isinstance(one, str) else short(json.dumps(one)) for one in self.values
+            ABSENT if one is None else one if isinstance(one, str) else truncate(json.dumps(one)) for one in self.values
         )
 
 

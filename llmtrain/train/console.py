@@ -20,7 +20,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed
+from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed_streams
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
-    open_closed()
+    open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = lossy(os.dup(1)), lossy(os.dup(2))

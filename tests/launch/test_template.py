@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.launch.local import common_environment, run_workers
 from llmtrain.launch.template import Template
-from llmtrain.system.heartbeat import Board
+from llmtrain.system.heartbeat import HeartbeatPages
 
 END_S = 15
 
@@ -125,7 +125,7 @@ def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
     )
     with Template(["json"]) as template:
         template.start(common_environment(2))
-        board = Board(2)
+        board = HeartbeatPages(2)
         assert run_workers(command, 2, run_dir, board=board, template=template) == 0
         held = open_in(children()[0])
         assert run_workers(command, 2, run_dir, board=board, template=template) == 0

@@ -294,7 +294,7 @@ def test_a_hub_that_never_answers_is_asked_once(monkeypatch):
         assert hub.hub_has("owner/name") is None
     assert constants.is_offline_mode()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    hub.ask_first("owner/name")
+    hub.probe_hub_for("owner/name")
 
 
 @pytest.mark.parametrize("name", ["clip_text_model", "t5", "nothing"])

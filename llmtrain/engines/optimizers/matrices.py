@@ -21,7 +21,7 @@ from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.state.held import HeldState
 from llmtrain.engines.state.pieces import Region, Shape
 from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]
 """Maps a whole matrix, or a stack of them, to a tensor of the same shape."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Late, Part, Writer, head, on_host
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.system.piece_heads import read_head
-from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
+from llmtrain.system.piece_headers import read_header
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_bytes, utf8_name
 
 
 def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
@@ -56,7 +56,7 @@ def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"'{name}' is {text}")
         return tensors
     except (*UNREADABLE, SafetensorError) as error:
-        raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None
+        raise CheckpointError(Problem("checkpoint.content", str(path), file_fault(error))) from None
 
 
 FOLDER = "engine"
@@ -114,9 +114,9 @@ def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
 
 def _read_header(file: Path) -> Iterator[Stored]:
     try:
-        pieces = read_head(file)
+        pieces = read_header(file)
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
+        raise CheckpointError(Problem("checkpoint.head", str(file), file_fault(error))) from None
     for index, piece in enumerate(pieces):
         boxes = tuple(Box(box.first, box.size) for box in piece.region.boxes)
         region = Region(piece.region.shape, boxes, piece.region.dim)

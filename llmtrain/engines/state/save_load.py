@@ -23,8 +23,8 @@ from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.overrides.torch import persistent_buffers
-from llmtrain.system.piece_heads import SCALE, WEIGHT
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.piece_headers import SCALE, WEIGHT
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 PROGRESS_FILE = f"{files.FOLDER}/progress.json"
 GUARD_FILE = f"{files.FOLDER}/guard.safetensors"
@@ -89,7 +89,9 @@ def _read_progress(file: Path) -> dict[str, Any]:
     try:
         return read_json(file, EngineProgress).model_dump(exclude_none=True)
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.progress", str(file), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(
+            Problem("checkpoint.progress", str(file), f"cannot be read: {file_fault(error)}")
+        ) from None
 
 
 def fill_pieces(pieces: list[Piece], source: StateSource) -> None:

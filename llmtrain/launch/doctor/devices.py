@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmtrain.errors import reason
 from llmtrain.launch.doctor.finding import CheckResult, Scene, ask, caution, fault, ok, size
-from llmtrain.system.host import memory_bytes, memory_limit, own_cores
+from llmtrain.system.host import available_cores, memory_bytes, memory_limit
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -37,7 +37,7 @@ class Gpu:
 
 def host(scene: Scene) -> Iterator[CheckResult]:
     """Checks the processors and the memory that this process may use."""
-    cpus = own_cores()
+    cpus = available_cores()
     text = f"{cpus} of {os.cpu_count()} CPUs"
     quota = _cpu_quota()
     if quota is not None and quota < cpus:
@@ -77,7 +77,7 @@ def slots(scene: Scene) -> Iterator[CheckResult]:
     if not scene.devices:
         return
     seen, _ = seen_by_torch()
-    asked, cpus = max(scene.devices) + 1, own_cores()
+    asked, cpus = max(scene.devices) + 1, available_cores()
     if seen and asked > len(seen):
         text = f"the hostfile gives {asked} slots, but torch sees {len(seen)} GPUs"
         yield fault("devices.slots", text, f"write slots={len(seen)}")

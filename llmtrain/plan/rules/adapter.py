@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from llmtrain.errors import nearest
+from llmtrain.errors import did_you_mean
 from llmtrain.plan.axes import EXPERT, TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.trained import matches
@@ -76,7 +76,7 @@ def targets(draft: Draft) -> Iterator[Fault]:
     known = sorted({name.rpartition(".")[2] for name in layers})
     for pattern in adapter.targets:
         if not any(matches(name, [pattern]) for name in layers | ends | {"lm_head"}):
-            message = f"'{pattern}' matches no linear layer{nearest(pattern, known)}"
+            message = f"'{pattern}' matches no linear layer{did_you_mean(pattern, known)}"
             yield Fault("model.adapter.targets", message, f"its linear layers are {', '.join(known)}")
 
 

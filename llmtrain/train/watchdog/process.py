@@ -22,7 +22,7 @@ from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Heartbeat
 from llmtrain.system.parent import die_with
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 from llmtrain.train.watchdog.link import Hub, address_of, listen
 from llmtrain.train.watchdog.target import Target, prepare_end
 from llmtrain.train.watchdog.watcher import Follower, Leader, Watched, Watcher
@@ -51,7 +51,7 @@ class Watch:
         port = int(read_sealed(store, "port", seal, "watcher"))
         if port:
             host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
-            self._heartbeat.tell_address(address_of(host, port, seal))
+            self._heartbeat.set_address(address_of(host, port, seal))
 
     def stop(self) -> None:
         """Ends the watcher. The kernel does that too, but leaves a zombie to the program that started the rank."""
@@ -92,7 +92,7 @@ def start(rank: Rank, run_dir: RunDir, plan: Plan, heartbeat: Heartbeat, seal: S
 def _live(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
     """Runs the child process until it ends."""
     try:
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # they concern the rank, but reach its whole process group
         prctl(PR_SET_NAME, b"llmtrain-watch")
         die_with(parent, prctl)
