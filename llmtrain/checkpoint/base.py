@@ -35,7 +35,7 @@ def base_of(plan: Plan) -> str:
     Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
     """
     model = plan.recipe.model
-    if not model.leaves_base:
+    if not model.omits_base_weights:
         return ""
     found: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
     return found if model.quantize == "none" else f"{found} in {model.quantize}"
@@ -46,7 +46,7 @@ def moved(plan: Plan, base: str | None) -> Plan:
 
     Raises RecipeError if they are in a folder that does not exist.
     """
-    if not plan.recipe.model.leaves_base:
+    if not plan.recipe.model.omits_base_weights:
         return plan
     recipe = plan.recipe if base is None else plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
     pretrained_folder(recipe.model, fix="--base FOLDER names the folder that holds these weights now")
@@ -63,7 +63,7 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
 
 def state_source(checkpoint: Path, plan: Plan) -> StateSource:
     """Returns the weights to export from a checkpoint, including frozen ones that it leaves out."""
-    return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else Exported(checkpoint, plan)
+    return WithBase(checkpoint, plan) if plan.recipe.model.omits_base_weights else Exported(checkpoint, plan)
 
 
 class Exported(StateSource):

@@ -227,7 +227,7 @@ def _eval_field(name: str) -> str:
 
 def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.of_completions:
+    if not recipe.objective.is_preference:
         return sources
     return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
 
@@ -282,7 +282,7 @@ def packed_source(
     data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """Returns the sequences of a source over its tokens."""
-    length, mask = data.sequence_length, data.keeps_apart
+    length, mask = data.sequence_length, data.has_document_mask
     views: dict[str, Samples]
     folders: tuple[Path, ...]
     if data.packing == "concat":

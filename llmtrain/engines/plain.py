@@ -233,7 +233,7 @@ class PlainLoop(HasState):
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all trained tensors, then of the untrained ones."""
         yield from pieces_of(held(self.optimizer, self.masters), self._place_of())
-        yield untrained_pieces(self.model, self.place, self.recipe.model.leaves_base, weight_name)
+        yield untrained_pieces(self.model, self.place, self.recipe.model.omits_base_weights, weight_name)
 
     def _place_of(self) -> Callable[[nn.Parameter], Place]:
         """Returns a function that maps a parameter to its place."""

@@ -108,7 +108,7 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
     """
     model = recipe.model
-    if not model.is_frozen_in_part:
+    if not model.is_partly_frozen:
         return None
     whole = freeze_unreached(empty_model(config, torch.float32, model.trust_remote_code))
     if model.adapter is None:

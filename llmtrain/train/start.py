@@ -184,7 +184,7 @@ def check_stages(plan: Plan) -> None:
 
     Raises RecipeError if one of them fails.
     """
-    if plan.recipe.model.is_frozen_in_part:
+    if plan.recipe.model.is_partly_frozen:
         with quiet_libraries():
             from llmtrain.models import check_trained
 

@@ -226,7 +226,7 @@ class DeepSpeedEngine(HasState):
         total, router_loss = torch.zeros((), device=self.device), None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum * (self.plan.holders / batch.terms)  # DeepSpeed averages gradients over these ranks
+            loss = loss_sum * (self.plan.gradient_ranks / batch.terms)  # DeepSpeed averages gradients over these ranks
             if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
                 loss = loss + auxiliary / len(batch.micro_batches)
                 router_loss = with_router_loss(router_loss, auxiliary)
@@ -284,11 +284,13 @@ class DeepSpeedEngine(HasState):
         """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
         yield from pieces_of(*self._held())
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        leaves_base = self.plan.recipe.model.leaves_base
-        frozen = [one for one in names if not (one.requires_grad or leaves_base)]
+        omits_base_weights = self.plan.recipe.model.omits_base_weights
+        frozen = [one for one in names if not (one.requires_grad or omits_base_weights)]
         with gather_partitioned(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
-            yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
+            yield untrained_pieces(
+                self.model, equal, omits_base_weights, self._hugging_face_name, self._untrained_portion
+            )
 
     def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
         """Returns the tensors that the optimizer holds on this rank, and the regions of weights that they belong to."""
@@ -389,7 +391,7 @@ class DeepSpeedEngine(HasState):
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
         if self._pipeline:
             return self._pipeline.sum_over_replicas(value)
-        if self.plan.holders > 1:
+        if self.plan.gradient_ranks > 1:
             dist.all_reduce(value, group=self._replicas)
         return value
 

@@ -121,17 +121,17 @@ def pieces_of(lists: HeldLists, place: PlaceOf) -> Iterator[list[Piece]]:
 def untrained_pieces(
     model: nn.Module,
     copy: tuple[int, int],
-    leaves_base: bool,
+    omits_base_weights: bool,
     hugging_face_name: Callable[[str], str],
     portion: Callable[[str, Tensor], tuple[Region, tuple[int, int]] | None] = lambda name, tensor: None,
 ) -> list[Piece]:
     """Returns live pieces of a model's untrained tensors: frozen parameters, and buffers that belong to its weights.
 
-    leaves_base: whether to leave out frozen parameters, because the files of the base model have them. copy: as in
-    `Piece`, for tensors that are whole on this rank. hugging_face_name: maps a name in `model`. portion: returns the
+    omits_base_weights: whether to leave out frozen parameters, because the files of the base model have them. copy: as
+    in `Piece`, for tensors that are whole on this rank. hugging_face_name: maps a name in `model`. portion: returns the
     region and the copy of what this rank holds of a tensor; None for whole tensors.
     """
-    frozen = {name: one for name, one in model.named_parameters() if not (one.requires_grad or leaves_base)}
+    frozen = {name: one for name, one in model.named_parameters() if not (one.requires_grad or omits_base_weights)}
     pieces = []
     for name, tensor in (frozen | persistent_buffers(model)).items():
         region, own = portion(name, tensor) or (Region.whole(tensor.shape), copy)

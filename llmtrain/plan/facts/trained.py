@@ -31,7 +31,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     a pretrained adapter that cannot be read.
     """
     weights = facts.weights
-    if weights is None or not (model.is_frozen_in_part or facts.without_gradient):
+    if weights is None or not (model.is_partly_frozen or facts.without_gradient):
         return facts
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:

@@ -46,7 +46,7 @@ PROBES: tuple[tuple[dict[str, Any], ...], ...] = (
 """Conversations with all roles; most templates accept all of them."""
 
 
-def grown(recipe: Recipe) -> Recipe:
+def with_resized_vocabulary(recipe: Recipe) -> Recipe:
     """Returns a recipe with the size of the vocabulary that `model.new_tokens` asks for.
 
     It is as large as the tokenizer with the new tokens, padded, or as that of the pretrained weights if that is enough.
@@ -63,14 +63,14 @@ def grown(recipe: Recipe) -> Recipe:
     known = _tokens(tokenizer)
     size = max(known.values()) + 1
     template = read_template(recipe.data.chat_template, tokenizer) if model.new_tokens == "template" else None
-    needed = size + sum(token not in known for token in wanted_tokens(model.new_tokens, template))
+    needed = size + sum(token not in known for token in tokens_to_add(model.new_tokens, template))
     fields: dict[str, Any] = {"model.kept_rows": min(size, rows) if needed > size else rows}
     if needed > rows and "vocab_size" not in model.config:
         fields["model.config.vocab_size"] = -(-needed // MULTIPLE) * MULTIPLE
     return recipe.with_(**fields)
 
 
-def wanted_tokens(new_tokens: NewTokens, template: str | None) -> tuple[str, ...]:
+def tokens_to_add(new_tokens: NewTokens, template: str | None) -> tuple[str, ...]:
     """Returns the tokens of `model.new_tokens` in the order in which they are added.
 
     template: the source of the chat template, for `template`. Raises DataError if there is none.

@@ -40,7 +40,7 @@ def dora(draft: Draft) -> Iterator[Fault]:
 def experts(draft: Draft) -> Iterator[Fault]:
     """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`)."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
-    if parallel.zero_stage not in (1, 2) or not model.is_frozen_in_part:
+    if parallel.zero_stage not in (1, 2) or not model.is_partly_frozen:
         return
     if facts is None or facts.weights is None:
         return

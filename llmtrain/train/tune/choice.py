@@ -39,7 +39,7 @@ def threads_of_a_rank(local_world_size: int) -> int:
 def key_of_run(plan: Plan, device: str) -> str:
     """Returns a key of exactly what determines the fastest kernels for a plan's steps."""
     recipe = plan.recipe
-    data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.keeps_apart}
+    data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.has_document_mask}
     return key_of(
         device,
         versions(PACKAGES),

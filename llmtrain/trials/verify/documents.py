@@ -41,7 +41,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
-    return found if data.keeps_apart or samples.stream.desirable is not None else [join_documents(found)]
+    return found if data.has_document_mask or samples.stream.desirable is not None else [join_documents(found)]
 
 
 def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:
