@@ -36,8 +36,8 @@ from llmtrain.commands.tune import tune_kernels
 from llmtrain.commands.verify import verify_plans
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
-from llmtrain.system.stops import before_the_first_step, leave, say, stop_behind
-from llmtrain.system.streams import take_any_text
+from llmtrain.system.stops import before_the_first_step, leave, say, stop_that_caused
+from llmtrain.system.streams import accept_any_text
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
@@ -98,7 +98,7 @@ def _default(field: Field[Any]) -> Any:
 
 def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
     """Runs a command. A user's mistake becomes a message and an exit code."""
-    take_any_text()
+    accept_any_text()
     completion.prepare_completion()
     limit_spinning(os.environ)
     try:
@@ -132,7 +132,7 @@ def _ended_by_a_stop() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if stop := stop_behind(error):
+        if stop := stop_that_caused(error):
             say(before_the_first_step(stop.number))
             leave(Exit.RESUME)
         raise

@@ -19,8 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason, shown
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, format_value, reason
+from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.lint import Reader, Result
@@ -244,10 +244,10 @@ def _check_call(function: str, **numbers: int | None) -> None:
     """Refuses numbers that the command line refuses, too, and calls in other threads."""
     problems = []
     for name, value in numbers.items():
-        least, most = int(name != "max_restarts"), MOST_WORKERS if name == "nproc" else math.inf
+        least, most = int(name != "max_restarts"), MAX_WORKERS if name == "nproc" else math.inf
         if value is not None and not (type(value) is int and least <= value <= most):
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
-            message = f"must be an integer {limits}, not {shown(value)}"
+            message = f"must be an integer {limits}, not {format_value(value)}"
             problems.append(Problem("library.number", name, message))
     if problems:
         raise RecipeError(problems)

@@ -23,7 +23,7 @@ from llmtrain.models.stages import Cut
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
-from llmtrain.plan.facts.built_model import CHOOSERS
+from llmtrain.plan.facts.built_model import INDEXERS
 from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
@@ -152,8 +152,8 @@ def _remarks(family: str, cut: Cut) -> str:
         ("router logits sent along", cut.sends_routers),
     ]
     found = [text for text, holds in remarks if holds]
-    if family in CHOOSERS:
-        found.append(f"`{CHOOSERS[family]}` has no gradient and is frozen")
+    if family in INDEXERS:
+        found.append(f"`{INDEXERS[family]}` has no gradient and is frozen")
     return ", ".join(found)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmtrain.plan.rules import ENGINE, RULES
 
 PAGE = Path(__file__).parents[1] / "docs/reference/rules.md"
-SEEN = {
+EVIDENCE = {
     "run": "run, and compared with plain torch",
     "read": "read in its source",
     "arithmetic": "arithmetic",
@@ -32,7 +32,10 @@ DeepSpeed; they are not checked for other backends.
 
 def render() -> str:
     """Returns the whole page."""
-    rows = (f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {SEEN[rule.seen]} |" for rule in RULES)
+    rows = (
+        f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {EVIDENCE[rule.evidence]} |"
+        for rule in RULES
+    )
     return HEAD + "\n".join(rows) + "\n"
 
 

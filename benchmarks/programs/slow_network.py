@@ -52,7 +52,7 @@ CABLE = Path("/sys/class/net/cable/statistics/tx_bytes")
 def small_buckets() -> AbstractContextManager[object]:
     """Makes plans, their configurations and their predictions use buckets of `BUCKET_MIB`."""
     elements = BUCKET_MIB * 2**20 // 4
-    return mock.patch.multiple(flat, LEAST_BUCKET=elements, BUCKET_OF_REPLICA=0, DDP_BUCKET_MIB=BUCKET_MIB)
+    return mock.patch.multiple(flat, MIN_BUCKET=elements, BUCKET_PER_REPLICA=0, DDP_BUCKET_MIB=BUCKET_MIB)
 
 
 def plan_of(name: str) -> Plan:

@@ -26,7 +26,7 @@ from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrai
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 
 def base_of(plan: Plan) -> str:
@@ -35,7 +35,7 @@ def base_of(plan: Plan) -> str:
     Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
     """
     model = plan.recipe.model
-    if not model.leaves_base:
+    if not model.omits_base_weights:
         return ""
     weights_hash: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
     return weights_hash if model.quantize == "none" else f"{weights_hash} in {model.quantize}"
@@ -46,7 +46,7 @@ def with_base(plan: Plan, base: str | None) -> Plan:
 
     Raises RecipeError if they are in a folder that does not exist.
     """
-    if not plan.recipe.model.leaves_base:
+    if not plan.recipe.model.omits_base_weights:
         return plan
     recipe = plan.recipe if base is None else plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
     pretrained_folder(recipe.model, fix="--base FOLDER names the folder that holds these weights now")
@@ -63,7 +63,7 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
 
 def export_reader(checkpoint: Path, plan: Plan) -> CheckpointReader:
     """Returns a reader of the weights to export from a checkpoint, including frozen ones that it leaves out."""
-    return ReaderWithBase(checkpoint, plan) if plan.recipe.model.leaves_base else ExportReader(checkpoint, plan)
+    return ReaderWithBase(checkpoint, plan) if plan.recipe.model.omits_base_weights else ExportReader(checkpoint, plan)
 
 
 class ExportReader(CheckpointReader):

@@ -25,8 +25,8 @@ from llmtrain.plan import Plan
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.run_dir import RunDir, forbidden_changes
-from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
-from llmtrain.system.untrusted import UNREADABLE, why
+from llmtrain.system.piece_headers import WEIGHT, PieceHeader, read_header
+from llmtrain.system.untrusted import UNREADABLE, file_fault
 
 
 def check_choice(folder: RunDir, resume: str) -> None:
@@ -169,10 +169,10 @@ def _described(kind: str) -> str:
     return "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
 
 
-def _shard_headers(checkpoint: Path) -> Iterator[PieceHead]:
+def _shard_headers(checkpoint: Path) -> Iterator[PieceHeader]:
     """Yields the description of each shard from the headers of the files."""
     for path in sorted((checkpoint / "engine").glob("rank_*.safetensors")):
         try:
-            yield from read_head(path)
+            yield from read_header(path)
         except UNREADABLE as error:
-            raise CheckpointError(Problem("checkpoint.head", str(path), why(error))) from None
+            raise CheckpointError(Problem("checkpoint.head", str(path), file_fault(error))) from None

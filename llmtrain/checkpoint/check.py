@@ -20,7 +20,7 @@ from llmtrain.checkpoint.manifest import (
 )
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import fingerprint
-from llmtrain.system.untrusted import open_regular, why
+from llmtrain.system.untrusted import file_fault, open_regular
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
@@ -95,7 +95,7 @@ def _compare(path: Path, expected: File) -> Problem | None:
         if fingerprint(path) != expected.fingerprint:
             return Problem("checkpoint.hash", str(path), "was changed since it was written (its hash differs)")
     except OSError as error:
-        return Problem("checkpoint.read", str(path), f"cannot be read: {why(error)}")
+        return Problem("checkpoint.read", str(path), f"cannot be read: {file_fault(error)}")
     return None
 
 
@@ -141,7 +141,7 @@ def _pickle_problem(path: Path) -> Problem:
         named = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         would = f"; it would call {', '.join(named)} when loaded" if named else ""
     except Exception as error:  # whatever fails while a hostile archive is read
-        would = f"; what it would call when loaded is unknown ({why(error)})"
+        would = f"; what it would call when loaded is unknown ({file_fault(error)})"
     return Problem(
         "checkpoint.pickle", str(path), f"is a pickle, but checkpoints contain no pickles{would}", "remove it"
     )

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
-from llmtrain.errors import CheckpointError, Problem, shown
+from llmtrain.errors import CheckpointError, Problem, format_value
 from llmtrain.plan import Plan
 from llmtrain.run_dir import MAY_CHANGE, ON_REQUEST
 
@@ -70,7 +70,7 @@ def values_by_step(history: list[Segment], field: str) -> list[tuple[int, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None or value == [] else shown(value) if isinstance(value, float) else str(value)
+    return "none" if value is None or value == [] else format_value(value) if isinstance(value, float) else str(value)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from typing import Any
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import flush, flush_folders, flush_tree, remove_tree, rename, write_atomically
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 LATEST = "latest"
 STATE_FILE = "trainer.json"
@@ -78,7 +78,9 @@ def find(checkpoints: Path) -> list[FoundCheckpoint]:
     except FileNotFoundError:
         return []
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(
+            Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {file_fault(error)}")
+        ) from None
     return sorted(map(read_checkpoint, folders), key=lambda checkpoint: (checkpoint.written, checkpoint.folder.name))
 
 
@@ -113,7 +115,7 @@ def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
     except FileNotFoundError:
         return None, []
     except UNREADABLE as error:
-        return None, [Problem("checkpoint.latest", str(path), f"cannot be used: {why(error)}")]
+        return None, [Problem("checkpoint.latest", str(path), f"cannot be used: {file_fault(error)}")]
     return name, []
 
 
@@ -225,7 +227,7 @@ def check_new(out: Path) -> None:
     try:
         is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except UNREADABLE as error:
-        raise CheckpointError(Problem("out.write", str(out), why(error), "choose another folder")) from None
+        raise CheckpointError(Problem("out.write", str(out), file_fault(error), "choose another folder")) from None
     if is_taken:
         raise CheckpointError(Problem("out.exists", str(out), "is not empty", "choose a new folder"))
 

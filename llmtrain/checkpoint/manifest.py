@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import FileHash, write_atomically
-from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, open_regular, read_json
 
 T = TypeVar("T")
 PATTERN = "MANIFEST*.json"
@@ -132,7 +132,7 @@ def read_checkpoint_json(path: Path, kind: type[T], rule: str) -> T:
     try:
         return read_json(path, kind)
     except UNREADABLE as error:
-        raise CheckpointError(Problem(rule, str(path), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(Problem(rule, str(path), f"cannot be read: {file_fault(error)}")) from None
 
 
 def _why_none(folder: Path) -> str:
@@ -141,7 +141,7 @@ def _why_none(folder: Path) -> str:
     except NotADirectoryError:
         return "is not a folder, so it is not a checkpoint"
     except UNREADABLE as error:
-        return f"cannot be read: {why(error)}"
+        return f"cannot be read: {file_fault(error)}"
     return "has no manifest, so it is incomplete"
 
 
@@ -166,7 +166,7 @@ def size_problem(path: Path, expected: File) -> Problem | None:
     except FileNotFoundError:
         return Problem("checkpoint.missing", str(path), "is in the manifest but does not exist")
     except OSError as error:
-        return Problem("checkpoint.read", str(path), f"cannot be read: {why(error)}")
+        return Problem("checkpoint.read", str(path), f"cannot be read: {file_fault(error)}")
     if size != expected.bytes:
         return Problem("checkpoint.size", str(path), f"has {size} bytes, but the manifest says {expected.bytes}")
     return None

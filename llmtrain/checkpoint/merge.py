@@ -39,8 +39,8 @@ from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, 
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
-from llmtrain.system.hub import ask_first
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.hub import probe_hub_for
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 if TYPE_CHECKING:
     import peft
@@ -109,7 +109,7 @@ def merge(
         trust_remote_code=trust_remote_code,
     )
     pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
-    ask_first(str(model.pretrained), model.revision)
+    probe_hub_for(str(model.pretrained), model.revision)
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
@@ -155,7 +155,7 @@ def read_quantized(adapter: Path) -> frozenset[str]:
         return frozenset(read_json(file, list[str]))
     except UNREADABLE as error:
         raise CheckpointError(
-            Problem("merge.file", str(adapter), f"{QUANTIZED} cannot be read: {why(error)}")
+            Problem("merge.file", str(adapter), f"{QUANTIZED} cannot be read: {file_fault(error)}")
         ) from None
 
 

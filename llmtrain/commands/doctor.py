@@ -12,7 +12,7 @@ import typer
 
 from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.launch.doctor.run import DoctorOptions
@@ -36,7 +36,7 @@ class DoctorRequest:
         typer.Option(
             help="Number of ranks of the all-reduce on this machine; default: one per GPU, or 2 on a CPU.",
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
         ),
     ] = None
     time_limit: Annotated[

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.commands.options import LARGEST_OPTION, JsonOption
-from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
-from llmtrain.system.stops import interrupted_by_sigterm
+from llmtrain.errors import CheckpointError, Problem, RecipeError, format_value
+from llmtrain.system.stops import interrupt_on_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -65,7 +65,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    interrupted_by_sigterm()
+    interrupt_on_sigterm()
     run = RunDir(request.run)
     recipe = run.read_recipe()
     declared = recipe.tasks
@@ -112,7 +112,7 @@ def _own_tasks(run: RunDir, declared: TasksConfig, trust_remote_code: bool) -> P
     """Returns the run's own folder of tasks, if any. Raises RecipeError if its code may not be run."""
     if declared.include_path is None or trust_remote_code:
         return Path(declared.include_path) if declared.include_path else None
-    field, value = f"{run.recipe_file}: tasks.include_path", shown(declared.include_path)
+    field, value = f"{run.recipe_file}: tasks.include_path", format_value(declared.include_path)
     message = f"is {value}, and tasks may contain code (!function), which a run directory cannot permit to run"
     fix = f"inspect the tasks, and name them with --include-path {quote(declared.include_path)}, or permit the run's "
     raise RecipeError(Problem("tasks.remote_code", field, message, f"{fix}with --trust-remote-code"))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmtrain.errors import DataError, Problem, RecipeError, reason, shown
+from llmtrain.errors import DataError, Problem, RecipeError, format_value, reason
 from llmtrain.recipe import DataConfig, ModelConfig, Part, Recipe, part_in
 from llmtrain.system.untrusted import expanded, json_fault
 
@@ -112,9 +112,9 @@ def _problems(request: InitRequest) -> list[Problem]:
     problems = []
     for option, text in (("--data", request.data), ("--model", request.model)):
         if text and (fault := json_fault(text)):
-            problems.append(Problem("init.text", option, f"{shown(text)} is invalid: {fault}"))
+            problems.append(Problem("init.text", option, f"{format_value(text)} is invalid: {fault}"))
     if (data := request.data) and not problems and not _is_here(data) and (is_path(data) or kind_of(Path(data))):
-        problems.append(Problem("init.data", "--data", f"{shown(data)} does not exist"))
+        problems.append(Problem("init.data", "--data", f"{format_value(data)} does not exist"))
     if request.file.suffix not in SUFFIXES:
         problems.append(Problem("init.file", str(request.file), f"must end in {', '.join(SUFFIXES)}"))
     if request.file.exists():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmtrain.errors import Exit, Problem, RecipeError, printable, short
+from llmtrain.errors import Exit, Problem, RecipeError, printable, truncate
 
 if TYPE_CHECKING:
     from llmtrain.lint import Result
@@ -135,7 +135,7 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
 def _replace(name: str, path: Path, text: str) -> None:
     """Replaces a file atomically; keeps links to it and its permissions. Raises RecipeError."""
     from llmtrain.system.durable import write_atomically
-    from llmtrain.system.untrusted import why
+    from llmtrain.system.untrusted import file_fault
 
     try:
         real = path.resolve(strict=True)
@@ -145,7 +145,7 @@ def _replace(name: str, path: Path, text: str) -> None:
         write_atomically(real, text)
         real.chmod(mode)
     except OSError as error:
-        raise RecipeError(Problem("lint.fix", name, f"cannot be written: {why(error)}")) from None
+        raise RecipeError(Problem("lint.fix", name, f"cannot be written: {file_fault(error)}")) from None
 
 
 def _arguments(request: LintRequest) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _arguments(request: LintRequest) -> dict[str, Any]:
         try:
             loaded = yaml.safe_load(read_file(request.arguments))  # YAML includes JSON
         except (Unreadable, ValueError, RecursionError, yaml.YAMLError) as error:
-            message = short(printable(str(error)))
+            message = truncate(printable(str(error)))
             raise RecipeError(Problem("lint.arguments", str(request.arguments), message)) from None
         if not isinstance(loaded, dict):
             raise RecipeError(Problem("lint.arguments", str(request.arguments), "contains no object"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmtrain.commands import completion
-from llmtrain.errors import Problem, RecipeError, UserError, nearest
+from llmtrain.errors import Problem, RecipeError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from llmtrain.recipe.cluster import Cluster
@@ -72,7 +72,9 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
     if device is not None and device.lower() not in known:
         listing = f"known: {', '.join(known)}"
         raise RecipeError(
-            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
+            Problem(
+                "cluster.device", "--device", f"'{device}' is unknown{did_you_mean(device.lower(), known)}", listing
+            )
         )
     try:
         return base.resized(nodes, per_node, device)

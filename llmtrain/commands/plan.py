@@ -21,7 +21,7 @@ from llmtrain.commands.options import (
     errors_as_json,
     named_cluster,
 )
-from llmtrain.errors import Problem, RecipeError, reason, short
+from llmtrain.errors import Problem, RecipeError, reason, truncate
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _show(planned: library.Planned, request: PlanRequest) -> None:
         try:
             written = _write(request.write, planned)
         except OSError as error:
-            message = f"{short(str(request.write))} cannot be written: {reason(error)}"
+            message = f"{truncate(str(request.write))} cannot be written: {reason(error)}"
             raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
     if request.as_json:
         print(json.dumps(planned.document(), indent=2))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.commands.options import LARGEST_OPTION
-from llmtrain.errors import Problem, RecipeError, shown
+from llmtrain.errors import Problem, RecipeError, format_value
 
 
 def request_profile(
@@ -31,7 +31,7 @@ def request_profile(
     try:
         numbers = tuple(int(rank) for rank in ranks.split(","))
     except ValueError:
-        message = f"{shown(ranks)} is not a list of numbers"
+        message = f"{format_value(ranks)} is not a list of numbers"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, "--ranks 0,1")) from None
     if others := [number for number in numbers if not 0 <= number < plan.workers]:
         message = f"the run has no rank {', '.join(map(str, others))}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import UserError
 from llmtrain.system.stops import leave, say, stop_by_exception
-from llmtrain.system.streams import outlive_the_terminal
+from llmtrain.system.streams import ignore_output_errors
 
 if TYPE_CHECKING:
     from llmtrain.launch import Rank
@@ -31,7 +31,7 @@ def train_recipe(request: TrainRequest) -> None:
     from llmtrain.launch import discover
     from llmtrain.run_dir import check_allowed
 
-    outlive_the_terminal()
+    ignore_output_errors()
     rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
     check_options(request, rank)
     check_allowed(request.allow_change)

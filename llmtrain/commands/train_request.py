@@ -16,7 +16,7 @@ from llmtrain.commands.options import (
     SetOption,
     named_cluster,
 )
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
@@ -36,7 +36,7 @@ class TrainRequest:
     assignments: SetOption = field(default_factory=list)
     nproc: Annotated[
         int | None,
-        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MAX_WORKERS),
     ] = None
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None
     resume: Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption, errors_as_json
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.host import MOST_WORKERS, busy, cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import MAX_WORKERS, available_cores, busy, cores_used_by_others, max_cores_used_by_others
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def tune_kernels(
         typer.Option(
             help="Number of workers that share this machine; default: one per GPU, or one on a CPU.",
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -84,8 +84,8 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
 
 def _check_quiet() -> None:
     """Raises RecipeError if other processes use the cores so much that every measurement would be discarded."""
-    others, cores = cores_of_others(LOOK_S), own_cores()
-    if others > most_cores_of_others(cores):
+    others, cores = cores_used_by_others(LOOK_S), available_cores()
+    if others > max_cores_used_by_others(cores):
         raise RecipeError(_not_measured(busy(others, cores)))
 
 

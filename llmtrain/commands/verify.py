@@ -12,7 +12,7 @@ import typer
 from llmtrain import library
 from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption
 from llmtrain.errors import Exit
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.system.host import MAX_WORKERS
 from llmtrain.system.streams import print_as_is
 
 
@@ -21,7 +21,7 @@ def verify_plans(
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
         int | None,
-        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MAX_WORKERS),
     ] = None,
     plans: Annotated[
         str, typer.Option(help="Plans: all, or names and patterns separated by commas, such as dp2-*,dp1-zero3-*.")

@@ -19,7 +19,7 @@ from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
 from llmtrain.system.durable import DISK_FULL, flush_tree, remove_tree, rename
 from llmtrain.system.host import cache_root
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_json
 
 META = "meta.json"
 
@@ -155,7 +155,10 @@ def _meta_of(file: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         raise DataError(
             Problem(
-                "data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it will be created again"
+                "data.cache",
+                str(file),
+                f"cannot be read: {file_fault(error)}",
+                "delete its folder; it will be created again",
             )
         ) from None
 

@@ -27,7 +27,7 @@ from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
 from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.system.streams import short_names
-from llmtrain.system.untrusted import why
+from llmtrain.system.untrusted import file_fault
 
 EVAL_FIELD = "evaluation.sources"
 MAIN_SET = ""
@@ -188,7 +188,9 @@ def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
     try:
         return _prepare_all(recipe, cache)
     except OSError as error:  # for example, a folder on the path to a file is not accessible
-        raise DataError(Problem("data.read", str(error.filename or "data"), f"cannot be used: {why(error)}")) from error
+        raise DataError(
+            Problem("data.read", str(error.filename or "data"), f"cannot be used: {file_fault(error)}")
+        ) from error
 
 
 def _prepare_all(recipe: Recipe, cache: Cache) -> Prepared:
@@ -226,7 +228,7 @@ def _eval_field(name: str) -> str:
 
 def _with_objective_format(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.of_completions:
+    if not recipe.objective.is_preference:
         return sources
     return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
 
@@ -290,7 +292,7 @@ def packed_source(
     data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """Returns the sequences of a source over its tokens."""
-    length, mask = data.sequence_length, data.keeps_apart
+    length, mask = data.sequence_length, data.has_document_mask
     views: dict[str, Samples]
     folders: tuple[Path, ...]
     if data.packing == "concat":

@@ -18,7 +18,7 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.facts.vocabulary import control_tokens, named_template, read_template, wanted_tokens
+from llmtrain.plan.facts.vocabulary import control_tokens, named_template, read_template, tokens_to_add
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
 from llmtrain.system.hub import hub_has, is_path, stored_file
 from llmtrain.system.untrusted import expanded, read_bytes
@@ -251,7 +251,7 @@ def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None
     difference = _difference(file, fast, type(tokenizer).__name__) if file else ""
     known = tokenizer.get_vocab()
     if new_tokens:
-        wanted = wanted_tokens(new_tokens, template or read_template(None, name))
+        wanted = tokens_to_add(new_tokens, template or read_template(None, name))
         lacking = [AddedToken(token, normalized=False) for token in wanted if token not in known]
         tokenizer.add_tokens(lacking, special_tokens=new_tokens == "template")
     tokenizer.save_pretrained(folder)

@@ -48,7 +48,7 @@ def check_documents(recipe: Recipe) -> str:
     Returns a note if that cannot be tried, or an empty text. Raises RecipeError if documents influence each other.
     """
     config = model_configuration(recipe)
-    if not recipe.data.keeps_apart or type(config).__module__.startswith("transformers."):
+    if not recipe.data.has_document_mask or type(config).__module__.startswith("transformers."):
         return ""
     fix = "--set data.packing=none, or --set data.mask_documents=false"
     try:

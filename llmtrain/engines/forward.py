@@ -155,7 +155,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
-        of_tokens = recipe.objective.of_completions
+        of_tokens = recipe.objective.is_preference
         plain = target_losses if of_tokens else target_loss_sum
         on_cpu = plan.cluster.spec.on_cpu
         loss = compiled_loss(on_cpu, of_tokens) if kernels.loss == "compiled" else plain
@@ -258,7 +258,7 @@ def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objectiv
 
     slices: the ranks that share this rank's sequences.
     """
-    return Objective(recipe.objective, slices) if recipe.objective.of_completions else None
+    return Objective(recipe.objective, slices) if recipe.objective.is_preference else None
 
 
 def loss_of(

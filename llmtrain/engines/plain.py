@@ -234,7 +234,7 @@ class PlainLoop(HasState):
     def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:
         """Yields the trained tensors as shards, then the untrained ones."""
         yield from checkpoint_shards(optimizer_shards(self.optimizer, self.masters), self._locate())
-        yield untrained_shards(self.model, self.replica, self.recipe.model.leaves_base, weight_name)
+        yield untrained_shards(self.model, self.replica, self.recipe.model.omits_base_weights, weight_name)
 
     def _locate(self) -> Locate:
         """Returns the function that locates what this rank holds of a parameter in the whole weight."""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Self
 
 from llmtrain.launch.hang_detector import CHECK_INTERVAL_S, HangDetector
-from llmtrain.system.parent import die_with, dying_with_us
-from llmtrain.system.stops import STOPS
+from llmtrain.system.parent import die_with, kill_with_parent
+from llmtrain.system.stops import STOP_SIGNALS
 
 PRELOADED_MODULES = (
     *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
@@ -96,7 +96,7 @@ class ForkServer:
                 stderr=self._output,
                 start_new_session=True,
                 pass_fds=(server_end.fileno(),),
-                preexec_fn=dying_with_us(),
+                preexec_fn=kill_with_parent(),
             )
 
     def wait_until_ready(self, seconds: float) -> bool:
@@ -172,8 +172,8 @@ def _as_subreaper() -> Iterator[None]:
 def main() -> None:
     """Runs the process itself. A fork of it leaves at the end of this function, as the worker that it has become."""
     launcher, channel = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
-    handlers = {number: signal.getsignal(number) for number in STOPS}
-    for number in STOPS:
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # batch systems signal all processes of a job
     gc.disable()  # saves a sixth of the time of all imports
     for name in sys.argv[2:]:

@@ -24,7 +24,7 @@ from llmtrain.launch.discovery.interfaces import addresses
 from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
 from llmtrain.system.host import process_fields
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 
 END_S = 5.0
 """Seconds from SIGTERM to SIGKILL for workers that outlive their job."""
@@ -147,7 +147,7 @@ def _signal(folder: Path, node: int, number: int) -> None:
 
     Workers that have not started yet read the signal once they have noted their process id.
     """
-    if number in STOPS:
+    if number in STOP_SIGNALS:
         temporary = folder / f".{node}.stop"
         temporary.write_text(str(int(number)))
         temporary.replace(folder / f"{node}.stop")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
 
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
 _FIX = "write one `HOST slots=N` per line, and each host once"
@@ -62,7 +62,9 @@ def _parse(path: Path) -> dict[str, int]:
     try:
         lines = read_text(path).splitlines()
     except UNREADABLE as error:
-        raise RecipeError(Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {why(error)}", _FIX)) from None
+        raise RecipeError(
+            Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {file_fault(error)}", _FIX)
+        ) from None
     slots: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):

@@ -37,7 +37,7 @@ from llmtrain.launch.hostfile import Host
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.run_dir import RunDir
 from llmtrain.system.stops import QUIT, caught_signals
-from llmtrain.system.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
 
 PREPARE_S = 120
 """Longest time in seconds for a host to describe itself, which includes imports over a network file system."""
@@ -138,7 +138,7 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except UNREADABLE as error:
-            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {why(error)}")) from None
+            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {file_fault(error)}")) from None
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue

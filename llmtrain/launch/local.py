@@ -26,11 +26,11 @@ from llmtrain.launch.failure import Failure
 from llmtrain.launch.hang_detector import CHECK_INTERVAL_S, DEFAULT_TIMEOUT_S, HangDetector
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.heartbeat import Board
-from llmtrain.system.host import limit_spinning, own_cores
+from llmtrain.system.heartbeat import HeartbeatPages
+from llmtrain.system.host import available_cores, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import dying_with_us
-from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.stops import QUIT, STOP_SIGNALS, before_the_first_step, caught_signals, say
 from llmtrain.system.streams import plain_console
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ def run_workers(
     world_size: int,
     run_dir: RunDir,
     env: Mapping[str, str] | None = None,
-    board: Board | None = None,
+    board: HeartbeatPages | None = None,
     fork_server: ForkServer | None = None,
     hang_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
-    SIGKILL `GRACE_S` later. The first of `STOPS` is passed on to the workers; if none has begun a step yet, it ends
-    them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
+    SIGKILL `GRACE_S` later. The first of `STOP_SIGNALS` is passed on to the workers; if none has begun a step yet, it
+    ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
     batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
@@ -135,7 +135,7 @@ def common_environment(world_size: int, env: Mapping[str, str] | None = None) ->
     Raises RecipeError if others could store compiled code for the workers.
     """
     # By default every worker would start as many threads as there are cores.
-    threads = max(1, own_cores() // world_size)
+    threads = max(1, available_cores() // world_size)
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
     limit_spinning(common)  # a program that imports llmtrain has not done so
     use_kernel_caches(common)
@@ -233,7 +233,7 @@ class _Pool:
     run_dir: RunDir
     events: SimpleQueue[_LocalWorker | int]
     hang_detector: HangDetector
-    board: Board | None
+    board: HeartbeatPages | None
     """Where the workers write their heartbeats, if they do."""
     fork_server: ForkServer | None
     stopped_by: int | None = None
@@ -266,7 +266,7 @@ class _Pool:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=self.inherited_descriptors,
-                preexec_fn=dying_with_us(),
+                preexec_fn=kill_with_parent(),
             )
         finally:
             if output is not None:
@@ -358,7 +358,7 @@ def _outcome(pool: _Pool) -> int:
     if user_error is not None:
         raise user_error
     code = first.returncode or 0
-    if pool.stopped_by is not None and -code in STOPS:
+    if pool.stopped_by is not None and -code in STOP_SIGNALS:
         return exit_code_before_first_step(pool.stopped_by)  # it did not handle signals yet
     message, fix = (failure.summary, f"see {first.log}") if failure else (describe_exit(code), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))

@@ -27,8 +27,8 @@ from llmtrain.launch.jobs.accelerate import has_configuration, render_configurat
 from llmtrain.launch.local import KILL_SIGNALS, clear_failures, describe_exit, exit_code_before_first_step
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.parent import dying_with_us
-from llmtrain.system.stops import QUIT, STOPS, caught_signals
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.stops import QUIT, STOP_SIGNALS, caught_signals
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -100,7 +100,7 @@ def started(
         stdin=subprocess.DEVNULL,
         stderr=errors,
         start_new_session=True,
-        preexec_fn=dying_with_us(),
+        preexec_fn=kill_with_parent(),
     )
     try:
         yield process
@@ -190,7 +190,7 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stop
     was_killed = first is not None and first.failure_order[0] == 0
     if reported is not None and (error := reported.user_error()) is not None and not was_killed:
         raise error
-    if stopped_by is not None and (first is None or -first.code in STOPS):
+    if stopped_by is not None and (first is None or -first.code in STOP_SIGNALS):
         return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmtrain.errors import Exit
 from llmtrain.launch.local import exit_code_before_first_step
 from llmtrain.launch.tools import TORCHRUN, WorkerExit, started, wait, worker_command
-from llmtrain.system.stops import STOPS, caught_signals
+from llmtrain.system.stops import STOP_SIGNALS, caught_signals
 
 USER_ERROR_CODES = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
@@ -56,7 +56,7 @@ def node_exit_code(workers: list[WorkerExit], tool: int, stopped_by: int | None)
     mistake = next((worker.code for worker in failed if worker.code in USER_ERROR_CODES), None)
     if mistake is not None:
         return mistake
-    if stopped_by is not None and (not failed or -failed[0].code in STOPS):
+    if stopped_by is not None and (not failed or -failed[0].code in STOP_SIGNALS):
         return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
     return Exit.WORKER
 

@@ -21,7 +21,7 @@ from types import FrameType
 from llmtrain.errors import Exit
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.parent import die_with
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         for child in children:
             child.send_signal(number)
 
-    for stop in STOPS:
+    for stop in STOP_SIGNALS:
         signal.signal(stop, pass_on)
     prctl = ctypes.CDLL(None).prctl
     die_with(tool, prctl)
@@ -60,7 +60,7 @@ def _begin(parent: int, prctl: Callable[[int, int], int]) -> None:
 
     Runs in the forked child.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     die_with(parent, prctl)
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.lint.document import READERS, Finding, NotOurs, Reader, Unreadable
 from llmtrain.lint.reading import decoded, read_configuration, read_file
 from llmtrain.lint.rules import RULES
@@ -100,7 +100,7 @@ def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozense
         rule, _, key = given.partition(":")
         name = rule if rule.startswith("lint.") else f"lint.{rule}"
         if name not in known:
-            message = f"{rule[:80]!r} is not a rule{nearest(name[:80], known)}"
+            message = f"{rule[:80]!r} is not a rule{did_you_mean(name[:80], known)}"
             problems.append(Problem("lint.allow", source, message))
         elif name == "lint.unknown_key" and key in ("", "*"):
             problems.append(

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.lint import READERS, Reader, parse_allowed
 from llmtrain.lint.document import NotOurs, Unreadable
 from llmtrain.lint.reading import LARGEST_FILE, read_configuration, read_file
@@ -140,7 +140,7 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
     known = ("for", "deepspeed", "allow", "per-file-allow")
     given = table if isinstance(table, dict) else {"": table}
     problems = [
-        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{nearest(key[:80], known)}")
+        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{did_you_mean(key[:80], known)}")
         for key in given
         if key not in known
     ]

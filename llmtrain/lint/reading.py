@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.schema import Where
-from llmtrain.system.untrusted import BYTE_ORDER_MARK, read_bytes, why
+from llmtrain.system.untrusted import BYTE_ORDER_MARK, file_fault, read_bytes
 
 LARGEST_FILE = 2**20
 """Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
@@ -35,7 +35,7 @@ def read_file(path: Path) -> str:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise _too_large() from None
-        raise Unreadable(f"cannot be read: {why(error)}") from None
+        raise Unreadable(f"cannot be read: {file_fault(error)}") from None
 
 
 def decoded(content: bytes) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from llmtrain.errors import Problem, RecipeError, printable, short
+from llmtrain.errors import Problem, RecipeError, printable, truncate
 from llmtrain.lint.schema import Version, releases, version
 from llmtrain.system.host import installed_version
 
@@ -52,7 +52,7 @@ def choose_release(asked: str | None = None) -> Release:
         return Release(near, "installed" if near == installed else f"the nearest known to the installed {installed}")
     clauses = [_CLAUSE.fullmatch(clause) for clause in asked.split(",")]
     if len(asked) > 100 or not all(clauses):
-        message = f"{short(printable(asked))!r} is neither a version nor a range"
+        message = f"{truncate(printable(asked))!r} is neither a version nor a range"
         fix = "a version such as 0.18.4, or a range such as '>=0.17,<0.19'"
         raise RecipeError(Problem("lint.deepspeed", "--deepspeed", message, fix))
     given = [(found[1], version(found[2]), bool(found[3])) for found in clauses if found]

@@ -32,7 +32,7 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
     Results are kept in the cache folder. Raises RecipeError for a model whose forward pass reads the values of its
     tensors, for fused attention, and for a model of which a part is frozen.
     """
-    if plan.recipe.model.is_frozen_in_part:
+    if plan.recipe.model.is_partly_frozen:
         message = "traces what a layer keeps if all of it is trained, but a part is frozen"
         raise RecipeError(Problem("plan.trace_frozen", "--trace", message, "leave it out for the estimate"))
     file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
@@ -55,7 +55,7 @@ def _key(plan: Plan) -> str:
         recipe.model.attention_kernel,
         recipe.model.revision,
         recipe.data.sequence_length,
-        recipe.data.keeps_apart,
+        recipe.data.has_document_mask,
         recipe.batch.micro_batch_size,
         recipe.parallel.precision,
         torch.__version__,
@@ -65,7 +65,7 @@ def _key(plan: Plan) -> str:
 
 def _trace(plan: Plan) -> tuple[int, ...]:
     recipe = plan.recipe
-    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.keeps_apart:
+    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.has_document_mask:
         # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
         # positions to decide whether it needs a mask, and fake tensors have no values.
         raise _untraceable("only 'sdpa' and 'eager' attention with masked documents")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError, reason, shown
+from llmtrain.errors import Problem, RecipeError, format_value, reason
 from llmtrain.models import nf4
 from llmtrain.models.hub_names import abbreviate, aliases, empty_model
 from llmtrain.models.initial import Gather, seed_for_name
@@ -108,7 +108,7 @@ def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
     """
     model = recipe.model
-    if not model.is_frozen_in_part:
+    if not model.is_partly_frozen:
         return None
     whole = freeze_unused(empty_model(config, torch.float32, model.trust_remote_code))
     if model.adapter is None:
@@ -476,7 +476,7 @@ def wrong_values(lora: peft.LoraConfig) -> str:
         try:
             kind.validate_python(getattr(lora, name))
         except ValidationError as error:
-            wrong.append(f"{name} = {shown(getattr(lora, name))} ({error.errors()[0]['msg']})")
+            wrong.append(f"{name} = {format_value(getattr(lora, name))} ({error.errors()[0]['msg']})")
     return "; ".join(wrong)
 
 

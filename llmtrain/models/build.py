@@ -99,7 +99,7 @@ def training_configuration(recipe: Recipe) -> PreTrainedConfig:
     (`disable_dropout`).
     """
     config = model_configuration(recipe)
-    if recipe.objective.of_completions:
+    if recipe.objective.is_preference:
         for part in (config, config.get_text_config()):
             for name in dropout_of(part.to_dict()).keys() - recipe.model.config.keys():
                 setattr(part, name, 0.0)

@@ -43,8 +43,8 @@ from llmtrain.overrides.torch import (
     with_recompile_limit,
 )
 from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
-from llmtrain.system.host import own_cores
-from llmtrain.system.stops import STOPS
+from llmtrain.system.host import available_cores
+from llmtrain.system.stops import STOP_SIGNALS
 
 MAX_LAYER_KINDS = 8
 """Largest number of kinds of layers. Each kind is compiled separately; families that alternate have two or three."""
@@ -87,7 +87,7 @@ def share_compiler_threads(ranks: int) -> None:
 
     By default torch would use all processors, up to 32, in each rank.
     """
-    limit_compiler_threads(max(1, min(MOST_THREADS, own_cores() // ranks)))
+    limit_compiler_threads(max(1, min(MOST_THREADS, available_cores() // ranks)))
 
 
 @cache
@@ -172,7 +172,7 @@ def compile_for_cpu(attention: str, loss: str) -> None:
 @contextmanager
 def _stops_blocked() -> Iterator[None]:
     """Blocks signals instead of ignoring them, so that a signal that arrives meanwhile is delivered afterwards."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.hub import INDEX, SINGLE
-from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, open_regular, read_json
 
 ROWS_AT_ONCE = 4096
 """Rows of a table that are held in fp64 to compute their mean."""
@@ -225,7 +225,7 @@ def _index(file: Path) -> dict[str, str]:
     try:
         return read_json(file, _Index).weight_map
     except UNREADABLE as error:
-        message = f"{file} cannot be read: {why(error)}"
+        message = f"{file} cannot be read: {file_fault(error)}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 

@@ -32,7 +32,7 @@ class Axis:
     short: str
     """Its abbreviation in the names of plans."""
     divides: frozenset[Divided]
-    why: str = ""
+    reason: str = ""
     """The reason for `limits`."""
     limits: Limits = lambda recipe, facts, data: iter(())
     has_ranks: bool = True

@@ -44,7 +44,7 @@ def _residual_lines(plan: Plan) -> list[str]:
     """Says what tensor parallel ranks hold between attention and feed-forward."""
     if plan.parallel.tensor == 1:
         return []
-    held = "a slice of each sequence" if plan.region_ranks > 1 else "each sequence whole"
+    held = "a slice of each sequence" if plan.megatron_sp_ranks > 1 else "each sequence whole"
     return [f"residual {held} on each of {plan.parallel.tensor} tensor parallel ranks"]
 
 
@@ -101,7 +101,7 @@ def triangle(plan: Plan) -> str:
 def _examples(plan: Plan) -> str:
     """Describes the number of pairs or completions of a step, of which a packed sequence may hold several."""
     objective = plan.recipe.objective
-    if not objective.of_completions:
+    if not objective.is_preference:
         return ""
     what = "pairs" if objective.compares_pairs else "completions"
     least = "" if plan.recipe.data.packing == "none" else "at least "

@@ -12,8 +12,8 @@ from llmtrain.plan.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
     bucket_elements,
+    overlaps_reduction,
     persistence_threshold,
-    reduces_meanwhile,
 )
 from llmtrain.plan.predict.traffic import REUSE_DISTANCE
 from llmtrain.recipe import OffloadDevice, OptimConfig
@@ -66,7 +66,7 @@ def _batch(plan: Plan) -> Block:
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.holders > plan.data_parallel_size or parallel.autotp_ranks > 1:
+    if plan.gradient_ranks > plan.data_parallel_size or parallel.autotp_ranks > 1:
         del batch["train_batch_size"]
     return batch
 
@@ -135,7 +135,7 @@ def _zero(plan: Plan) -> Block:
     pin = not plan.cluster.spec.on_cpu
     zero: Block = {
         "stage": stage,
-        "overlap_comm": stage == 3 or reduces_meanwhile(plan),
+        "overlap_comm": stage == 3 or overlaps_reduction(plan),
         "reduce_scatter": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,

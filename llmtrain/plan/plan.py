@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
-from llmtrain.plan.facts.families import REGION_FAMILIES
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
@@ -114,8 +114,8 @@ class Plan(Part):
         return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
 
     @property
-    def holders(self) -> int:
-        """The number of ranks that hold the same weights, experts excepted, before ZeRO shards them."""
+    def gradient_ranks(self) -> int:
+        """The number of ranks over which gradients are averaged: those with the same weights, experts excepted."""
         return self.cluster.world_size // (self.parts("layers") * self.parts("matrices"))
 
     def layout(self) -> dict[str, int]:
@@ -142,7 +142,7 @@ class Plan(Part):
         recipe = self.recipe
         return (
             recipe.data.packing == "none"
-            and not recipe.objective.of_completions
+            and not recipe.objective.is_preference
             and not self.model.experts
             and not self.has_one_shape
             and self.parallel.backend == "deepspeed"
@@ -158,8 +158,10 @@ class Plan(Part):
         return self.parallel.pipeline * self.parallel.sequence > 1 or "compiled" in (kernels.blocks, kernels.loss)
 
     @property
-    def region_ranks(self) -> int:
-        """Number of tensor parallel ranks that each hold a slice of the residual stream; 1 if each holds all of it.
+    def megatron_sp_ranks(self) -> int:
+        """Number of ranks of Megatron's sequence parallelism (arXiv 2205.05198), which are those of tensor parallelism.
+
+        Each holds a slice of the residual stream between attention and feed-forward; 1 if each holds all of it.
 
         The length of every micro-batch has to be divisible among them. AutoTP, which splits attention if experts are
         distributed, has no such slices, and a feed-forward layer in tiles would sum the gradients of its bias once for
@@ -167,7 +169,7 @@ class Plan(Part):
         """
         ranks, length = self.parallel.split_ranks, self.recipe.data.sequence_length // self.parallel.sequence
         divides = length % ranks == 0 and (self.has_one_shape or SHORTENED_TO % ranks == 0)
-        is_able = self.model.model_type in REGION_FAMILIES and not self.parallel.tiled_mlp
+        is_able = self.model.model_type in MEGATRON_SP_FAMILIES and not self.parallel.tiled_mlp
         return ranks if divides and is_able else 1
 
     @property
@@ -186,7 +188,7 @@ class Plan(Part):
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
             "layout": self.layout() | ({"stages": stages} if stages else {}),
-            "region_ranks": self.region_ranks,
+            "megatron_sp_ranks": self.megatron_sp_ranks,
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from llmtrain.errors import Problem, RecipeError, nearest, shown
+from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value
 from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
 from llmtrain.system.host import cache_root
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_json
 
 GIB = 2**30
 MOST_RANKS = 2**31 - 1
@@ -139,7 +139,7 @@ class Cluster(Part):
         """Converts the name to lower case. `own_devices` is declared before this field, so it has been validated."""
         known = known_devices(info.data.get("own_devices", ()))
         if device.lower() not in known:
-            raise ValueError(f"unknown device{nearest(device.lower(), known)} (known: {', '.join(known)})")
+            raise ValueError(f"unknown device{did_you_mean(device.lower(), known)} (known: {', '.join(known)})")
         return device.lower()
 
     @field_validator("devices_per_node")
@@ -207,12 +207,12 @@ def _measured(device: str) -> MeasuredRates | None:
         found = measured_on(self_test_report())
         fault = f"was measured on '{found.device}', but the device of this machine is '{device}'"
     except UNREADABLE as error:  # without a name: there may be no report, or one of an older version
-        found, fault = None, f"has no rates: {why(error)}"
+        found, fault = None, f"has no rates: {file_fault(error)}"
     if found and found.device == device:
         return found
     if named:
         fix = f"name a report that `llmtrain doctor --self-test` has written on such a device, or `unset {SELF_TEST}`"
-        raise RecipeError(Problem("cluster.measured", SELF_TEST, f"{shown(named)} {fault}", fix))
+        raise RecipeError(Problem("cluster.measured", SELF_TEST, f"{format_value(named)} {fault}", fix))
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.errors import short
+from llmtrain.errors import truncate
 from llmtrain.plan.plan import Plan
 from llmtrain.report.facts import Figure, figures
 from llmtrain.report.run import RunData, dotted
@@ -32,7 +32,7 @@ class Difference:
     def texts(self) -> tuple[str, ...]:
         """The values as readable texts."""
         return tuple(
-            ABSENT if value is None else value if isinstance(value, str) else short(json.dumps(value))
+            ABSENT if value is None else value if isinstance(value, str) else truncate(json.dumps(value))
             for value in self.values
         )
 

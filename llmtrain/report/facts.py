@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.errors import shown
+from llmtrain.errors import format_value
 from llmtrain.plan.described import model_line, split_lines
 from llmtrain.plan.predict.memory import memory_of
 from llmtrain.plan.predict.parts import readable
@@ -209,7 +209,7 @@ def _sources(recipe: dict[str, Any]) -> str:
 def _optimizer(recipe: dict[str, Any]) -> str:
     names = ("name", "lr", "schedule", "warmup_steps", "weight_decay")
     given = {name: recipe.get(f"optim.{name}") for name in names}
-    given = {name: shown(value) if isinstance(value, float) else value for name, value in given.items()}
+    given = {name: format_value(value) if isinstance(value, float) else value for name, value in given.items()}
     return ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in given.items() if value)
 
 
@@ -251,8 +251,8 @@ def _recent(run: RunData, name: str) -> float | None:
     return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
-def _figure(label: str, value: float | None, shown: Callable[[float], str] = four_digits) -> Figure:
-    return Figure(label, value, "" if value is None else shown(value))
+def _figure(label: str, value: float | None, format_value: Callable[[float], str] = four_digits) -> Figure:
+    return Figure(label, value, "" if value is None else format_value(value))
 
 
 def _counted(value: float) -> str:

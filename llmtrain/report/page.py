@@ -19,7 +19,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from llmtrain.errors import reason, short
+from llmtrain.errors import reason, truncate
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, charts_of, curves_of
 from llmtrain.report.differences import compare_figures, differences
@@ -72,7 +72,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
     """Returns the names of runs; those with the same name are distinguished by their folders."""
-    names = [short(run.name) for run in runs]
+    names = [truncate(run.name) for run in runs]
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
@@ -135,7 +135,7 @@ def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[
 
 def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[str, Any]:
     memory = facts.predicted_memory(run)
-    marks = [(event.step, event.event, short(event.text)) for event in run.events][-MOST_EVENTS:]
+    marks = [(event.step, event.event, truncate(event.text)) for event in run.events][-MOST_EVENTS:]
     kept = {checkpoint.step: checkpoint.folder.name for checkpoint in run.checkpoints}
     saved = facts.saved_steps(run)[-MOST_EVENTS:]
     marks += [(step, "checkpoint", kept.get(step, "removed since")) for step in saved]

@@ -19,7 +19,7 @@ from llmtrain.report.lines import GrowingLines
 from llmtrain.report.table import MetricsTable, as_number
 from llmtrain.run_dir import RunDir
 from llmtrain.run_dir.lock import is_held
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 T = TypeVar("T")
 MOST_ENTRIES = 10_000
@@ -307,7 +307,7 @@ class RunReader:
         return "interrupted" if age is not None or last else "new"
 
     def _cannot_read(self, file: Path, error: Exception) -> None:
-        self._problems.append(f"{file}: cannot be read: {why(error)}")
+        self._problems.append(f"{file}: cannot be read: {file_fault(error)}")
 
 
 _STATUS = ("started", "stopped", "died", "finished")

@@ -12,7 +12,7 @@ SINGLE = "model.safetensors"
 """File with all weights of a model."""
 INDEX = "model.safetensors.index.json"
 """File that names the files of the weights of a model."""
-ANSWER_S = 3.0
+HUB_TIMEOUT_S = 3.0
 """Timeout of a request to the hub, in seconds."""
 
 
@@ -32,7 +32,7 @@ def hub_has(name: str, revision: str | None = None, repo_type: str = "model") ->
 
     try:
         url = hf_hub_url(name, "config.json", revision=revision, repo_type=repo_type)
-        get_hf_file_metadata(url, timeout=ANSWER_S)
+        get_hf_file_metadata(url, timeout=HUB_TIMEOUT_S)
     except (HfHubHTTPError, ValueError) as error:  # an answer, even if it is an error
         return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
     except Exception:  # the HTTP library of the hub's client may raise anything
@@ -41,15 +41,15 @@ def hub_has(name: str, revision: str | None = None, repo_type: str = "model") ->
     return True
 
 
-def ask_first(name: str, revision: str | None = None) -> None:
-    """Finds out whether the hub answers, before a library that would retry reads what may be a name on the hub."""
+def probe_hub_for(name: str, revision: str | None = None) -> None:
+    """Checks whether the hub answers, before a library that would retry for minutes reads a name on the hub."""
     if not is_path(name) and not is_folder(expanded(name)):
         hub_has(name, revision)
 
 
-def ask_hub() -> None:
-    """The same before a library reads whatever it needs, such as the data sets of tasks. Any name will do."""
-    hub_has("gpt2")
+def probe_hub() -> None:
+    """Checks whether the hub answers, before a library reads from it, such as the data sets of tasks."""
+    hub_has("gpt2")  # any name will do
 
 
 def _stay_offline() -> None:
@@ -71,7 +71,7 @@ def stored_file(name: str | Path, file: str, revision: str | None = None) -> Pat
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        only_here = not hub_has(str(name), revision)
-        return Path(hf_hub_download(str(name), file, revision=revision, local_files_only=only_here))
+        is_offline = not hub_has(str(name), revision)
+        return Path(hf_hub_download(str(name), file, revision=revision, local_files_only=is_offline))
     except (HfHubHTTPError, ValueError, OSError):  # among them: the cache does not have it
         return None

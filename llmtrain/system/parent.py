@@ -11,8 +11,8 @@ from functools import partial
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def dying_with_us() -> Callable[[], None]:
-    """Returns the `preexec_fn` of a process that the kernel kills when this one dies, in whatever way."""
+def kill_with_parent() -> Callable[[], None]:
+    """Returns a `preexec_fn` that makes the kernel kill the child when this process dies, in whatever way."""
     # Safe in a process with threads, since it takes no lock; `prctl` is looked up before the fork.
     return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
 

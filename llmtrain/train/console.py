@@ -19,7 +19,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch import Failure, Rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed
+from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed_streams
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def redirect_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
-    open_closed()
+    open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = lossy(os.dup(1)), lossy(os.dup(2))

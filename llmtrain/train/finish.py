@@ -37,7 +37,7 @@ def finish(
     if tasks is not None:
         with console.status("scoring a checkpoint"), _printing_scoring_errors(console):
             tasks.wait()
-    if state.eval_loss is not None and not recipe.objective.of_completions:
+    if state.eval_loss is not None and not recipe.objective.is_preference:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
         console.print(
             f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",

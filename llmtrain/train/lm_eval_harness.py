@@ -11,9 +11,9 @@ import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.models.inference.generate import device_for, load_model
-from llmtrain.system.hub import ask_hub
+from llmtrain.system.hub import probe_hub
 from llmtrain.train.task_errors import broken_files, check_files, task_errors_reported
 from llmtrain.train.tasks import Results
 
@@ -37,7 +37,7 @@ def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
         manager = TaskManager(include_path=str(include_path) if include_path else None)
     known = [str(name) for name in manager.all_tasks]
     problems = [
-        Problem("tasks.name", "--tasks", f"there is no task '{name}'{nearest(name, known)}", "lm-eval ls tasks")
+        Problem("tasks.name", "--tasks", f"there is no task '{name}'{did_you_mean(name, known)}", "lm-eval ls tasks")
         for name in names
         if name not in known
     ]
@@ -64,7 +64,7 @@ def results_of(
     tokenizer, loaded = load_model(model, trust_remote_code)
     loaded.tie_weights = lambda: None  # HFLM ties once more, also an embedding and a head that were trained apart
     harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
-    ask_hub()
+    probe_hub()
     with task_errors_reported(names, include_path):
         evaluated = lm_eval.simple_evaluate(
             harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000

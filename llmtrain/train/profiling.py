@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from llmtrain.overrides.torch import record_memory, write_memory
 from llmtrain.recipe import ProfileConfig
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 MOST_ROWS = 30
 """Operations in a summary."""
@@ -51,7 +51,7 @@ class StepProfiler:
         try:
             self._config = read_json(self._request, ProfileConfig)
         except UNREADABLE as error:
-            self._warn(f"{self._request}: {why(error)}")
+            self._warn(f"{self._request}: {file_fault(error)}")
             return
         self._first = step + 1
 

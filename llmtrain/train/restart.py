@@ -16,7 +16,7 @@ from llmtrain.launch.fork_server import ForkServer
 from llmtrain.launch.hang_detector import DEFAULT_TIMEOUT_S
 from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
-from llmtrain.system.heartbeat import Board
+from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
 from llmtrain.train.metrics import note_event
 
@@ -57,7 +57,7 @@ def train_with_restarts(
     """
     deaths: list[Death] = []
     while True:
-        board = Board(workers)
+        board = HeartbeatPages(workers)
         try:
             return run_workers(
                 [*command, "--resume", resume], workers, folder, None, board, fork_server, hang_timeout_s
@@ -116,7 +116,7 @@ def _warn(console: Console, text: str) -> None:
     console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _death(board: Board, folder: RunDir) -> Death:
+def _death(board: HeartbeatPages, folder: RunDir) -> Death:
     from llmtrain.checkpoint.folder import newest
 
     checkpoint = newest(folder.checkpoints)

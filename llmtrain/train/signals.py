@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from llmtrain.errors import Exit
 from llmtrain.launch.authentication import MessageAuthenticator, read_verified
-from llmtrain.system.stops import STOPS, after_step, leave, say
+from llmtrain.system.stops import STOP_SIGNALS, after_step, leave, say
 from llmtrain.system.streams import ERASE_LINE, is_terminal
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class StopSignals:
         """The first signal."""
         self._saved: tuple[int, TextIO] | None = None
         """The last step, which is saved, and the user's standard error."""
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
                 signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may block them until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may block them until now
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, RecipeError
 from llmtrain.recipe.cluster import Cluster, local_cluster, self_test_folder
-from llmtrain.system.host import sleep_beside_others
+from llmtrain.system.host import stop_spinning_on_busy_cores
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
 
@@ -184,7 +184,7 @@ def check_stages(plan: Plan) -> None:
 
     Raises RecipeError if one of them fails.
     """
-    if plan.recipe.model.is_frozen_in_part:
+    if plan.recipe.model.is_partly_frozen:
         with quiet_libraries():
             from llmtrain.models import check_trained
 
@@ -257,5 +257,5 @@ def offer_self_test(cluster: Cluster) -> None:
 
 def configure_thread_waiting(ranks: int) -> None:
     """Chooses how the threads of this host's ranks wait for each other. Called before torch is loaded."""
-    if line := sleep_beside_others(os.environ, ranks):
+    if line := stop_spinning_on_busy_cores(os.environ, ranks):
         print(line, flush=True)

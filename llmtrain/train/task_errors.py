@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from llmtrain.errors import DataError, Problem, RecipeError, UserError, reason
-from llmtrain.system.untrusted import UNREADABLE, is_yaml, read_text, require_regular_files, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, is_yaml, read_text, require_regular_files
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def check_files(folder: Path) -> None:
         for inner in {file.parent for file in _files(folder)}:
             require_regular_files(inner)
     except OSError as error:
-        raise RecipeError(Problem("tasks.include_path", str(error.filename or folder), why(error))) from None
+        raise RecipeError(Problem("tasks.include_path", str(error.filename or folder), file_fault(error))) from None
 
 
 def broken_files(folder: Path) -> list[Problem]:

@@ -17,8 +17,8 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import environment_without_rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.parent import dying_with_us
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 Results = dict[str, dict[str, float | str | None]]
 """By task, the values of its metrics, as the harness names them: `acc,none`, `acc_stderr,none`."""
@@ -139,7 +139,7 @@ def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=dying_with_us(),
+            preexec_fn=kill_with_parent(),
         )
     finally:
         os.close(log)
@@ -151,5 +151,5 @@ def _results(run: RunDir, step: int, code: int) -> Results:
             return read_json(run.eval_file(step), Scored).results
         why_not = f"the process ended with code {code}, see {run.eval_log}"
     except UNREADABLE as error:
-        why_not = f"{run.eval_file(step)}: {why(error)}"
+        why_not = f"{run.eval_file(step)}: {file_fault(error)}"
     raise ScoringError(f"step {step:,} has no scores: {why_not}")

@@ -27,7 +27,7 @@ from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.stops import after_step, hear_no_more, leave
+from llmtrain.system.stops import after_step, ignore_signals, leave
 from llmtrain.train import watchdog
 from llmtrain.train.console import WorkerOutput, redirect_output
 from llmtrain.train.metrics.logger import EventName, note_event
@@ -103,7 +103,7 @@ def train_rank(
         lock.release()
     if code != Exit.DONE:
         leave(code)
-    hear_no_more()
+    ignore_signals()
 
 
 def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:

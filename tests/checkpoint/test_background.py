@@ -13,7 +13,7 @@ from llmtrain.checkpoint.folder import newest, read_latest, readable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
-from llmtrain.plan.predict.flat import groups_of
+from llmtrain.plan.predict.flat import optimizer_groups
 from llmtrain.plan.predict.memory import memory_of
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.faults import Faults, injected
@@ -152,7 +152,10 @@ def _beside_training(rank, folder, fields):
 def _is_as_large_as_planned(plan, checkpoint):
     """Padding aside: fewer elements than ranks for each parameter (ZeRO-3), twice the ranks for a group (ZeRO-1)."""
     planned = memory_of(plan).summary()["host_copy_bytes_per_rank"]
-    ranks, parameters = plan.data_parallel_size, sum(len(one.sizes) for one in groups_of(plan, plan.model.weights, 0))
+    ranks, parameters = (
+        plan.data_parallel_size,
+        sum(len(one.sizes) for one in optimizer_groups(plan, plan.model.weights, 0)),
+    )
     for rank in range(ranks):
         saved = sum(_tensor_bytes(path) for path in checkpoint.glob(f"engine/rank_{rank:05d}.*"))
         assert abs(saved - planned) <= 12 * 2 * ranks * parameters

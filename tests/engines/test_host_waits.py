@@ -86,7 +86,7 @@ def _fit(rank, world, fields):
         step_batch(step, micro, accumulation, engine.data_parallel_rank, plan.data_parallel_size)
         for step in range(STEPS)
     ]
-    if recipe.objective.of_completions:
+    if recipe.objective.is_preference:
         batches = [with_pairs(batch) for batch in batches]
 
     questions = Questions()

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.launch.fork_server import ForkServer
 from llmtrain.launch.local import common_environment, run_workers
-from llmtrain.system.heartbeat import Board
+from llmtrain.system.heartbeat import HeartbeatPages
 
 END_S = 15
 
@@ -125,7 +125,7 @@ def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
     )
     with ForkServer(["json"]) as fork_server:
         fork_server.start(common_environment(2))
-        board = Board(2)
+        board = HeartbeatPages(2)
         assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0
         held = open_in(children()[0])
         assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0

@@ -15,8 +15,8 @@ from llmtrain.errors import DataError, UserError, WorkerError
 from llmtrain.launch import hang_detector, local
 from llmtrain.launch.fork_server import ForkServer
 from llmtrain.launch.local import reserved_port, run_workers
-from llmtrain.system.heartbeat import Board
-from llmtrain.system.stops import QUIT, STOPS
+from llmtrain.system.heartbeat import HeartbeatPages
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
 
 END_S = 15
 """A dead worker ends the others within so many seconds."""
@@ -239,7 +239,9 @@ from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
 from llmtrain.launch.fork_server import ForkServer
-from llmtrain.system.stops import QUIT, STOPS
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
+from llmtrain.launch.template import Template
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
 from llmtrain.run_dir import RunDir
 fork_server = ForkServer(["json"]) if {fork_server is not None} else None
 try:
@@ -327,7 +329,7 @@ def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, fo
 
     Thread(target=stop).start()
     command = [*worker(script, body), str(tmp_path)]
-    assert run_workers(command, 2, run_dir, board=Board(2), fork_server=fork_server) == 75
+    assert run_workers(command, 2, run_dir, board=HeartbeatPages(2), fork_server=fork_server) == 75
     assert "stopped on SIGTERM before the first step" in capfd.readouterr().err
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
@@ -417,9 +419,9 @@ def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
 
 
 def test_the_signal_handlers_are_restored(script, run_dir, fork_server):
-    before = [signal.getsignal(number) for number in STOPS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     run_workers(worker(script, ""), 1, run_dir, fork_server=fork_server)
-    assert [signal.getsignal(number) for number in STOPS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_only_rank_0_can_use_a_reserved_port():

@@ -24,7 +24,7 @@ from llmtrain.models import compiled, target_loss_sum, varlen
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_compiler_threads
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.recipe import ParallelConfig
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 
 FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
 FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -177,7 +177,7 @@ def test_compilers_are_shielded_from_signals_and_the_watchdog_waits_longer(monke
         said.append("ends")
 
     def compiler(graph, inputs):
-        said.append(set(STOPS) <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        said.append(set(STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
         return graph.forward
 
     monkeypatch.setattr(compiled, "compiling", told)
@@ -265,7 +265,7 @@ def test_compiler_processes_end_with_their_rank_and_ignore_stopping_signals(is_k
         compilers = _session(rank.pid)
         assert compilers
         for process in compilers:
-            for stop in STOPS:
+            for stop in STOP_SIGNALS:
                 os.kill(process, stop)
         time.sleep(1)
         assert compilers <= _session(rank.pid)

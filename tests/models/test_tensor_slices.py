@@ -20,7 +20,7 @@ from llmtrain.models.tiny import tensor_check
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.models.tiny.tensor_check import ThreadTensorGroup, check_tensor_split, compare_tensor_split
-from llmtrain.plan.facts.families import REGION_FAMILIES
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
 from llmtrain.plan.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -135,7 +135,7 @@ class TestRefusal:
 
 def test_the_rule_allows_the_working_families():
     assert SUMS.keys() <= SLICED_FAMILIES
-    assert {*DENSE, "mixtral"} <= REGION_FAMILIES <= SLICED_FAMILIES
+    assert {*DENSE, "mixtral"} <= MEGATRON_SP_FAMILIES <= SLICED_FAMILIES
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
@@ -148,7 +148,7 @@ def test_the_documented_families_and_the_rule_are_up_to_date():
     verdicts = families.every_family(families.judge)
     works = [verdict for verdict in verdicts if verdict.kind == "works"]
     assert {verdict.family for verdict in works} == SLICED_FAMILIES
-    assert {verdict.family for verdict in works if verdict.note.endswith(families.SLICES)} == REGION_FAMILIES
+    assert {verdict.family for verdict in works if verdict.note.endswith(families.SLICES)} == MEGATRON_SP_FAMILIES
     assert (ROOT / "docs/reference/families_tensor.md").read_text(encoding="utf-8") == families.render(
         verdicts, families.HEAD
     )

@@ -290,11 +290,11 @@ def test_a_hub_that_never_answers_is_asked_once(monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setattr(hub, "ANSWER_S", 0.1)
+        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.1)
         assert hub.hub_has("owner/name") is None
     assert constants.is_offline_mode()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    hub.ask_first("owner/name")
+    hub.probe_hub_for("owner/name")
 
 
 @pytest.mark.parametrize("name", ["clip_text_model", "t5", "nothing"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmtrain.checkpoint.hub.model_card import FOLDER, portable
 from llmtrain.errors import CheckpointError, HubError, Problem, RecipeError, reason
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 CARD = "README.md"
 _TRY_AGAIN = (408, 429)
@@ -85,7 +85,7 @@ def push(folder: Path, name: str) -> str:
     try:
         files = [CommitOperationAdd(str(path.relative_to(folder)), content(path)) for path in _content(folder)]
     except UNREADABLE as error:
-        raise CheckpointError(Problem("export.read", str(folder), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(Problem("export.read", str(folder), f"cannot be read: {file_fault(error)}")) from None
     with _user_errors(name, f"llmtrain export {folder} --push {name}"):
         return str(HfApi().create_commit(name, files, commit_message="Add the model and its card").commit_url)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
 
-from llmtrain.errors import DataError, Problem, nearest, shown
+from llmtrain.errors import DataError, Problem, did_you_mean, format_value
 
 Format = Literal["messages", "prompt_completion", "instruction", "preference", "unpaired_preference"]
 Message = dict[str, Any]
@@ -42,7 +42,7 @@ _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 """Names of keys and columns that may say who speaks."""
 
-MOST_NESTED = 100
+MAX_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
@@ -219,8 +219,8 @@ class Layout:
                     raise RowError(f"nothing reads the {what} '{name}', which may say who speaks; {_or_ignore(name)}")
             elif not all(text.strip() in known_text for text in _texts(value)):
                 raise RowError(
-                    f"nothing reads the {what} '{name}', which may be a part of the conversation: {shown(value)}; "
-                    f"name its part in `columns` of the source, {_or_ignore(name)}"
+                    f"nothing reads the {what} '{name}', which may be a part of the conversation: "
+                    f"{format_value(value)}; name its part in `columns` of the source, {_or_ignore(name)}"
                 )
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
@@ -276,7 +276,7 @@ def find_layout(
     known = list(columns)
     for part, column in named.items():
         if column not in known:
-            message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
+            message = f"has no column '{column}'{did_you_mean(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
     formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
     for name in formats:
@@ -297,7 +297,7 @@ def find_layout(
 def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
-        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+        raise RowError(f"messages are {format_value(turns)}, not a list of messages")
     if _are_plain(turns):
         messages, trained = list(turns), [True] * len(turns)
     else:
@@ -321,14 +321,14 @@ def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: 
 
 def _message(number: int, turn: Any) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowError(f"message {number} is {shown(turn)}, not an object")
+        raise RowError(f"message {number} is {format_value(turn)}, not an object")
     role = _role(turn)
     content = _text(number, _content(turn))
     message: Message = {"role": role, "content": content}
     if turn.get("role", turn.get("from")) in FUNCTION_CALL:
         message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
     elif role is None:
-        raise RowError(f"message {number} has the unknown role {shown(turn.get('role', turn.get('from')))}")
+        raise RowError(f"message {number} has the unknown role {format_value(turn.get('role', turn.get('from')))}")
     elif calls := turn.get("tool_calls") or [turn[name] for name in ("function_call",) if turn.get(name)]:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             raise RowError(f"message {number} has tool_calls that are not a list of the assistant's calls")
@@ -368,13 +368,13 @@ def _text(number: int, content: Any) -> str:
         return ""
     if isinstance(content, (list, tuple)):
         if not all(map(_is_text, content)):
-            raise RowError(f"message {number} has parts that are not text: {shown(content)}")
+            raise RowError(f"message {number} has parts that are not text: {format_value(content)}")
         for name, value in chain.from_iterable(part.items() for part in content):
             if name not in PART_KEYS and _may_mask(name, value):
                 raise RowError(f"a part of message {number} has the unknown key '{name}', which may be a mask")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RowError(f"the content of message {number} is {shown(content)}, not text")
+        raise RowError(f"the content of message {number} is {format_value(content)}, not text")
     return content
 
 
@@ -386,12 +386,12 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        raise RowError(f"a tool call of message {number} names no function: {shown(call)}")
+        raise RowError(f"a tool call of message {number} names no function: {format_value(call)}")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = _json(arguments, f"the arguments of message {number} for {name}")
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise RowError(f"the arguments of message {number} for {name} are {shown(arguments)}, not an object")
+        raise RowError(f"the arguments of message {number} for {name} are {format_value(arguments)}, not an object")
     given = dict(arguments or {})
     _check_nesting(given, f"the arguments of message {number} for {name}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -402,7 +402,7 @@ def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
     given = {name: turn[name] for name in turn if turn[name] is not None}
     for name, value in given.items():
         if name in TRAINED and value not in (0, 1):
-            raise RowError(f"message {number} has {name} {shown(value)}; only 0 and 1 (false, true) are known")
+            raise RowError(f"message {number} has {name} {format_value(value)}; only 0 and 1 (false, true) are known")
         if name not in KEYS and _may_mask(name, value):
             known = ", ".join(TRAINED)
             raise RowError(f"message {number} has the unknown key '{name}', which may be a mask (known: {known})")
@@ -454,7 +454,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"tools are {shown(tools)}, not a list of JSON schemas")
+        raise RowError(f"tools are {format_value(tools)}, not a list of JSON schemas")
     _check_nesting(tools, "tools")
     return [dict(tool) for tool in tools]
 
@@ -462,27 +462,27 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 def _check_nesting(value: Any, what: str) -> None:
     """Raises RowError for JSON data that is nested too deeply for a template, which writes it recursively."""
     level = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         inner = [
             item.values() if isinstance(item, Mapping) else item for item in level if isinstance(item, _CONTAINERS)
         ]
         if not inner:
             return
         level = list(chain.from_iterable(inner))
-    raise RowError(f"{what} are nested more than {MOST_NESTED} levels deep")
+    raise RowError(f"{what} are nested more than {MAX_NESTED} levels deep")
 
 
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} are not JSON ({error}): {shown(text)}") from None
+        raise RowError(f"{what} are not JSON ({error}): {format_value(text)}") from None
 
 
 def _from_messages(parts: dict[str, Any]) -> list[Any]:
     turns = parts["messages"]
     if not isinstance(turns, (list, tuple)):
-        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+        raise RowError(f"messages are {format_value(turns)}, not a list of messages")
     return list(turns)
 
 
@@ -496,7 +496,7 @@ def _history(parts: Mapping[str, Any]) -> list[Any]:
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
-        raise RowError(f"the history is {shown(pairs)}, not a list of pairs of a question and its answer")
+        raise RowError(f"the history is {format_value(pairs)}, not a list of pairs of a question and its answer")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(_EXCHANGE, pair, strict=True)]
 
 
@@ -517,7 +517,7 @@ def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
     if not turns or _role(turns[0]) != "assistant":
         raise RowError("the completion does not continue the prompt with a turn of the assistant")
     if (desirable := truth_value(label)) is None:
-        raise RowError(f"the label is {shown(label)}; it must be true (desirable) or false")
+        raise RowError(f"the label is {format_value(label)}; it must be true (desirable) or false")
     return prompt, [(turns, desirable)]
 
 
@@ -546,7 +546,7 @@ def _from_instruction(parts: dict[str, Any]) -> list[Any]:
     texts = [parts["instruction"], parts.get("input")]
     for text in texts:
         if text is not None and not isinstance(text, str):
-            raise RowError(f"the instruction is {shown(text)}, not text")
+            raise RowError(f"the instruction is {format_value(text)}, not text")
     question = "\n\n".join(text for text in texts if text)
     return [*_history(parts), {"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
 

@@ -27,7 +27,7 @@ from llmtrain.data.chat.marks import (
     reject_reserved,
 )
 from llmtrain.data.chat.template import ChatTemplate
-from llmtrain.errors import shown
+from llmtrain.errors import format_value
 
 MAX_SKELETONS = 10_000
 """Number of checked skeletons that are kept."""
@@ -111,7 +111,7 @@ class Renderer:
             return
         given = Rendered.of(marked(messages[-1:], self.breaks)[0]["content"], self.controls).texts(0)
         if missing := Counter(given) - Counter(whole.texts(len(messages) - 1)):
-            text = shown(self.controls.plain(next(iter(missing))))
+            text = format_value(self.controls.plain(next(iter(missing))))
             raise RowError(f"the template leaves out a part of message {len(messages)}: {text}")
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:

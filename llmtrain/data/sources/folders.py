@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, Field
 
 from llmtrain.data.sources.formats import kind_of
-from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.errors import DataError, Problem, did_you_mean
 from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
 
 WORDS = {
@@ -152,7 +152,7 @@ def _read(path: Path, kind: type[Description]) -> Description:
 def _require_split(folder: Path, split: str, known: Iterable[str], field: str) -> None:
     splits = list(dict.fromkeys(known))
     if split not in splits:
-        message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
+        message = f"'{folder}' has no split '{split}'{did_you_mean(split, splits)} (splits: {', '.join(splits)})"
         raise DataError(Problem("data.split", f"{field}.split", message, "name one of them, or name files with a glob"))
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
-from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.errors import DataError, Problem, did_you_mean
 from llmtrain.system.untrusted import BYTE_ORDER_MARK, is_unicode
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def require_column(place: str, column: str | None, known: Any) -> None:
     if column is None or column in known:
         return
     names = [str(name) for name in known]
-    message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
+    message = f"has no column '{column}'{did_you_mean(column, names)} (columns: {', '.join(names) or 'none'})"
     fix = "set text_column of the source to the column that contains the text"
     raise DataError(Problem("data.column", place, message, fix))
 

@@ -239,7 +239,9 @@ class DeepSpeedEngine(HasState):
         total, router_loss = torch.zeros((), device=self.device), None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum * (self.plan.holders / batch.num_items)  # DeepSpeed averages gradients over these ranks
+            loss = loss_sum * (
+                self.plan.gradient_ranks / batch.num_items
+            )  # DeepSpeed averages gradients over these ranks
             if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
                 loss = loss + auxiliary / len(batch.micro_batches)
                 router_loss = with_router_loss(router_loss, auxiliary)
@@ -296,11 +298,15 @@ class DeepSpeedEngine(HasState):
     def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:
         """Yields the tensors trained on this rank as shards, then the untrained ones."""
         yield from checkpoint_shards(*self._optimizer_shards())
-        leaves_base = self.plan.recipe.model.leaves_base
-        frozen = [parameter for parameter in self.model.parameters() if not (parameter.requires_grad or leaves_base)]
+        omits_base_weights = self.plan.recipe.model.omits_base_weights
+        frozen = [
+            parameter for parameter in self.model.parameters() if not (parameter.requires_grad or omits_base_weights)
+        ]
         with gather_partitioned(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             replica = Replica.of_rank(self._group("data_parallel_group")).times(self._tensor_parallel_replica)
-            yield untrained_shards(self.model, replica, leaves_base, self._hugging_face_name, self._locate_untrained)
+            yield untrained_shards(
+                self.model, replica, omits_base_weights, self._hugging_face_name, self._locate_untrained
+            )
 
     def _optimizer_shards(self) -> tuple[Iterable[list[OptimizerShard]], Locate]:
         """Returns what the optimizer holds on this rank, and a function that locates it in whole weights."""
@@ -405,7 +411,7 @@ class DeepSpeedEngine(HasState):
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
         if self._pipeline:
             return self._pipeline.sum_over_replicas(value)
-        if self.plan.holders > 1:
+        if self.plan.gradient_ranks > 1:
             dist.all_reduce(value, group=self._group("data_parallel_group"))
         return value
 

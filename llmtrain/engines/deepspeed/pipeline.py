@@ -79,7 +79,7 @@ class StagePipeline(PipelineTiedByName):
             names_of_ranks if is_alone() else None,
             layers=[RankSpec(make, rank) for rank in range(schedule.ranks)],
             topology=PipeModelDataParallelTopology(
-                num_pp=schedule.ranks, num_mp=plan.parallel.tensor, num_dp=plan.holders
+                num_pp=schedule.ranks, num_mp=plan.parallel.tensor, num_dp=plan.gradient_ranks
             ),
             partition_method="uniform",
         )
@@ -93,7 +93,7 @@ class PipelineAxis(SlicedAxis):
         recipe, parallel = self.plan.recipe, self.plan.parallel
         dtype = weight_dtype(parallel.precision)
         self._build_stage = stage_builder(
-            recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.region_ranks > 1
+            recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.megatron_sp_ranks > 1
         )
 
     def build(self, ds_config: dict[str, Any]) -> StagePipeline:
@@ -216,7 +216,7 @@ class PipelineAxis(SlicedAxis):
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
         self._total += loss_sum.detach()
-        loss = loss_sum * (self.plan.holders / self._num_items)  # DeepSpeed averages gradients over these ranks
+        loss = loss_sum * (self.plan.gradient_ranks / self._num_items)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:
             auxiliary = router_loss_weight(stage.model.config) * auxiliary
             loss = loss + auxiliary / self._micro_batches

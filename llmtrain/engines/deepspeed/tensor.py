@@ -71,9 +71,9 @@ class TensorAxis(SlicedAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        config, sequence_parallel = model_configuration(recipe), self.plan.region_ranks > 1
+        config, sequence_parallel = model_configuration(recipe), self.plan.megatron_sp_ranks > 1
         self._split = check_tensor_split(config, degree, recipe.model.attention_kernel, sequence_parallel)
-        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.gradient_ranks)
         self._grid = PipelineParallelGrid(topology)
 
     def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:

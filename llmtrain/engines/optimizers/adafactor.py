@@ -21,7 +21,7 @@ from llmtrain.engines.state.optimizer_shards import OptimizerShardLists
 from llmtrain.engines.state.save_load import Locate
 from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.overrides.torch import local
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
 """Torch's names of the states: for a matrix, the mean squared gradient of each row and each column; for a vector, that

@@ -32,7 +32,7 @@ from llmtrain.engines.state.shards import Chunk, WeightSlice
 from llmtrain.overrides.torch import local
 from llmtrain.plan.facts.weights import HeldRows
 from llmtrain.plan.optimizers import OPTIMIZERS, STRETCH
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 CODES, SCALES = OPTIMIZERS["adamw_8bit"].codes, OPTIMIZERS["adamw_8bit"].scales
 DECADES = 7

@@ -21,7 +21,7 @@ from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.state.optimizer_shards import OptimizerShard, OptimizerShardLists
 from llmtrain.engines.state.save_load import Locate, shape_of
 from llmtrain.engines.state.shards import Replica, Shape, WeightSlice
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]
 """Maps a whole matrix, or a stack of them, to a tensor of the same shape."""

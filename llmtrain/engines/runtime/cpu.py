@@ -11,7 +11,7 @@ import torch
 from llmtrain.overrides.onednn import multiply_by_onednn
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
-from llmtrain.system.host import memory_bytes, memory_limit, of_processor
+from llmtrain.system.host import memory_bytes, memory_limit, processor_field
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Constants of <malloc.h>."""
@@ -40,7 +40,7 @@ def _lacks_avx512_in_mkl() -> bool:
     """Whether this processor has AVX-512, but MKL does not use it, since the processor is not Intel's."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return has_both and has_avx512 and of_processor("vendor_id") != "GenuineIntel"
+    return has_both and has_avx512 and processor_field("vendor_id") != "GenuineIntel"
 
 
 def keep_freed_memory(plan: Plan) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, WeightSlice
 from llmtrain.engines.state.writer import DeferredBytes, Part, Writer, on_host, safetensors_header
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.system.piece_heads import read_head
-from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
+from llmtrain.system.piece_headers import read_header
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_bytes, utf8_name
 
 
 def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
@@ -56,7 +56,7 @@ def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"'{name}' is {text}")
         return tensors
     except (*UNREADABLE, SafetensorError) as error:
-        raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None
+        raise CheckpointError(Problem("checkpoint.content", str(path), file_fault(error))) from None
 
 
 FOLDER = "engine"
@@ -114,9 +114,9 @@ def read_index(folder: Path, rank: int | None = None) -> Iterator[StoredShard]:
 
 def _read_header(file: Path) -> Iterator[StoredShard]:
     try:
-        headers = read_head(file)
+        headers = read_header(file)
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
+        raise CheckpointError(Problem("checkpoint.head", str(file), file_fault(error))) from None
     for index, header in enumerate(headers):
         region = header.region
         chunks = tuple(Chunk(box.first, box.size) for box in region.boxes)
@@ -150,7 +150,7 @@ def _content(shards: list[CheckpointShard]) -> list[Part]:
 
 
 def _described(shard: CheckpointShard, steps: float | None) -> dict[str, Any]:
-    """Returns what the file's header says about a shard, which `system.piece_heads.PieceHead` reads."""
+    """Returns what the file's header says about a shard, which `system.piece_headers.PieceHeader` reads."""
     weight_slice = shard.weight_slice
     return {
         "name": shard.name,

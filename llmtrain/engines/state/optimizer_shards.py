@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer
 from llmtrain.overrides.deepspeed import flat_tensors
 from llmtrain.overrides.torch import local
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 STEP = "step"
 """Torch's key for the number of updates that an optimizer has counted."""

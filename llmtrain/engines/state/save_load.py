@@ -23,8 +23,8 @@ from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, Shard
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.overrides.torch import persistent_buffers
-from llmtrain.system.piece_heads import SCALE, WEIGHT
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.piece_headers import SCALE, WEIGHT
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 PROGRESS_FILE = f"{files.FOLDER}/progress.json"
 GUARD_FILE = f"{files.FOLDER}/guard.safetensors"
@@ -85,7 +85,9 @@ def _read_progress(file: Path) -> dict[str, Any]:
     try:
         return read_json(file, EngineProgress).model_dump(exclude_none=True)
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.progress", str(file), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(
+            Problem("checkpoint.progress", str(file), f"cannot be read: {file_fault(error)}")
+        ) from None
 
 
 def load_shards(shards: list[CheckpointShard], reader: CheckpointReader) -> None:
@@ -116,18 +118,20 @@ def checkpoint_shards(lists: OptimizerShardLists, locate: Locate) -> Iterator[li
 def untrained_shards(
     model: nn.Module,
     replica: Replica,
-    leaves_base: bool,
+    omits_base_weights: bool,
     hugging_face_name: Callable[[str], str],
     locate: Callable[[str, Tensor], tuple[WeightSlice, Replica] | None] = lambda name, tensor: None,
 ) -> list[CheckpointShard]:
     """Returns a model's untrained tensors as shards: frozen parameters, and buffers that belong to its weights.
 
-    leaves_base: whether to leave out frozen parameters, because the files of the base model have them. replica: this
-    rank's, of tensors that it holds whole. hugging_face_name: maps a name in `model`. locate: returns the slice and the
-    replica of what this rank holds of a tensor; None for whole tensors.
+    omits_base_weights: whether to leave out frozen parameters, because the files of the base model have them. replica:
+    this rank's, of tensors that it holds whole. hugging_face_name: maps a name in `model`. locate: returns the slice
+    and the replica of what this rank holds of a tensor; None for whole tensors.
     """
     frozen = {
-        name: parameter for name, parameter in model.named_parameters() if not (parameter.requires_grad or leaves_base)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not (parameter.requires_grad or omits_base_weights)
     }
     shards = []
     for name, tensor in (frozen | persistent_buffers(model)).items():

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from llmtrain.errors import short
+from llmtrain.errors import truncate
 from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
 
 VARIABLE = "TF_CONFIG"
@@ -36,7 +36,7 @@ def read(reader: RankReader) -> Rank:
     except json.JSONDecodeError as error:
         message = f"is not JSON: {error.msg} at character {error.pos}"
     except (ValueError, OverflowError) as error:
-        message = short(str(error))
+        message = truncate(str(error))
     except RecursionError:
         message = "is nested too deeply"
     except (TypeError, KeyError, AttributeError):

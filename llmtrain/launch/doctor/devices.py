@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import reason
-from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, run_command, warning
-from llmtrain.system.host import memory_bytes, memory_limit, own_cores
+from llmtrain.launch.doctor.finding import (
+    Finding,
+    HostContext,
+    fault,
+    ok,
+    run_command,
+    warning,
+)
+from llmtrain.system.host import available_cores, memory_bytes, memory_limit
 from llmtrain.system.quantities import readable_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -38,7 +45,7 @@ class Gpu:
 
 def host(context: HostContext) -> Iterator[Finding]:
     """Checks the processors and the memory that this process may use."""
-    cpus = own_cores()
+    cpus = available_cores()
     text = f"{cpus} of {os.cpu_count()} CPUs"
     quota = _cpu_quota()
     if quota is not None and quota < cpus:
@@ -78,7 +85,7 @@ def slots(context: HostContext) -> Iterator[Finding]:
     if not context.devices:
         return
     seen, _ = seen_by_torch()
-    slots, cpus = max(context.devices) + 1, own_cores()
+    slots, cpus = max(context.devices) + 1, available_cores()
     if seen and slots > len(seen):
         text = f"the hostfile gives {slots} slots, but torch sees {len(seen)} GPUs"
         yield fault("devices.slots", text, f"write slots={len(seen)}")

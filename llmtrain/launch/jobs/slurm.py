@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from llmtrain.errors import Problem, RecipeError, nearest, shown
+from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value
 from llmtrain.launch.jobs import render_template
 from llmtrain.recipe import Part, PositiveInt
 from llmtrain.recipe.cluster import Cluster
@@ -37,8 +37,8 @@ def parse_job_options(kind: type[P], launcher: str, assignments: Sequence[str]) 
         key, equals, value = assignment.partition("=")
         if key not in fields:
             known = f"known: {', '.join(fields)}"
-            name = key or shown(assignment)
-            problems.append(Problem(rule, f"{option} {name}", f"is unknown{nearest(key, fields)}", known))
+            name = key or format_value(assignment)
+            problems.append(Problem(rule, f"{option} {name}", f"is unknown{did_you_mean(key, fields)}", known))
         elif not equals:
             problems.append(Problem(rule, f"{option} {key}", "has no value", f"{option} {key}=VALUE"))
         elif get_origin(fields[key].annotation) is tuple:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Iterator
 
-from llmtrain.errors import nearest
+from llmtrain.errors import did_you_mean
 from llmtrain.lint.document import Configuration
 from llmtrain.lint.rules.rule import Fault, error, near, warning
 from llmtrain.lint.schema import REMOVED_OPTIMIZERS, Where
@@ -41,7 +41,7 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
 def _similar(name: str, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"`, preferably a name that only differs in its capitals."""
     same = [one for one in known if one.lower() == name.lower()]
-    return nearest(name[:80], same or known, 0.0 if same else 0.6)
+    return did_you_mean(name[:80], same or known, 0.0 if same else 0.6)
 
 
 @error("type_missing", "ignores", "Without `type`, the optimizer or scheduler block is silently ignored.")

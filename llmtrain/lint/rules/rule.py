@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 
-from llmtrain.errors import printable, short
+from llmtrain.errors import printable, truncate
 from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity
 from llmtrain.lint.schema import Where
 
@@ -50,9 +50,9 @@ class LintRule:
         by = READERS[document.reader if self.by_reader else "deepspeed"]
         for where, message, fix, *other in self.check(document):
             line, column = _place(document, where)
-            field = printable(short(".".join(where)))
+            field = printable(truncate(".".join(where)))
             effect: Effect = other[0] if other else self.effect
-            yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column, effect, by)
+            yield Finding(self.id, self.severity, field, printable(truncate(message)), fix, line, column, effect, by)
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -18,8 +18,8 @@ from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import abbreviate, remote_code_errors
 from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
-from llmtrain.system.hub import ask_first, stored_file
-from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
+from llmtrain.system.hub import probe_hub_for, stored_file
+from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
 AGAIN = "write or download it again"
 
@@ -46,7 +46,7 @@ def _check_files(folder: Path) -> None:
         if is_folder(folder):
             require_regular_files(folder)
     except OSError as error:
-        raise CheckpointError(Problem("model.folder", str(error.filename or folder), why(error))) from None
+        raise CheckpointError(Problem("model.folder", str(error.filename or folder), file_fault(error))) from None
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -73,7 +73,7 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             import peft
 
             lora = peft.PeftConfig.from_pretrained(str(named))
-            ask_first(str(lora.base_model_name_or_path), lora.revision)
+            probe_hub_for(str(lora.base_model_name_or_path), lora.revision)
             if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
                 raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
         with checked_loading(check):

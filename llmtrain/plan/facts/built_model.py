@@ -7,9 +7,9 @@ from typing import Any
 
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 
-TRIED_TOKENS = 512
+PROBE_TOKENS = 512
 """Length of the sequence with which a model is tried; windows and strides of tokens have to fit into it."""
-CHOOSERS = {
+INDEXERS = {
     "axk2": "self_attn.indexer",
     "deepseek_v32": "self_attn.indexer",
     "deepseek_v4": "self_attn.compressor.indexer",
@@ -24,7 +24,7 @@ only reads texts has such parameters (`tests/models/test_frozen_families.py`).""
 def without_gradient(config: Any) -> tuple[str, ...]:
     """Returns the names of the trained parameters of a causal LM that the loss of texts does not depend on.
 
-    These are indexers of sparse attention (`CHOOSERS`). Models that have parts for other inputs, such as the vision
+    These are indexers of sparse attention (`INDEXERS`). Models that have parts for other inputs, such as the vision
     tower of Gemma 3, and those that come with their own code, are tried; if a forward pass needs values, for example
     to see which experts its tokens have chosen, nothing is found. config: of `transformers`; models that come with
     their own code are registered (`pretrained_configuration`).
@@ -32,27 +32,27 @@ def without_gradient(config: Any) -> tuple[str, ...]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    chooser = CHOOSERS.get(config.model_type)
-    if chooser is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
+    indexer = INDEXERS.get(config.model_type)
+    if indexer is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
         return ()
     key = type(config), config.to_json_string(use_diff=False)
-    if key not in _tried:
+    if key not in _probed:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
-        names = tuple(name for name, _ in built.named_parameters() if f".{chooser}." in name)
-        _tried[key] = names if chooser else _without_gradient(built)
-    return _tried[key]
+        names = tuple(name for name, _ in built.named_parameters() if f".{indexer}." in name)
+        _probed[key] = names if indexer else _without_gradient(built)
+    return _probed[key]
 
 
-_tried: dict[tuple[type, str], tuple[str, ...]] = {}
+_probed: dict[tuple[type, str], tuple[str, ...]] = {}
 
 
 def _without_gradient(built: Any) -> tuple[str, ...]:
     """Returns the names for a model without weights."""
     import torch
 
-    tokens = torch.zeros((1, TRIED_TOKENS), dtype=torch.int64, device="meta")
-    mask = torch.ones((1, 1, TRIED_TOKENS, TRIED_TOKENS), dtype=torch.bool, device="meta")
+    tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")
+    mask = torch.ones((1, 1, PROBE_TOKENS, PROBE_TOKENS), dtype=torch.bool, device="meta")
     for dtype in (torch.float32, torch.bfloat16):  # torch has no products of groups on the meta device in fp32
         trained = {name: one for name, one in built.to(dtype).named_parameters() if one.requires_grad}
         for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions

@@ -381,6 +381,6 @@ _IN_REGIONS = (
     "ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_moe "
     "seed_oss smollm3 starcoder2 vaultgemma"
 )
-REGION_FAMILIES = frozenset(_IN_REGIONS.split())
+MEGATRON_SP_FAMILIES = frozenset(_IN_REGIONS.split())
 """Model types whose tensor parallel ranks may hold slices of the residual stream: those that
 `docs/reference/families_tensor.md` says so of."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
 from llmtrain.plan.facts.built_model import (
     decoder_lists,
     has_expert_modules,
@@ -26,7 +26,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
-from llmtrain.system.untrusted import UNREADABLE, expanded, is_folder, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_folder, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -177,7 +177,9 @@ def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str)
     """
     return [
         Problem(
-            "model.config_key", f"model.config.{key}", f"'{model_type}' has no such configuration{nearest(key, known)}"
+            "model.config_key",
+            f"model.config.{key}",
+            f"'{model_type}' has no such configuration{did_you_mean(key, known)}",
         )
         for key in given
         if key not in known
@@ -371,7 +373,7 @@ def pretrained_folder(model: ModelConfig, fix: str = "") -> Path | None:
         if folder.is_dir():
             return folder
     except OSError as error:  # a name that is too long, a folder without permission
-        message = f"{short(model.pretrained)} cannot be read: {reason(error)}"
+        message = f"{truncate(model.pretrained)} cannot be read: {reason(error)}"
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
     if is_path(model.pretrained):
         message = f"there is no folder '{model.pretrained}'"
@@ -383,7 +385,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, dict[str, Any])
     except UNREADABLE as error:
-        message = f"{path} cannot be read: {why(error)}"
+        message = f"{path} cannot be read: {file_fault(error)}"
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
 
 
@@ -435,7 +437,7 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
             message = f"'{model_type}' is code that comes with '{model.pretrained}': inspect it before you trust it"
             fix = "--set model.trust_remote_code=true"
             raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
-        message = f"'{model_type}' is not an architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
+        message = f"'{model_type}' is not an architecture of transformers{did_you_mean(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in given:
         known_names = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)

@@ -18,7 +18,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import stored_file
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 TIED_HEAD = "lm_head.weight"
 """A second name of a tied table, which patterns may mean."""
@@ -31,7 +31,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     a pretrained adapter that cannot be read.
     """
     weights = facts.weights
-    if weights is None or not (model.is_frozen_in_part or facts.without_gradient):
+    if weights is None or not (model.is_partly_frozen or facts.without_gradient):
         return facts
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:
@@ -108,7 +108,7 @@ def _pretrained(lora: LoraConfig) -> _Adapter:
         targets, ranks = config.get("target_modules"), config.get("rank_pattern") or {}
         rank, dora, saved = int(config["r"]), bool(config.get("use_dora")), config.get("modules_to_save") or ()
     except (*UNREADABLE, KeyError, TypeError) as error:
-        message = message or f"{path} cannot be read: {why(error)}"
+        message = message or f"{path} cannot be read: {file_fault(error)}"
         raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message)) from None
 
     def is_target(module: str) -> bool:

@@ -13,12 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmtrain.errors import DataError, Problem, RecipeError, shown
+from llmtrain.errors import DataError, Problem, RecipeError, format_value
 from llmtrain.plan.facts.model_facts import pretrained_config
 from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, TemplateRefusedError, limited_templates, run_template
 from llmtrain.recipe import NewTokens, Recipe
 from llmtrain.system.hub import stored_file
-from llmtrain.system.untrusted import UNREADABLE, expanded, is_file, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_file, read_json, read_text
 
 FIELD = "model.new_tokens"
 DEFAULT = "default"
@@ -46,7 +46,7 @@ PROBES: tuple[tuple[dict[str, Any], ...], ...] = (
 """Conversations with all roles; most templates accept all of them."""
 
 
-def grown(recipe: Recipe) -> Recipe:
+def with_resized_vocabulary(recipe: Recipe) -> Recipe:
     """Returns a recipe with the size of the vocabulary that `model.new_tokens` asks for.
 
     It is as large as the tokenizer with the new tokens, padded, or as that of the pretrained weights if that is enough.
@@ -63,14 +63,14 @@ def grown(recipe: Recipe) -> Recipe:
     known = _tokens(tokenizer)
     size = max(known.values()) + 1
     template = read_template(recipe.data.chat_template, tokenizer) if model.new_tokens == "template" else None
-    needed = size + sum(token not in known for token in wanted_tokens(model.new_tokens, template))
+    needed = size + sum(token not in known for token in tokens_to_add(model.new_tokens, template))
     fields: dict[str, Any] = {"model.kept_rows": min(size, rows) if needed > size else rows}
     if needed > rows and "vocab_size" not in model.config:
         fields["model.config.vocab_size"] = -(-needed // MULTIPLE) * MULTIPLE
     return recipe.with_(**fields)
 
 
-def wanted_tokens(new_tokens: NewTokens, template: str | None) -> tuple[str, ...]:
+def tokens_to_add(new_tokens: NewTokens, template: str | None) -> tuple[str, ...]:
     """Returns the tokens of `model.new_tokens` in the order in which they are added.
 
     template: the source of the chat template, for `template`. Raises DataError if there is none.
@@ -143,7 +143,9 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
         named = [one for one in found if isinstance(one, dict) and one.get("name") == DEFAULT]
         found = named[-1].get("template") if named else None
     if found is not None and not isinstance(found, str):
-        message = f"chat_template in the tokenizer_config.json of '{tokenizer}' is {shown(found)}, not a template"
+        message = (
+            f"chat_template in the tokenizer_config.json of '{tokenizer}' is {format_value(found)}, not a template"
+        )
         raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message))
     return found
 
@@ -154,7 +156,9 @@ def read_tokenizer_config(tokenizer: str | Path) -> dict[str, Any]:
     try:
         return read_json(path, dict[str, Any]) if path else {}
     except UNREADABLE as error:
-        raise DataError(Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {why(error)}")) from None
+        raise DataError(
+            Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {file_fault(error)}")
+        ) from None
 
 
 def shipped_templates() -> dict[str, str]:
@@ -186,7 +190,7 @@ def _template_in(path: Path) -> str:
     try:
         return read_text(path)
     except UNREADABLE as error:
-        message = f"{path} cannot be read: {why(error)}"
+        message = f"{path} cannot be read: {file_fault(error)}"
         raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message)) from None
 
 
@@ -204,4 +208,6 @@ def _tokens(tokenizer: str) -> dict[str, int]:
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         return dict(vocabulary) | {one["content"]: one["id"] for one in declared.get("added_tokens") or []}
     except (*UNREADABLE, KeyError, TypeError) as error:
-        raise DataError(Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {why(error)}")) from None
+        raise DataError(
+            Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {file_fault(error)}")
+        ) from None

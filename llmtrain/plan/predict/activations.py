@@ -27,9 +27,9 @@ from llmtrain.plan.kernels import (
     recomputes_loss,
 )
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, sliced
+from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, tensor_parallel_elements
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import head_parameters, is_recomputed, reached_layers
+from llmtrain.plan.stages import backward_layers, head_parameters, is_recomputed
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ INDICES = 32
 
 
 @dataclass(frozen=True)
-class Widths:
+class ElementBytes:
     """Bytes per element of saved tensors, by precision."""
 
     stream: int
@@ -52,12 +52,12 @@ class Widths:
     again for each projection: three times before attention, twice before feed-forward."""
 
 
-WIDTHS = {
-    "fp32": Widths(4, 4, 12),
-    "bf16": Widths(2, 2, 8),
-    "fp16": Widths(2, 2, 8),
-    "autocast_bf16": Widths(4, 2, 13),
-    "autocast_fp16": Widths(4, 2, 13),
+ELEMENT_BYTES = {
+    "fp32": ElementBytes(4, 4, 12),
+    "bf16": ElementBytes(2, 2, 8),
+    "fp16": ElementBytes(2, 2, 8),
+    "autocast_bf16": ElementBytes(4, 2, 13),
+    "autocast_fp16": ElementBytes(4, 2, 13),
 }
 
 
@@ -69,7 +69,7 @@ class Activations:
     """Activations that are kept until the backward pass."""
     lowest: int
     """Largest memory in the last layer of the backward pass: the saved activations that are left, and additional
-    memory. If `lowest_saved` returns that layer, at the end of its feed-forward part."""
+    memory. If `lowest_kept_layer` returns that layer, at the end of its feed-forward part."""
     others: int
     """Saved activations that are left at the end of the pass, because they belong to other passes."""
     working: int
@@ -95,21 +95,21 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
     """
     recipe = plan.recipe
-    widths = WIDTHS[recipe.parallel.precision]
+    widths = ELEMENT_BYTES[recipe.parallel.precision]
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
-    stages = _reached_in_stages(plan, rank)
+    stages = _backward_layers_of_stages(plan, rank)
     layers = [index for stage in stages for index in stage]
-    each = _of_each(plan, weights, layers, tokens, layer_bytes)
+    each = _per_layer(plan, weights, layers, tokens, layer_bytes)
     if traced:
         each = [
-            estimate * traced[index] // _whole(plan, weights, index)
+            estimate * traced[index] // _unsharded_estimate(plan, weights, index)
             for estimate, index in zip(each, layers, strict=True)
         ]
-    stream = widths.stream * plan.model.hidden_size * tokens // plan.region_ranks
+    stream = widths.stream * plan.model.hidden_size * tokens // plan.megatron_sp_ranks
     # Each pass in flight holds the layers of one stage.
     passes, chunks = in_flight(plan, rank), plan.parallel.pipeline_chunks
     recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
-    again = dict(zip(recomputed, _of_each(plan, weights, recomputed, tokens, kept_bytes), strict=True))
+    again = dict(zip(recomputed, _per_layer(plan, weights, recomputed, tokens, kept_bytes), strict=True))
     whole = dict(zip(layers, each, strict=True))
     saved = passes * sum(again[index].size if index in again else size for index, size in whole.items()) // chunks
     host = 0
@@ -119,22 +119,22 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         saved -= max(0, inputs - 2) * stream
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - one.used for index, one in again.items())])
-    working += max(_of_each(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
+    working += max(_per_layer(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
     is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
         elements = plan.model.hidden_size * tokens
-        saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.region_ranks
-        saved += _input(widths) * plan.model.trains_head * elements + lower_copies(plan, weights, weights.head)
+        saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.megatron_sp_ranks
+        saved += _input(widths) * plan.model.trains_head * elements + autocast_copies(plan, weights, weights.head)
     saved += passes * _rotations(plan, weights, tokens)
-    if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.keeps_apart:
-        saved += passes * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
+    if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.has_document_mask:
+        saved += passes * _mask_elements(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     lowest, others = saved + working, saved
     if not plan.parallel.offload_activations:
         kept = whole | {index: one.size for index, one in again.items()}
         lowest -= min(sum(kept[index] for index in stage[1:]) for stage in stages)
         others = saved * (passes - 1) // passes
-        if (index := lowest_saved(plan, rank)) is not None:
+        if (index := lowest_kept_layer(plan, rank)) is not None:
             # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
             lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
             lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
@@ -145,7 +145,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         lowest=lowest,
         others=others,
         working=working,
-        casts=sum(lower_copies(plan, weights, weights.layer(index)) for index in again),
+        casts=sum(autocast_copies(plan, weights, weights.layer(index)) for index in again),
         logits=loss,
         gradient=min(loss, gradient),
         head=_head_gradient(plan) if is_last else 0,
@@ -155,9 +155,9 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     )
 
 
-def lowest_saved(plan: Plan, rank: int) -> int | None:
+def lowest_kept_layer(plan: Plan, rank: int) -> int | None:
     """Returns the last layer of a backward pass; None if it may be computed again or in tiles."""
-    lowest = [stage[0] for stage in _reached_in_stages(plan, rank) if stage]
+    lowest = [stage[0] for stage in _backward_layers_of_stages(plan, rank) if stage]
     are_kept = not feeds_in_tiles(plan) and not any(is_recomputed(plan.parallel, index) for index in lowest)
     return lowest[0] if lowest and are_kept else None
 
@@ -166,7 +166,7 @@ def _head_gradient(plan: Plan) -> int:
     """Returns the bytes of the head's gradient of one micro-batch; with a loss in chunks, the loss counts it."""
     if chunks_loss(plan) or not plan.model.trains_head:
         return 0
-    widths = WIDTHS[plan.recipe.parallel.precision]
+    widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
     return widths.computed * (head_parameters(plan.model) // plan.parts("matrices"))
 
 
@@ -177,7 +177,7 @@ def pinned(size: int) -> int:
 
 def _loss(plan: Plan, tokens: int) -> int:
     """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
-    widths = WIDTHS[plan.recipe.parallel.precision]
+    widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
     head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
     of_logit = LOGIT_BYTES
     if overwrites_logits(plan):  # in lower precision, there are a copy in fp32 and a gradient besides
@@ -201,15 +201,17 @@ def in_flight(plan: Plan, rank: int) -> int:
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for that many tokens of a rank."""
-    layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
+    layer, widths = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision]
     of_norms, of_adapters = _norms(plan, layer, widths), _adapters(plan, layer, widths)
-    per_token = of_norms.whole + _attention(plan, layer, widths) + of_adapters.whole
+    per_token = of_norms.replicated + _attention(plan, layer, widths) + of_adapters.replicated
     if not feeds_in_tiles(plan):
         per_token += _feed_forward(plan, layer, widths)
-    of_slice = (of_norms.in_regions + of_adapters.in_regions) * tokens // plan.region_ranks
-    of_layer = lower_copies(plan, weights, layer)
-    if plan.recipe.model.attention_kernel == "sdpa" and plan.recipe.data.keeps_apart:
-        of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
+    of_slice = (of_norms.sequence_sharded + of_adapters.sequence_sharded) * tokens // plan.megatron_sp_ranks
+    of_layer = autocast_copies(plan, weights, layer)
+    if plan.recipe.model.attention_kernel == "sdpa" and plan.recipe.data.has_document_mask:
+        of_layer += widths.computed * _mask_elements(
+            plan
+        )  # the boolean mask as numbers to add, computed again in each layer
     return per_token * tokens + of_slice + of_layer
 
 
@@ -220,24 +222,24 @@ def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: in
     gradient of the last product's input and the new one of its weight. With tiles, they and the saved tensors are those
     of one tile; in addition, gradients of weights are summed in fp32, and the gradient of the input is written.
     """
-    layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
-    gradients = 2 * widths.computed * _inner(plan, layer)
+    layer, widths, facts = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model
+    gradients = 2 * widths.computed * _intermediate_size(plan, layer)
     dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
     if not feeds_in_tiles(plan):
-        largest = max((sliced(plan, weights, one) for one in dense if not one.is_expert), default=0)
+        largest = max((tensor_parallel_elements(plan, weights, one) for one in dense if not one.is_expert), default=0)
         return max(gradients * tokens, gradients // 2 * tokens + widths.computed * largest)
     tile = facts.hidden_size * plan.batch.micro_batch_size
-    sums = (4 + widths.stream) * sum(sliced(plan, weights, one) for one in dense)
+    sums = (4 + widths.stream) * sum(tensor_parallel_elements(plan, weights, one) for one in dense)
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
 
-class BytesOfToken(NamedTuple):
+class BytesPerToken(NamedTuple):
     """Bytes that are kept of a token."""
 
-    whole: int
+    replicated: int
     """On each rank that has the token's sequence."""
-    in_regions: int
-    """On one of the tensor parallel ranks that hold slices of the residual stream, if there are such slices."""
+    sequence_sharded: int
+    """On one tensor parallel rank, if Megatron's sequence parallelism shards the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -252,15 +254,15 @@ class Kept:
 
 def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     """Returns the bytes that are kept of a decoder layer that is computed again, in whole or in part."""
-    layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
-    stream = widths.stream * facts.hidden_size // plan.region_ranks
+    layer, widths, facts = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model
+    stream = widths.stream * facts.hidden_size // plan.megatron_sp_ranks
     if plan.parallel.activation_checkpointing == "full":
         return Kept(stream * tokens, 0)
     results = [_result(plan, one) for one in layer if one.is_matrix and not one.is_expert]
-    met = facts.experts_per_token if any(one.is_expert for one in layer) else 0
-    inner, slices = _inner(plan, layer), plan.parts("matrices")
+    top_k = facts.experts_per_token if any(one.is_expert for one in layer) else 0
+    intermediate, slices = _intermediate_size(plan, layer), plan.parts("matrices")
     queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
-    experts = 2 * inner + met * facts.hidden_size if met else 0
+    experts = 2 * intermediate + top_k * facts.hidden_size if top_k else 0
     attention = widths.computed * queries + 4 * facts.heads // slices
     if plan.recipe.model.attention_kernel == "eager":
         scores = facts.heads // slices * plan.recipe.data.sequence_length
@@ -268,10 +270,10 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     size = stream + widths.computed * (sum(results) + experts) + attention
     used = stream * (widths.stream == 4 or is_fused(plan)) + widths.computed * queries + 4 * facts.heads // slices
     is_gpt2 = any("c_fc" in one.name for one in layer)
-    projected = 3 * queries if is_gpt2 else 0 if _repeats(plan) else keys
+    projected = 3 * queries if is_gpt2 else 0 if _repeats_keys(plan) else keys
     if plan.parts("tokens") > 1:
         projected = 0  # attention saves what ranks have exchanged instead
-    used += widths.computed * ((1 if is_gpt2 else 2) * inner + projected)
+    used += widths.computed * ((1 if is_gpt2 else 2) * intermediate + projected)
     return Kept(size * tokens, used * tokens)
 
 
@@ -281,18 +283,18 @@ def _result(plan: Plan, weight: Weight) -> int:
     if ".lora_A." in weight.name:
         slices = 1
     if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
-        return weight.shape[0] // plan.region_ranks
+        return weight.shape[0] // plan.megatron_sp_ranks
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
     if weight.module in SPLIT_COLUMNS and plan.parallel.autotp_ranks > 1:
         return 0
     return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
 
 
-def _repeats(plan: Plan) -> bool:
+def _repeats_keys(plan: Plan) -> bool:
     """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
     kernel, ranks = plan.recipe.model.attention_kernel, plan.parts("tokens")
     own = _key_heads(plan) * _key_copies(plan) // ranks
-    return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.keeps_apart and own > 1)
+    return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.has_document_mask and own > 1)
 
 
 def _key_heads(plan: Plan) -> int:
@@ -306,15 +308,15 @@ def _key_copies(plan: Plan) -> int:
     return ranks // math.gcd(ranks, _key_heads(plan))
 
 
-def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
+def autocast_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
     """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
     if not plan.recipe.parallel.precision.startswith("autocast"):
         return 0
-    return 2 * sum(sliced(plan, weights, one) for one in used if one.is_matrix)
+    return 2 * sum(tensor_parallel_elements(plan, weights, one) for one in used if one.is_matrix)
 
 
-def _readers(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
-    """Returns how many of some projections save their input, for the gradient of their weight or of an adapter's A.
+def _saved_inputs(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
+    """Returns how many of these modules save their input, for the gradient of their weight or of an adapter's A.
 
     The gradient of an input only needs the weight. With dropout, an adapter keeps an input of its own.
     """
@@ -329,12 +331,12 @@ def is_fused(plan: Plan) -> bool:
     return plan.recipe.kernels.blocks in ("compiled", "liger")
 
 
-def _of_norm(plan: Plan, widths: Widths, is_trained: bool) -> int:
+def _of_norm(plan: Plan, widths: ElementBytes, is_trained: bool) -> int:
     """Returns the bytes per element an RMSNorm keeps: its fp32 input; for a trained weight, the normalised one too."""
     return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
 
 
-def _of_fused_norms(widths: Widths) -> int:
+def _of_fused_norms(widths: ElementBytes) -> int:
     """Returns the bytes per element that both norms of a fused layer keep: the layer's input, and what is added to it.
 
     Under autocast, the second norm's input is computed again from the first one's, and from the product in between.
@@ -342,12 +344,12 @@ def _of_fused_norms(widths: Widths) -> int:
     return widths.stream + widths.computed
 
 
-def _input(widths: Widths) -> int:
+def _input(widths: ElementBytes) -> int:
     """Returns the bytes per element of the input of the projections after a norm."""
     return widths.norm - 4 - widths.stream
 
 
-def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> BytesPerToken:
     """Returns the bytes of the residual stream's norms, and of the inputs of the projections after them.
 
     A LayerNorm always saves its input only.
@@ -355,38 +357,41 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToke
     width = plan.model.hidden_size
     fused = _of_fused_norms(widths) * width if is_fused(plan) else None
     if any(one.name.startswith("ln_1") for one in layer):
-        inputs = _readers(plan, layer, "c_attn", "c_fc")
+        inputs = _saved_inputs(plan, layer, "c_attn", "c_fc")
         own = fused or 2 * widths.stream * width
-        return BytesOfToken(inputs * widths.computed * width, own + 2 * STATISTICS)
+        return BytesPerToken(inputs * widths.computed * width, own + 2 * STATISTICS)
     norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
-    readers = [_readers(plan, layer, "q_proj", "k_proj", "v_proj"), _readers(plan, layer, "gate_proj", "up_proj")]
+    copies = [
+        _saved_inputs(plan, layer, "q_proj", "k_proj", "v_proj"),
+        _saved_inputs(plan, layer, "gate_proj", "up_proj"),
+    ]
     if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
-        readers[1] = 2
+        copies[1] = 2
     if plan.recipe.kernels.blocks == "compiled":
-        inputs = widths.computed * sum(map(bool, readers))
+        inputs = widths.computed * sum(map(bool, copies))
     elif plan.recipe.parallel.precision.startswith("autocast"):
-        inputs = widths.computed * sum(readers)
+        inputs = widths.computed * sum(copies)
     else:
-        inputs = _input(widths) * sum(map(bool, readers))
+        inputs = _input(widths) * sum(map(bool, copies))
     scaled = inputs * len(norms) // 2 * width
     own = fused * len(norms) // 2 if fused else sum(_of_norm(plan, widths, one.trained) * width for one in norms)
-    return BytesOfToken(scaled, own + len(norms) * STATISTICS)
+    return BytesPerToken(scaled, own + len(norms) * STATISTICS)
 
 
-def _unrounded(plan: Plan, widths: Widths) -> int:
+def _unrounded(plan: Plan, widths: ElementBytes) -> int:
     """Returns the additional bytes per element that a norm saves if it is scaled in fp32 before it is rounded."""
     return 2 if plan.model.model_type in ("gemma", "gemma2", "olmo2") and widths.stream < 4 else 0
 
 
-def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
     """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
     facts, recipe = plan.model, plan.recipe
     queries = facts.heads * facts.head_dim // plan.parts("matrices")
     keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
-    inner = queries + 2 * (queries if _repeats(plan) else keys * _key_copies(plan)) + queries
+    intermediate = queries + 2 * (queries if _repeats_keys(plan) else keys * _key_copies(plan)) + queries
     if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
-        inner += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
-    saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
+        intermediate += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
+    saved, heads = widths.computed * intermediate, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
         is_trained = any("q_norm" in one.name and one.trained for one in layer)
         normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
@@ -397,7 +402,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         saved += widths.computed * queries  # PEFT casts the input of A to fp32, and autocast back
     if recipe.model.attention_kernel == "eager":
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
-        if not _readers(plan, layer, "o_proj"):
+        if not _saved_inputs(plan, layer, "o_proj"):
             saved -= widths.computed * queries  # a fused kernel keeps its output itself
         return saved + probabilities * heads * recipe.data.sequence_length
     if _is_unfused(plan):
@@ -407,19 +412,19 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 
 def _is_unfused(plan: Plan) -> bool:
     """Whether torch has no fused kernel: on GPUs in fp32, for keys that several queries share, without a mask."""
-    is_fp32 = WIDTHS[plan.recipe.parallel.precision].computed == 4
-    is_shared = plan.model.kv_heads < plan.model.heads and not plan.recipe.data.keeps_apart
+    is_fp32 = ELEMENT_BYTES[plan.recipe.parallel.precision].computed == 4
+    is_shared = plan.model.kv_heads < plan.model.heads and not plan.recipe.data.has_document_mask
     return plan.recipe.model.attention_kernel == "sdpa" and is_fp32 and is_shared and not plan.cluster.spec.on_cpu
 
 
-def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
+def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
     """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
     tensor, width = plan.parts("matrices"), plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
-        inner = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
-        inner = inner or min(min(one.shape) for one in experts)
-        return inner // plan.parallel.split_ranks * plan.model.experts_per_token
+        intermediate = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
+        intermediate = intermediate or min(min(one.shape) for one in experts)
+        return intermediate // plan.parallel.split_ranks * plan.model.experts_per_token
     fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
     if fused:
         return fused.elements // width // tensor
@@ -427,44 +432,44 @@ def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
     return max(dense, default=4 * width) // tensor
 
 
-def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
     """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
-    width, inner = plan.model.hidden_size, _inner(plan, layer)
+    width, intermediate = plan.model.hidden_size, _intermediate_size(plan, layer)
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
-        met = plan.model.experts_per_token
+        top_k = plan.model.experts_per_token
         router = 3 * 4 * plan.model.experts
-        inputs = met * width + inner if any(one.trained for one in experts) else 0
-        return (met * width + 3 * inner + inputs) * widths.computed + met * INDICES + router
+        inputs = top_k * width + intermediate if any(one.trained for one in experts) else 0
+        return (top_k * width + 3 * intermediate + inputs) * widths.computed + top_k * INDICES + router
     if any("c_fc" in one.name for one in layer):  # gelu_new: its input, half of it, tanh, one more; the product
         kept = any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
-        return ((1 if is_fused(plan) else 4) + kept) * widths.computed * inner
-    return ((2 if is_fused(plan) else 3) + _readers(plan, layer, "down_proj")) * widths.computed * inner
+        return ((1 if is_fused(plan) else 4) + kept) * widths.computed * intermediate
+    return ((2 if is_fused(plan) else 3) + _saved_inputs(plan, layer, "down_proj")) * widths.computed * intermediate
 
 
-def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> BytesOfToken:
+def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> BytesPerToken:
     """Returns the bytes that adapters keep in addition to their layers' inputs.
 
     These are the outputs of A; with dropout, also A's own input and a mask; with DoRA, also the outputs of the layer
     and of B, which are multiplied by the trained norms.
     """
-    adapter, whole, in_regions = plan.recipe.model.adapter, 0, 0
+    adapter, whole, sequence_sharded = plan.recipe.model.adapter, 0, 0
     for one in layer:
         if ".lora_A." in one.name:
             rank, inputs = one.shape
             inputs //= plan.parts("matrices") if one.module in SPLIT_COLUMNS else 1
             whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
             if one.module in SPLIT_COLUMNS:  # the result is scattered
-                in_regions += widths.computed * rank
+                sequence_sharded += widths.computed * rank
             else:
                 whole += widths.computed * rank
         elif ".lora_magnitude_vector." in one.name:
             slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
             whole += 2 * widths.computed * one.elements // slices
-    return BytesOfToken(whole, in_regions)
+    return BytesPerToken(whole, sequence_sharded)
 
 
-def _mask(plan: Plan) -> int:
+def _mask_elements(plan: Plan) -> int:
     """Returns the elements of a mask between packed documents: all queries by all keys, on every sequence rank."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
 
@@ -473,10 +478,10 @@ def _rotations(plan: Plan, weights: Weights, tokens: int) -> int:
     """Returns the bytes of the cosines and sines that rotate queries and keys, which all layers share."""
     if any("wpe" in one.name for one in weights.outside):
         return 0
-    return 2 * WIDTHS[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
+    return 2 * ELEMENT_BYTES[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
 
 
-def _of_each(
+def _per_layer(
     plan: Plan, weights: Weights, layers: Sequence[int], tokens: int, count: Callable[[Plan, Weights, int, int], T]
 ) -> list[T]:
     """Returns the bytes of some layers, computed once for equal ones."""
@@ -487,15 +492,15 @@ def _of_each(
     return [known[runs[index]] for index in layers]
 
 
-def _reached_in_stages(plan: Plan, rank: int) -> list[range]:
+def _backward_layers_of_stages(plan: Plan, rank: int) -> list[range]:
     """Returns the layers of each stage of a rank that a backward pass reaches; nothing is kept of those below them."""
-    below, bounds = plan.model.layers - reached_layers(plan.model), [(0, plan.model.layers - 1)]
+    below, bounds = plan.model.layers - backward_layers(plan.model), [(0, plan.model.layers - 1)]
     if plan.stages:
         bounds = [plan.stages[stage].layers for stage in PipelineSchedule.of(plan.parallel).stages_of(rank)]
     return [range(max(first, below), last + 1) for first, last in bounds]
 
 
-def _whole(plan: Plan, weights: Weights, index: int) -> int:
+def _unsharded_estimate(plan: Plan, weights: Weights, index: int) -> int:
     """Returns the estimate of an eager layer without tensor or sequence parallelism, which a trace corrects."""
     whole = {axis.name: 1 for axis in CHOSEN if axis.divides & {"matrices", "tokens"}}
     changed = {

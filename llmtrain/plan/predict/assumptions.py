@@ -15,7 +15,7 @@ from llmtrain.recipe import KernelsConfig, Part, PositiveFloat
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Reached(Part):
+class Efficiency(Part):
     """Shares of a device's peak that computation reaches."""
 
     matmul: Share
@@ -24,19 +24,19 @@ class Reached(Part):
     """The share that a fused attention kernel reaches."""
 
 
-REACHED = {
-    "a100": Reached(matmul=0.75, attention=0.55),
-    "h100": Reached(matmul=0.62, attention=0.3),
-    "h200": Reached(matmul=0.62, attention=0.3),
-    "b200": Reached(matmul=0.62, attention=0.3),
-    "mi300x": Reached(matmul=0.45, attention=0.25),
+EFFICIENCY = {
+    "a100": Efficiency(matmul=0.75, attention=0.55),
+    "h100": Efficiency(matmul=0.62, attention=0.3),
+    "h200": Efficiency(matmul=0.62, attention=0.3),
+    "b200": Efficiency(matmul=0.62, attention=0.3),
+    "mi300x": Efficiency(matmul=0.45, attention=0.25),
 }
 """By device. An A100 keeps its clock in large products; newer devices reach their power limit first: the best product
 that anyone reaches on an H100 is about 790 of 989 TFLOP/s, and a training step stays below that throughout.
 FlashAttention 2 reaches up to 70% on an A100 and 35 to 40% on an H100 (arXiv 2407.08608), less in the backward pass.
 The values of the B200 and the MI300X are guesses, based on the H100's and on published products of 600 of 1307
 TFLOP/s."""
-REACHED_ELSEWHERE = Reached(matmul=0.6, attention=0.3)
+DEFAULT_EFFICIENCY = Efficiency(matmul=0.6, attention=0.3)
 """The shares for a device that is not listed."""
 
 

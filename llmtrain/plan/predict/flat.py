@@ -19,9 +19,9 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 """Largest number of elements that ZeRO-3 holds gathered; it delays further ones."""
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements that ZeRO-3 updates at once."""
-LEAST_BUCKET = 40_000_000
+MIN_BUCKET = 40_000_000
 """Smallest number of elements of a reduction, if the model has as many."""
-BUCKET_OF_REPLICA = 1_000_000
+BUCKET_PER_REPLICA = 1_000_000
 """Smallest number of elements of a reduction for each replica."""
 DDP_BUCKET_MIB = 25
 """Size of a reduction of DistributedDataParallel, torch's own default."""
@@ -36,7 +36,7 @@ def bucket_elements(plan: Plan) -> int:
     Each of the dp chunks of a ring is then large enough for the bandwidth. DeepSpeed allocates the whole buffer, so
     there are no more elements than in a rank's share of the model, and it requires an even number.
     """
-    elements = min(max(LEAST_BUCKET, BUCKET_OF_REPLICA * plan.data_parallel_size), _trained_share(plan))
+    elements = min(max(MIN_BUCKET, BUCKET_PER_REPLICA * plan.data_parallel_size), _trained_share(plan))
     return max(elements + elements % 2, 2)
 
 
@@ -53,14 +53,14 @@ def has_bf16_optimizer(plan: Plan) -> bool:
     return routed and parallel.offload_optimizer == "none"
 
 
-def reduces_meanwhile(plan: Plan) -> bool:
+def overlaps_reduction(plan: Plan) -> bool:
     """Whether ZeRO-1 or 2 reduces a bucket of gradients while the backward pass fills another one (`overlap_comm`).
 
     `BF16_Optimizer` and pipelines reduce after the last backward pass. On CPUs DeepSpeed waits for each reduction.
     """
     parallel = plan.parallel
     is_able = parallel.strategy == "deepspeed" and parallel.zero_stage in (1, 2) and not plan.stages
-    is_able &= plan.holders > 1 and not has_bf16_optimizer(plan) and not plan.cluster.spec.on_cpu
+    is_able &= plan.gradient_ranks > 1 and not has_bf16_optimizer(plan) and not plan.cluster.spec.on_cpu
     return is_able and bucket_elements(plan) < _trained_share(plan)
 
 
@@ -158,15 +158,15 @@ class FlatGroup:
         else:
             counted = Counter(zip(self.sizes, self.rows, strict=False))
             parameters = ((size, rows, 0, number) for (size, rows), number in counted.items())
-        sliced = divided = 0
+        tensor_parallel_elements = divided = 0
         for size, every, first, number in parameters:
             part = {"none": size, "flat": self.partition, "each": -(-size // self.ranks)}[division]
             cut = frozenset[int]().union(*(rows.cut for rows in every))
-            sliced += number * len(cut) * (size // every[0].elements)
+            tensor_parallel_elements += number * len(cut) * (size // every[0].elements)
             ends = range(first or part, size, part)
             places = {rows.place(rows.number(end)) for rows in every for end in ends if rows.is_cut(end)}
             divided += number * sum(block not in cut for _, block in places)
-        return sliced, divided
+        return tensor_parallel_elements, divided
 
     def _inside(self, rank: int) -> slice:
         """Returns the range of the parameters of which the partition of a rank contains a part."""
@@ -181,7 +181,7 @@ class FlatGroup:
         return list(accumulate(self.sizes))
 
 
-def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], int] = FlatGroup.touched) -> int:
+def max_over_ranks(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], int] = FlatGroup.touched) -> int:
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
     A group of experts has fewer ranks, further apart. A rank whose partitions lie within one parameter of each group
@@ -199,19 +199,19 @@ def most_touched(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], in
     )
 
 
-MOST_EXPERTS = 178_956_971
+MAX_EXPERT_GROUP = 178_956_971
 """Number of elements of experts in an optimizer group beyond which DeepSpeed starts another one
 (`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
 
 
-def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
+def optimizer_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     trained = _groups(plan, weights, [one for one in rank_weights(plan, weights, stage) if one.trained])
-    idle = FlatGroup((1,), plan.holders, states_kept(plan.recipe.optim, in_layers=False, is_matrix=False))
+    idle = FlatGroup((1,), plan.gradient_ranks, states_kept(plan.recipe.optim, in_layers=False, is_matrix=False))
     return trained or [idle]  # the parameter of a stage that trains nothing
 
 
-def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
+def frozen_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns what a rank of a stage holds without training it, grouped in the same way; without 4-bit weights."""
     own = rank_weights(plan, weights, stage)
     return _groups(plan, weights, [one for one in own if not (one.trained or one.packed)])
@@ -236,13 +236,13 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     groups = []
     for (is_vector, outside, spread), members in sorted(found.items(), key=lambda item: item[0]):
         sizes_of = {
-            number: _expert_sizes(one, parallel.expert) if spread else (sliced(plan, weights, one),)
+            number: _expert_sizes(one, parallel.expert) if spread else (tensor_parallel_elements(plan, weights, one),)
             for number, one in distinct.items()
             if keys[number] == (is_vector, outside, spread)
         }
         sizes = [size for one in members for size in sizes_of[id(one)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
-        holders = plan.holders * parallel.tensor // parallel.expert if spread else plan.holders
+        ranks = plan.gradient_ranks * parallel.tensor // parallel.expert if spread else plan.gradient_ranks
         states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
         factors = tuple(one.lines for one in members) if row.factors and not spread else ()
@@ -250,7 +250,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         rows = iter([held_rows(plan, weights, one) for one in members for _ in sizes_of[id(one)]] if codes else ())
         for part in _cut(sizes) if spread else [sizes]:
             own_rows = tuple(islice(rows, len(part)))
-            groups.append(FlatGroup(tuple(part), holders, states, not outside, factors, codes, own_rows))
+            groups.append(FlatGroup(tuple(part), ranks, states, not outside, factors, codes, own_rows))
     return groups
 
 
@@ -273,10 +273,10 @@ def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
 
 
 def _cut(sizes: list[int]) -> list[list[int]]:
-    """Joins neighbours, up to `MOST_EXPERTS` elements."""
+    """Joins neighbours, up to `MAX_EXPERT_GROUP` elements."""
     parts: list[list[int]] = []
     for size in sizes:
-        if not parts or sum(parts[-1]) + size > MOST_EXPERTS:
+        if not parts or sum(parts[-1]) + size > MAX_EXPERT_GROUP:
             parts.append([])
         parts[-1].append(size)
     return parts
@@ -310,13 +310,13 @@ SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
 def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, ...]:
     """Returns what each tensor parallel rank holds of the rows of a matrix; one entry if all hold whole rows."""
     block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.parts("matrices")
-    if weight.module not in SPLIT_COLUMNS or sliced(plan, weights, weight) == weight.elements:
+    if weight.module not in SPLIT_COLUMNS or tensor_parallel_elements(plan, weights, weight) == weight.elements:
         return (HeldRows(width, ((0, width),), block),)
     own = width // tensor
     return tuple(HeldRows(width, ((rank * own, own),), block) for rank in range(tensor))
 
 
-def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
+def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> int:
     """Returns the elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
 
     If experts are distributed over the same ranks, these ranks split attention only.

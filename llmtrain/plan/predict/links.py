@@ -43,7 +43,7 @@ class Groups:
         tensor, sequence, pipeline = (
             RankGroup(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
         )
-        replicas = RankGroup(plan.holders, tensor.size)
+        replicas = RankGroup(plan.gradient_ranks, tensor.size)
         experts, ranks = plan.degree(EXPERT), replicas.size * tensor.size
         return cls(
             tensor=tensor,
@@ -55,7 +55,7 @@ class Groups:
         )
 
 
-def sent(kind: TransferKind, size: float, where: RankGroup | Store) -> float:
+def bytes_sent(kind: TransferKind, size: float, where: RankGroup | Store) -> float:
     """Returns the bytes that each rank sends for a tensor of `size` bytes.
 
     Collectives are rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange
@@ -85,7 +85,7 @@ class Links:
     assumed: Assumptions
 
     def seconds(self, kind: TransferKind, size: float, where: RankGroup | Store) -> float:
-        """Returns the seconds that it takes to send the bytes that `sent` counts."""
+        """Returns the seconds that it takes to send the bytes that `bytes_sent` counts."""
         if not isinstance(where, RankGroup):
             return size / (self.host if where == "cpu" else self.assumed.nvme_bandwidth)
         if where.size == 1:
@@ -103,7 +103,7 @@ class Links:
         bandwidth = self.node if on_one_node else self.network
         if not on_one_node and members > 1:
             bandwidth = min(members * self.network, self.node)
-        return sent(kind, size, where) / bandwidth + (2 if kind == "all_reduce" else 1) * self.latency(where)
+        return bytes_sent(kind, size, where) / bandwidth + (2 if kind == "all_reduce" else 1) * self.latency(where)
 
     def members(self, group: RankGroup) -> int:
         """Returns the number of a group's ranks that share a node."""

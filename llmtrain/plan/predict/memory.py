@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from llmtrain.plan.facts.weights import Weights
 from llmtrain.plan.kernels import recomputes_loss
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.predict.activations import Activations, activations_of, in_flight, lowest_saved
-from llmtrain.plan.predict.flat import frozen_of, groups_of
-from llmtrain.plan.predict.model_state import Held, saved_bytes, state_of
+from llmtrain.plan.predict.activations import Activations, activations_of, in_flight, lowest_kept_layer
+from llmtrain.plan.predict.flat import frozen_groups, optimizer_groups
+from llmtrain.plan.predict.model_state import RankGroups, checkpoint_bytes, state_of
 from llmtrain.plan.predict.parts import Parts, Shortage, State, readable, unit_of
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import reached_layers
+from llmtrain.plan.stages import backward_layers
 from llmtrain.recipe import Part
 from llmtrain.recipe.cluster import GIB
 
@@ -171,7 +171,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
             StageMemory(
                 **{name: one.added() for name, one in _moments_of(plan, state, activations).items()},
                 host=state.host + activations.host,
-                host_copies=saved_bytes(plan, weights, rank) if plan.recipe.checkpoint.background else 0,
+                host_copies=checkpoint_bytes(plan, weights, rank) if plan.recipe.checkpoint.background else 0,
                 in_flight=in_flight(plan, rank),
             )
         )
@@ -200,18 +200,18 @@ def _moments_of(plan: Plan, state: State, activations: Activations) -> dict[str,
     on_cpu = plan.cluster.spec.on_cpu
     framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
     fixed = {"communication": activations.sent, "framework": framework}
-    saved, passing = activations.saved, state.passing
+    saved, pass_gradients = activations.saved, state.pass_gradients
     kept, begun = (state.forward,), (state.forward, state.late)
     begins = (
         Sum(kept, {"activations": saved + activations.casts, "logits": activations.gradient} | fixed),
         Sum(kept, {"activations": saved, "logits": activations.logits} | fixed),
         Sum(begun, {"activations": saved, "logits": activations.gradient, "gradients": activations.head} | fixed),
-        Sum(begun, {"gradients": passing.first, "activations": saved + activations.working} | fixed),
+        Sum(begun, {"gradients": pass_gradients.first, "activations": saved + activations.working} | fixed),
     )
     ends = [Sum((state.backward,), fixed)]
-    if passing.whole:
-        ends.append(Sum(begun, {"gradients": passing.last, "activations": activations.lowest} | fixed))
-        ends.append(Sum(kept, {"gradients": passing.whole, "activations": activations.others} | fixed))
+    if pass_gradients.whole:
+        ends.append(Sum(begun, {"gradients": pass_gradients.last, "activations": activations.lowest} | fixed))
+        ends.append(Sum(kept, {"gradients": pass_gradients.whole, "activations": activations.others} | fixed))
     return {
         "start": Sum((state.start,), {"framework": framework}),
         "forward": max(begins, key=_total),
@@ -231,22 +231,22 @@ class MemoryCache:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[Any, Held] = {}
+        self._groups: dict[Any, RankGroups] = {}
         self._states: dict[Any, State] = {}
         self._activations: dict[Any, Activations] = {}
 
     def state(self, plan: Plan, weights: Weights, rank: int) -> State:
         """Returns `state_of`, which does not depend on micro-batches beyond whether there are several.
 
-        Of recomputation, stages of a pipeline depend on `lowest_saved`.
+        Of recomputation, stages of a pipeline depend on `lowest_kept_layer`.
         """
         plain = plan.parallel.model_copy(update=NOT_RECOMPUTED)
-        lowest = lowest_saved(plan, rank) if plan.stages else None
+        lowest = lowest_kept_layer(plan, rank) if plan.stages else None
         key = plain, plan.batch.gradient_accumulation_steps > 1, lowest, rank
         if key not in self._states:
             held = plain.model_copy(update=NOT_STORED), rank
             if held not in self._groups:
-                self._groups[held] = groups_of(plan, weights, rank), frozen_of(plan, weights, rank)
+                self._groups[held] = optimizer_groups(plan, weights, rank), frozen_groups(plan, weights, rank)
             self._states[key] = state_of(plan, weights, rank, self._groups[held])
         return self._states[key]
 
@@ -316,6 +316,6 @@ def _fullest_ranks(plan: Plan, weights: Weights) -> list[int]:
 def _held(plan: Plan, weights: Weights, stage: int) -> tuple[Any, ...]:
     """Returns what the memory of a stage depends on: its layers, and which of them are recomputed and reached."""
     first, last = plan.stages[stage].layers
-    below = max(0, plan.model.layers - reached_layers(plan.model) - first)
+    below = max(0, plan.model.layers - backward_layers(plan.model) - first)
     ends = stage == 0, stage == plan.parallel.stages - 1
     return *ends, first % plan.parallel.checkpoint_every, below, weights.runs_of_layers[first : last + 1]

@@ -13,25 +13,25 @@ from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
 from llmtrain.plan.optimizers import CODE_TABLES, STRETCH, STRETCH_BYTES, block_of, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.predict.activations import lowest_saved
+from llmtrain.plan.predict.activations import lowest_kept_layer
 from llmtrain.plan.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
     Division,
     FlatGroup,
     bucket_elements,
-    frozen_of,
-    groups_of,
+    frozen_groups,
     has_bf16_optimizer,
-    most_touched,
+    max_over_ranks,
+    optimizer_groups,
+    overlaps_reduction,
     persistence_threshold,
     rank_weights,
-    reduces_meanwhile,
-    sliced,
     stage_weights,
+    tensor_parallel_elements,
     updated_in_layers,
 )
-from llmtrain.plan.predict.parts import Parts, Passing, State
+from llmtrain.plan.predict.parts import Parts, PassGradients, State
 from llmtrain.plan.schedules import PipelineSchedule
 
 STAGE0_BUCKET = 500_000_000
@@ -52,16 +52,16 @@ def sum_bytes(plan: Plan) -> int:
     return BYTES_OF[plan.recipe.parallel.grad_accum_dtype]
 
 
-Held = tuple[list[FlatGroup], list[FlatGroup]]
-"""What `groups_of` and `frozen_of` return. Both only depend on the degrees and on the pipeline's schedule."""
+RankGroups = tuple[list[FlatGroup], list[FlatGroup]]
+"""Results of `optimizer_groups` and `frozen_groups`, which depend on the degrees and the pipeline schedule only."""
 
 
-def state_of(plan: Plan, weights: Weights, stage: int, held: Held | None = None) -> State:
+def state_of(plan: Plan, weights: Weights, stage: int, held: RankGroups | None = None) -> State:
     """Returns the state of the fullest rank of a pipeline stage. held: what it holds, if that is known."""
     parallel = plan.parallel
     if parallel.strategy == "fsdp2":
         return _fsdp2(plan, weights)
-    groups, frozen = held or (groups_of(plan, weights, stage), frozen_of(plan, weights, stage))
+    groups, frozen = held or (optimizer_groups(plan, weights, stage), frozen_groups(plan, weights, stage))
     if parallel.strategy != "deepspeed" or parallel.zero_stage == 0:
         state = _replicated(plan, groups)
     elif parallel.zero_stage == 3:
@@ -80,18 +80,18 @@ def state_of(plan: Plan, weights: Weights, stage: int, held: Held | None = None)
     return state
 
 
-def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
+def checkpoint_bytes(plan: Plan, weights: Weights, stage: int) -> int:
     """Returns the bytes that a rank of a stage saves: the fp32 weights and moments of its share, in any engine.
 
     Frozen weights of a new model are saved, too, as they are held.
     """
-    groups = groups_of(plan, weights, stage)
+    groups = optimizer_groups(plan, weights, stage)
     in_partitions = plan.parallel.strategy == "deepspeed" and plan.parallel.zero_stage in (1, 2)
     trained = 4 * sum(map(_share, groups)) + _moments(groups, _share, "flat" if in_partitions else "each", tables=0)
-    if plan.recipe.model.leaves_base:
+    if plan.recipe.model.omits_base_weights:
         return trained
     held = 4 if plan.parallel.strategy == "fsdp2" else weight_bytes(plan)
-    return trained + held * sum(map(_share, frozen_of(plan, weights, stage)))
+    return trained + held * sum(map(_share, frozen_groups(plan, weights, stage)))
 
 
 def _share(group: FlatGroup) -> int:
@@ -108,7 +108,7 @@ def _moments(
     """
     factors = sum(sum(group.factors) for group in groups)
     if factors and division == "flat":
-        factors = most_touched(groups, FlatGroup.factors_touched)
+        factors = max_over_ranks(groups, FlatGroup.factors_touched)
     moments = 4 * (sum(group.states * own(group) for group in groups) + factors)
     if codes := max(group.codes for group in groups):
         moments += sum(group.codes * own(group) for group in groups) + 4 * codes * _blocks(groups, division) + tables
@@ -119,7 +119,7 @@ def _blocks(groups: list[FlatGroup], division: Division) -> int:
     """Returns the largest number of blocks with scales that a rank has."""
     tensor = range(max(group.tensor_ranks for group in groups))
     if division == "flat":
-        return max(most_touched(groups, partial(FlatGroup.blocks_touched, tensor=one)) for one in tensor)
+        return max(max_over_ranks(groups, partial(FlatGroup.blocks_touched, tensor=one)) for one in tensor)
     if division == "none":
         return max(sum(group.blocks_of_shares(0, 1, one) for group in groups) for one in tensor)
     ranks = max(group.ranks for group in groups)
@@ -179,7 +179,7 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     backward = kept.plus(gradients=gradients + (weight_bytes(plan) * elements if lower else 0))
     return State(
         forward=kept.plus(gradients=early, buckets=bound),
-        backward=backward.plus(communication=sent if plan.holders > 1 else 0),
+        backward=backward.plus(communication=sent if plan.gradient_ranks > 1 else 0),
         update=kept.plus(gradients=gradients, communication=_workspace(plan, groups, lambda group: group.elements)),
     )
 
@@ -193,11 +193,11 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     largest = max(size for group in groups for size in group.sizes)
     compact = weight != summed and summed == 4  # `_use_compact_grad_partition_buffer`
     # Sums of parts of parameters, or of the parameters of which a partition contains a part.
-    reduced = 4 * partition if compact else weight * most_touched(groups)
+    reduced = 4 * partition if compact else weight * max_over_ranks(groups)
     # Stage 1 stages its sums in the bucket, stage 2 the gradients (`_gradient_reduction_buffer_dtype`).
     staged = summed if stage == 1 else weight
     # One is filled while another one is reduced.
-    bucket = bucket_elements(plan) * staged * (2 if reduces_meanwhile(plan) else 1)
+    bucket = bucket_elements(plan) * staged * (2 if overlaps_reduction(plan) else 1)
     # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
     joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
     moments = _moments(groups, lambda group: group.partition, "flat")
@@ -220,7 +220,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     is_kept = stage == 1 and _accumulates(plan)
     # The first bucket that is reduced within a pass starts the partition's sums (`copy_grads_in_partition`). Compact
     # sums are those of earlier micro-batches, too (`_get_compact_grad_partition_buffer`).
-    starts_early = reduces_meanwhile(plan) or (stage == 2 and bucket_elements(plan) < elements)
+    starts_early = overlaps_reduction(plan) or (stage == 2 and bucket_elements(plan) < elements)
     starts_early &= not (compact and _accumulates(plan))
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
@@ -228,12 +228,14 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
         backward=kept.plus(
             gradients=whole if is_pipeline else reduced,
             buckets=bucket * (2 if is_pipeline else 1),
-            communication=joined if plan.holders > 1 or stage == 2 else 0,  # stage 2 also joins them for one rank
+            communication=joined
+            if plan.gradient_ranks > 1 or stage == 2
+            else 0,  # stage 2 also joins them for one rank
         ),
         # The sums of one group at a time as a flat fp32 tensor. A bucket in which sums were staged stays.
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
-            buckets=bucket if stage == 1 and compact and plan.holders > 1 else 0,
+            buckets=bucket if stage == 1 and compact and plan.gradient_ranks > 1 else 0,
             communication=_workspace(plan, groups, lambda group: group.partition),
         ),
         host=host,
@@ -252,14 +254,14 @@ def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
         gradients=4 * padded,
     )
     own = 2 * elements
-    joined = 4 * min(elements, STAGE0_BUCKET) if plan.holders > 1 else 0
+    joined = 4 * min(elements, STAGE0_BUCKET) if plan.gradient_ranks > 1 else 0
     # Each gradient is converted before it is added (`_update_hp_grad`).
     converted = 4 * max(size for group in groups for size in group.sizes)
     workspace = _workspace(plan, groups, lambda group: group.partition)
     if plan.stages:  # gradients of a pass are added to the sums at its end, and freed
         return State(
             forward=kept,
-            passing=_passing(plan, weights, rank, groups),
+            pass_gradients=_pass_gradients(plan, weights, rank, groups),
             backward=kept.plus(communication=joined),
             update=kept.plus(communication=workspace),
         )
@@ -271,13 +273,13 @@ def _bf16_optimizer(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
     )
 
 
-def _passing(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -> Passing:
+def _pass_gradients(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -> PassGradients:
     """Returns the largest sizes of the bf16 gradients of one pass of a pipeline."""
     schedule, sizes = PipelineSchedule.of(plan.parallel), dict[int, int]()
 
     def size_of(one: Weight) -> int:
         if id(one) not in sizes:  # equal layers share their weights
-            sizes[id(one)] = 2 * sliced(plan, weights, one)
+            sizes[id(one)] = 2 * tensor_parallel_elements(plan, weights, one)
         return sizes[id(one)]
 
     def of(some: Iterable[Weight]) -> int:
@@ -286,9 +288,9 @@ def _passing(plan: Plan, weights: Weights, rank: int, groups: list[FlatGroup]) -
     # A pass computes the gradients of one stage, those of the embedding at its end.
     stages = {stage: of(stage_weights(plan, weights, stage)) for stage in schedule.stages_of(rank)}
     last = max(size - (of(weights.embedding) if stage == 0 else 0) for stage, size in stages.items())
-    if (index := lowest_saved(plan, rank)) is not None:
+    if (index := lowest_kept_layer(plan, rank)) is not None:
         last -= of(one for one in weights.layer(index) if "attn" in one.name)
-    return Passing(
+    return PassGradients(
         first=of(weights.head) if rank == schedule.rank_of(schedule.stages - 1) else 0,
         last=last,
         # They are added to the sums one by one, each as an fp32 copy (`BF16_Optimizer._update_hp_grad`).
@@ -367,7 +369,7 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
         backward=(kept + layers).plus(gradients=4 * of_trained, buckets=4 * layer),
         update=kept.plus(
             gradients=4 * of_trained,
-            communication=_workspace(plan, groups_of(plan, weights, 0), _share, evenly=True),
+            communication=_workspace(plan, optimizer_groups(plan, weights, 0), _share, evenly=True),
         ),
     )
 

@@ -55,7 +55,7 @@ class Parts(Part):
 _sizes = attrgetter(*Parts.model_fields)
 
 
-class Passing(Part):
+class PassGradients(Part):
     """Bytes of the gradients that a pipeline frees at the end of each backward pass."""
 
     first: int = 0
@@ -77,7 +77,7 @@ class State(Part):
     """Additional memory for the first gradients of that pass, after the tensors of the loss are freed."""
     backward: Parts
     """At the end of that pass, while the reduction still holds its bucket."""
-    passing: Passing = Passing()
+    pass_gradients: PassGradients = PassGradients()
     """Gradients of one pass of a pipeline; not included in `forward` and `backward`."""
     update: Parts
     """While the optimizer runs."""
@@ -95,9 +95,9 @@ class Shortage:
 
     size: int
     """Bytes missing on the fullest rank."""
-    said: str
+    text: str
     """"does not fit by 3.1 GiB on stage 0"."""
-    whatever_batch: bool = False
+    for_any_batch: bool = False
     """Whether no other micro-batch or recomputation would make it fit, because the update already needs more memory."""
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmtrain.plan.predict.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions
+from llmtrain.plan.predict.assumptions import DEFAULT_EFFICIENCY, EFFICIENCY, Assumptions
 from llmtrain.recipe.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class ReachedRates:
+class AchievedRates:
     """FLOP/s of computation, bytes per second of memory and links, seconds of a kernel's launch."""
 
     peak: float
@@ -29,10 +29,10 @@ class ReachedRates:
     launch_s: float
 
     @classmethod
-    def of(cls, cluster: Cluster, dtype: str, assumed: Assumptions) -> ReachedRates:
+    def of(cls, cluster: Cluster, dtype: str, assumed: Assumptions) -> AchievedRates:
         """Returns the rates of a cluster's devices in a data type, of which the datasheet has the peak."""
         device, measured = cluster.spec, cluster.measured
-        reached, peak = REACHED.get(device.name, REACHED_ELSEWHERE), device.peak_flops[dtype]
+        reached, peak = EFFICIENCY.get(device.name, DEFAULT_EFFICIENCY), device.peak_flops[dtype]
         assert device.memory_bandwidth is not None, "`unknown` has looked"
         links = (device.node_bandwidth, device.network_bandwidth, device.host_bandwidth)
         # The bandwidth of an unused link may be unknown, but it is never used.

@@ -15,9 +15,9 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.assumptions import Assumptions, assumed_of
 from llmtrain.plan.predict.links import Links
 from llmtrain.plan.predict.memory import PlanMemory
-from llmtrain.plan.predict.rates import ReachedRates
+from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
-from llmtrain.plan.predict.work import StageParameters, Work, Worker, held_by_ranks
+from llmtrain.plan.predict.work import StageParameters, Work, Worker, parameters_of_ranks
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.recipe import Part
 
@@ -65,15 +65,15 @@ def predict(
     rates, links = _rates_and_links(plan, assumed or assumed_of(plan.recipe.kernels))
     worker = Worker(plan, rates, links.assumed)
     groups = CommunicationGroups(plan)
-    held = set(held_by_ranks(plan))
+    held = set(parameters_of_ranks(plan))
     stages = (_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held)
     # All stages run at the pace of the slowest slot; among equal ones the update decides.
     slowest = max(stages, key=lambda stage: (stage.slot, stage.fixed))
     return slowest.time(rates.peak)
 
 
-def _rates_and_links(plan: Plan, assumed: Assumptions) -> tuple[ReachedRates, Links]:
-    rates = ReachedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
+def _rates_and_links(plan: Plan, assumed: Assumptions) -> tuple[AchievedRates, Links]:
+    rates = AchievedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
     return rates, Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
 
 
@@ -82,7 +82,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class LeastTime:
+class TimeBound:
     """A lower bound for the time of a step, which plans share that only differ in their micro-batches and in what they
     offload, or keep a second time (hpZ).
 
@@ -100,7 +100,7 @@ class LeastTime:
     """`PipelineSchedule.least_idle`."""
 
     @classmethod
-    def of(cls, plan: Plan) -> LeastTime:
+    def of(cls, plan: Plan) -> TimeBound:
         """Returns the bound for plans whose micro-batches are multiples of a plan's, which `unknown` does not name."""
         rates, links = _rates_and_links(plan, assumed_of(plan.recipe.kernels))
         once, twice = (_least_slot(plan, size * plan.batch.micro_batch_size, rates, links) for size in (1, 2))
@@ -112,13 +112,13 @@ class LeastTime:
         return (1 - ROUNDING) * (micro_batches + self.idle) * slot
 
 
-def _least_slot(plan: Plan, micro_batch: int, rates: ReachedRates, links: Links) -> float:
+def _least_slot(plan: Plan, micro_batch: int, rates: AchievedRates, links: Links) -> float:
     """Returns the seconds of the slowest stage for a micro-batch of that many sequences, without waits for ZeRO."""
     worker = Worker(plan, rates, links.assumed, micro_batch)
     groups = CommunicationGroups(plan, micro_batch)
     return max(
         worker.micro_batch(held).seconds + sum(by_kind(groups.within_layers(held), links.seconds).values())
-        for held in set(held_by_ranks(plan))
+        for held in set(parameters_of_ranks(plan))
     )
 
 
@@ -238,7 +238,7 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
 def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
-    parameters = held.trained * worker.own(held) / (plan.holders if sharded else 1)
+    parameters = held.trained * worker.own(held) / (plan.gradient_ranks if sharded else 1)
     size, products = parameters * worker.update_bytes(held), worker.orthogonal(held)
     where = plan.recipe.parallel.offload_optimizer
     if where == "none":

@@ -18,9 +18,9 @@ from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import flat
-from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, reduces_meanwhile
-from llmtrain.plan.predict.links import Groups, RankGroup, Store, TransferKind, sent
-from llmtrain.plan.predict.work import DeviceShare, StageParameters, held_by_ranks
+from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, overlaps_reduction
+from llmtrain.plan.predict.links import Groups, RankGroup, Store, TransferKind, bytes_sent
+from llmtrain.plan.predict.work import DeviceShare, StageParameters, parameters_of_ranks
 from llmtrain.plan.stages import head_parameters
 
 REUSE_DISTANCE = 1_000_000_000
@@ -46,26 +46,26 @@ class Transfer:
 class Traffic(NamedTuple):
     """The transfers of each rank of a stage."""
 
-    waited: list[Transfer]
+    exposed: list[Transfer]
     """For each micro-batch; not overlapped with computation."""
-    hidden: list[Transfer]
+    overlapped: list[Transfer]
     """For each micro-batch; overlapped with the computation while that lasts."""
-    forward_hidden: list[Transfer]
+    forward_overlapped: list[Transfer]
     """For each micro-batch; overlapped with its forward pass while that lasts."""
-    backward_hidden: list[Transfer]
+    backward_overlapped: list[Transfer]
     """For each micro-batch; overlapped with its backward pass while that lasts."""
     step: list[Transfer]
     """Once per step; not overlapped with computation."""
-    step_forward_hidden: list[Transfer]
+    step_forward_overlapped: list[Transfer]
     """Once per step; overlapped with the first forward pass while that lasts."""
-    step_hidden: list[Transfer]
+    step_overlapped: list[Transfer]
     """Once per step; overlapped with the last backward pass while that lasts."""
     between_stages: list[Transfer]
     """For each micro-batch; the schedule decides for how many of them a rank waits."""
 
     def per_step(self, micro_batches: int) -> Iterator[Transfer]:
         """Yields all transfers, with how often they take place in a step."""
-        once = self.step, self.step_forward_hidden, self.step_hidden
+        once = self.step, self.step_forward_overlapped, self.step_overlapped
         for transfers in self:
             times = 1 if any(transfers is one for one in once) else micro_batches
             yield from (replace(one, times=one.times * times) for one in transfers)
@@ -74,7 +74,7 @@ class Traffic(NamedTuple):
 def by_kind(
     transfers: Iterable[Transfer], amount: Callable[[TransferKind, float, RankGroup | Store], float]
 ) -> dict[str, float]:
-    """Returns the amount for each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
+    """Returns the amount for each kind of transfer: bytes by `bytes_sent`, seconds by `Links.seconds`."""
     amounts: list[dict[str, float]] = [
         {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
     ]
@@ -98,7 +98,7 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
     if plan.recipe.parallel.strategy == "data_parallel":
         return ()
     groups, micro_batches = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
-    steps = (by_kind(groups.traffic(held).per_step(micro_batches), sent) for held in held_by_ranks(plan))
+    steps = (by_kind(groups.traffic(held).per_step(micro_batches), bytes_sent) for held in parameters_of_ranks(plan))
     return tuple({kind: round(size) for kind, size in step.items()} for step in steps)
 
 
@@ -110,15 +110,15 @@ class CommunicationGroups:
         self.plan, self.share, self.groups = plan, DeviceShare(plan, micro_batch), Groups.of(plan)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
         """Bytes of a residual stream that enters attention or feed-forward for a micro-batch, on one device."""
-        self.residual = self.hidden_states / plan.region_ranks
+        self.residual = self.hidden_states / plan.megatron_sp_ranks
         """Bytes that are passed between two layers for a micro-batch, on one device."""
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
         found = Traffic(self.within_layers(held), *([] for _ in Traffic._fields[1:]))
         if self.plan.parallel.offload_activations:
-            inputs = 2 * self.share.computed_again(held) * held.reached
-            found.hidden.append(Transfer("host", ((self.residual, "cpu"),), inputs))
+            inputs = 2 * self.share.recomputed_layers(held) * held.reached
+            found.overlapped.append(Transfer("host", ((self.residual, "cpu"),), inputs))
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
         found.between_stages.append(Transfer("p2p", ((self.residual, self.groups.pipeline),), messages))
@@ -129,9 +129,11 @@ class CommunicationGroups:
         elif strategy == "fsdp2":
             self._gathered(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
             # Gradients of the micro-batches before the last one stay where they are (`no_sync`).
-            _hide(self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_hidden)
+            _split_transfer(
+                self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_overlapped
+            )
         else:
-            _hide(self._gradients("all_reduce", held), self._last(held), found.step, found.step_hidden)
+            _split_transfer(self._gradients("all_reduce", held), self._last(held), found.step, found.step_overlapped)
         found.step.extend([*self._matrices(held), *self._factors(held), *self._blocks(held)])
         return found
 
@@ -141,11 +143,11 @@ class CommunicationGroups:
         return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
 
     def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the transfers of parts of matrices to their owners and back, for an optimizer of whole matrices."""
-        apart = held.trained * self.share.apart(held)
-        if not apart:
+        """Yields the exchanges of parts of matrices, for an optimizer that updates whole matrices."""
+        fraction = held.trained * self.share.layer_matrix_fraction(held)
+        if not fraction:
             return
-        size = apart * self.share.compute_bytes
+        size = fraction * self.share.compute_bytes
         shards = self._among_replicas(held, size / self.groups.replicas.size)
         yield Transfer("all_to_all", shards)
         if self.plan.parallel.zero_stage == 0:
@@ -162,7 +164,7 @@ class CommunicationGroups:
         weights, replicas = self.plan.model.weights, self.groups.replicas.size
         if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
             return
-        for group in flat.groups_of(self.plan, weights, held_by_ranks(self.plan).index(held)):
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
             alone = replicas if self._division == "flat" and not group.is_cut else 1
             sums = (sum(group.factors) + 2 * len(group.factors)) / alone
             yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
@@ -175,7 +177,7 @@ class CommunicationGroups:
         weights, parallel = self.plan.model.weights, self.plan.parallel
         if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
             return
-        for group in flat.groups_of(self.plan, weights, held_by_ranks(self.plan).index(held)):
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
             sliced, divided = group.cut_blocks(self._division)
             tensor = self.groups.tensor.size
             ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
@@ -194,21 +196,21 @@ class CommunicationGroups:
         each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
         # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always
         # recompute their products.
-        again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
+        again, tiled = self.share.recomputed_layers(held), feeds_in_tiles(self.plan)
         sums = held.layers * each + again + tiled * (held.layers + again)
         tables = held.embedding + held.head
-        if self.share.splits_tables and held.head:
+        if self.share.splits_vocabulary and held.head:
             logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
             yield Transfer("all_gather", ((logits, self.groups.tensor),))
-        if self.share.splits_tables:
+        if self.share.splits_vocabulary:
             sums += tables
         whole = ((self.hidden_states, self.groups.tensor),)
-        if self.plan.region_ranks == 1:
+        if self.plan.megatron_sp_ranks == 1:
             yield Transfer("all_reduce", whole, sums)
         else:
             # A sum becomes a reduction, each rank for its own slice, and a gathering. A recomputed layer gathers twice.
             yield Transfer("reduce_scatter", whole, sums)
-            yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_tables else tables))
+            yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_vocabulary else tables))
         of_layer, last = self._summed_gradients()
         yield Transfer("all_reduce", of_layer, held.layers)
         yield Transfer("all_reduce", last, held.head)
@@ -224,9 +226,9 @@ class CommunicationGroups:
             return (), ()
         layer, last = weights.layer(facts.layers - 1), list[Weight]()
         own = [one for one in layer if one.module in ("q_norm", "k_norm") and one.shape == (facts.head_dim,)]
-        if self.plan.region_ranks > 1:
+        if self.plan.megatron_sp_ranks > 1:
             beside = tuple({one.name.partition("experts.")[0] for one in layer if one.is_expert})
-            own += [one for one in layer if not one.is_matrix and _is_in_regions(one)]
+            own += [one for one in layer if not one.is_matrix and _is_sequence_sharded(one)]
             own += [one for one in layer if one.name.startswith(beside) and not one.is_expert]
             last = [one for one in weights.outside if one.shape == (facts.hidden_size,)]
         return tuple(
@@ -256,7 +258,7 @@ class CommunicationGroups:
         yield Transfer("all_reduce", ((dispatched, tensor),), held.layers)
 
     def _passes(self, held: StageParameters) -> int:
-        return 2 * held.layers + self.share.computed_again(held)
+        return 2 * held.layers + self.share.recomputed_layers(held)
 
     def _tied(self, found: Traffic) -> None:
         """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
@@ -276,30 +278,32 @@ class CommunicationGroups:
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
             self._gathered(held, found, gathers=1 + again)
             reduction = self._gradients("reduce_scatter", held)
-            _hide(reduction, self._last(held), found.waited, found.backward_hidden)
+            _split_transfer(reduction, self._last(held), found.exposed, found.backward_overlapped)
         else:
             self._reduced(held, found)
             if stage:
                 found.step.append(self._weights(held, part=held.trained))
         if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
-            size = held.trained * share.unsplit(held) * share.gradient_bytes
+            size = held.trained * share.replicated_parameters(held) * share.gradient_bytes
             found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
         shard = held.trained * share.own(held) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
             # Gradients are sent to the host as soon as they are reduced; updated weights come back.
             gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
-            (found.waited if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
+            (found.exposed if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
             found.step.append(Transfer("host", ((weights, "cpu"),)))
         if parallel.offload_param != "none":
             weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
-            found.hidden.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
+            found.overlapped.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
 
     def _reduced(self, held: StageParameters, found: Traffic) -> None:
         """Adds the all-reduces of gradients below ZeRO-3."""
-        last = self._last(held) if reduces_meanwhile(self.plan) else 1.0
+        last = self._last(held) if overlaps_reduction(self.plan) else 1.0
         each_pass = self.plan.parallel.zero_stage == 2
-        waited, hidden = (found.waited, found.backward_hidden) if each_pass else (found.step, found.step_hidden)
-        _hide(self._gradients("all_reduce", held), last, waited, hidden)
+        exposed, overlapped = (
+            (found.exposed, found.backward_overlapped) if each_pass else (found.step, found.step_overlapped)
+        )
+        _split_transfer(self._gradients("all_reduce", held), last, exposed, overlapped)
 
     def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights for a micro-batch: in its forward pass, and again in its backward pass."""
@@ -307,12 +311,12 @@ class CommunicationGroups:
         first = self._at_an_end(held)
         if near > 1:
             # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
-            _hide(replace(each, times=held.trained), first, found.step, found.step_forward_hidden)
+            _split_transfer(replace(each, times=held.trained), first, found.step, found.step_forward_overlapped)
             weights = self.share.own(held) * self.share.weight_bytes
             each = Transfer("all_gather", ((weights, RankGroup(near, 1)),))
             times -= held.trained / self.plan.batch.gradient_accumulation_steps
-        _hide(replace(each, times=times), first, found.waited, found.forward_hidden)
-        found.backward_hidden.append(replace(each, times=gathers - 1))
+        _split_transfer(replace(each, times=times), first, found.exposed, found.forward_overlapped)
+        found.backward_overlapped.append(replace(each, times=gathers - 1))
 
     def _last(self, held: StageParameters) -> float:
         """Returns the share of a reduction that starts when the backward pass has ended."""
@@ -323,7 +327,7 @@ class CommunicationGroups:
 
         The embedding and one more message are needed before anything can be computed, and their gradients come last.
         """
-        slices = self.plan.parts("matrices") if self.share.splits_tables else 1
+        slices = self.plan.parts("matrices") if self.share.splits_vocabulary else 1
         table = held.embedding * head_parameters(self.plan.model) / slices
         return min(1.0, (table + self._message() / trained) / self.share.own(held))
 
@@ -346,20 +350,20 @@ class CommunicationGroups:
         return Transfer(kind, self._among_replicas(held, held.trained * self.share.gradient_bytes))
 
     def _among_replicas(self, held: StageParameters, size: float) -> tuple[tuple[float, RankGroup], ...]:
-        dense, experts = self.share.shares(held)
+        dense, experts = self.share.dense_and_expert_parameters(held)
         return (
             (dense * size, self.groups.replicas),
             *([(experts * size, self.groups.expert_replicas)] if experts else []),
         )
 
 
-def _hide(transfer: Transfer, share: float, waited: list[Transfer], hidden: list[Transfer]) -> None:
-    """Adds a share of a transfer to `waited`, and the rest to `hidden`."""
-    waited.append(replace(transfer, times=transfer.times * share))
-    hidden.append(replace(transfer, times=transfer.times * (1 - share)))
+def _split_transfer(transfer: Transfer, share: float, exposed: list[Transfer], overlapped: list[Transfer]) -> None:
+    """Adds a share of a transfer to `exposed`, and the rest to `overlapped`."""
+    exposed.append(replace(transfer, times=transfer.times * share))
+    overlapped.append(replace(transfer, times=transfer.times * (1 - share)))
 
 
-def _is_in_regions(weight: Weight) -> bool:
+def _is_sequence_sharded(weight: Weight) -> bool:
     """Whether a vector belongs to a norm between attention and feed-forward, or is added to their output."""
     is_beside = weight.name.count(".") == 1
     return is_beside or (weight.module in SPLIT_COLUMNS and weight.name.endswith(".bias"))

@@ -13,9 +13,9 @@ from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, rec
 from llmtrain.plan.optimizers import UPDATE_BYTES, MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan, StagePlan
 from llmtrain.plan.predict.assumptions import Assumptions
-from llmtrain.plan.predict.rates import ReachedRates
+from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import head_parameters, reached_layers
+from llmtrain.plan.stages import backward_layers, head_parameters
 
 BACKWARD = 2.0
 """Matrix products of a backward pass for each one of the forward pass, if the weight is trained; also the passes over
@@ -45,9 +45,9 @@ class StageParameters:
     """Whether it has the output projection."""
 
 
-def held_by_ranks(plan: Plan) -> tuple[StageParameters, ...]:
+def parameters_of_ranks(plan: Plan) -> tuple[StageParameters, ...]:
     """Returns what each rank of the pipe holds in turn: the stages that the schedule gives it, or the whole model."""
-    stages = held_by(plan.model, plan.stages)
+    stages = parameters_of_stages(plan.model, plan.stages)
     if plan.parallel.pipeline_chunks == 1:
         return stages
     schedule = PipelineSchedule.of(plan.parallel)
@@ -69,7 +69,7 @@ def _joined(stages: Sequence[StageParameters]) -> StageParameters:
 
 
 @lru_cache(maxsize=4096)
-def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StageParameters, ...]:
+def parameters_of_stages(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StageParameters, ...]:
     """Returns every stage in turn, or the whole model if there are none."""
     if not stages:
         outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
@@ -80,13 +80,13 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
             parameters=facts.parameters,
             experts=_experts(facts, 0, facts.layers),
             trained=1.0 if trained is None else trained / facts.parameters,
-            reached=reached_layers(facts) / facts.layers,
+            reached=backward_layers(facts) / facts.layers,
             embedding=True,
             head=True,
         )
         return (whole,)
     found = []
-    below = facts.layers - reached_layers(facts)
+    below = facts.layers - backward_layers(facts)
     for number, stage in enumerate(stages):
         first, last = stage.layers[0], stage.layers[1] + 1
         is_last, share = number == len(stages) - 1, 1.0
@@ -145,11 +145,11 @@ class DeviceShare:
         self.again = recipe.parallel.activation_checkpointing
         """The part that is recomputed in the backward pass."""
 
-    def computed_again(self, held: StageParameters) -> int:
+    def recomputed_layers(self, held: StageParameters) -> int:
         """Returns the layers of a stage that are computed again, in whole or in part."""
         return 0 if self.again == "none" else math.ceil(held.layers / self.plan.parallel.checkpoint_every)
 
-    def apart(self, held: StageParameters) -> float:
+    def layer_matrix_fraction(self, held: StageParameters) -> float:
         """Returns the fraction of a stage that the optimizer updates as matrices of layers; their norms count, too."""
         if optimizer_of(self.plan.recipe.optim).layer_states is None:
             return 0.0
@@ -157,15 +157,15 @@ class DeviceShare:
 
     def own(self, held: StageParameters) -> float:
         """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
-        return sum(self.shares(held))
+        return sum(self.dense_and_expert_parameters(held))
 
-    def shares(self, held: StageParameters) -> tuple[float, float]:
+    def dense_and_expert_parameters(self, held: StageParameters) -> tuple[float, float]:
         """Returns the part of `own` that all replicas hold, and the part of experts."""
-        whole, experts = self.unsplit(held), self.plan.parallel.expert
+        whole, experts = self.replicated_parameters(held), self.plan.parallel.expert
         dense = (held.parameters - held.experts - whole) / self.plan.parts("matrices") + whole
         return dense, held.experts / (experts if experts > 1 else self.plan.parts("matrices"))
 
-    def unsplit(self, held: StageParameters) -> int:
+    def replicated_parameters(self, held: StageParameters) -> int:
         """Returns the parameters, experts excepted, that each tensor parallel rank holds whole.
 
         If the experts are distributed, only attention is split.
@@ -174,13 +174,13 @@ class DeviceShare:
         if self.plan.parallel.autotp_ranks > 1:
             attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
             return held.parameters - held.experts - held.layers * attention
-        if self.splits_tables:
+        if self.splits_vocabulary:
             return 0
         tables = held.embedding + held.head
         return head_parameters(facts) * (min(tables, 1) if facts.tied_embeddings else tables)
 
     @property
-    def splits_tables(self) -> bool:
+    def splits_vocabulary(self) -> bool:
         """Whether tensor parallel ranks split embedding and head: if the vocabulary is divisible."""
         ranks = self.plan.parallel.split_ranks
         return ranks > 1 and self.facts.vocab_size % ranks == 0
@@ -189,12 +189,12 @@ class DeviceShare:
 class Worker(DeviceShare):
     """A device of a plan, and the time that it needs for its share."""
 
-    def __init__(self, plan: Plan, rates: ReachedRates, assumed: Assumptions, micro_batch: int | None = None) -> None:
+    def __init__(self, plan: Plan, rates: AchievedRates, assumed: Assumptions, micro_batch: int | None = None) -> None:
         super().__init__(plan, micro_batch)
         self.assumed = assumed
         self.length = plan.recipe.data.sequence_length
         self.product_rate, self.bandwidth = rates.matmul, rates.memory
-        self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
+        self.recomputes_logits = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
         self.attention_share, self.attention_rate = _attention(plan, assumed, rates)
         self.floor = 0.0 if plan.cluster.spec.on_cpu else assumed.layer_kernels * rates.launch_s
         """Seconds of a layer's forward pass below which the launches of its kernels decide."""
@@ -205,11 +205,11 @@ class Worker(DeviceShare):
         products = 2 * held.active / slices * self.tokens / self.product_rate
         scores = 4 * held.layers * facts.heads * facts.head_dim / slices * self.length * self.attention_share
         attention = scores * self.tokens / self.attention_rate
-        residual = self.assumed.residual_passes / self.plan.region_ranks + self.assumed.end_passes
+        residual = self.assumed.residual_passes / self.plan.megatron_sp_ranks + self.assumed.end_passes
         passes = residual * held.layers * facts.hidden_size
         passes += self.assumed.width_passes * held.active / facts.hidden_size / slices
         memory = passes * self.tokens * self.compute_bytes / self.bandwidth
-        again = self.computed_again(held) / held.layers
+        again = self.recomputed_layers(held) / held.layers
         weights = self.own(held) * self.weight_bytes / self.bandwidth
         floor = held.layers * self.floor
         layers = max(products + attention + memory + weights, floor)
@@ -225,7 +225,7 @@ class Worker(DeviceShare):
             forward=passes * (layers + head_product + head_memory / 2),
             recompute=held.reached * again * (memory if self.again == "selective" else layers)
             + held.reached * self._tiled(held) * products
-            + (head_product if self.loss_twice else 0.0),
+            + (head_product if self.recomputes_logits else 0.0),
             backward=max(backward, held.reached * floor)
             + (BACKWARD if facts.trains_head else 1.0) * head_product
             + head_memory / 2
@@ -244,14 +244,14 @@ class Worker(DeviceShare):
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
         # Logits are gathered, so each tensor parallel rank computes the whole loss.
-        split = self.plan.parts("matrices") if self.splits_tables else 1
+        split = self.plan.parts("matrices") if self.splits_vocabulary else 1
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 
     def update_bytes(self, held: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        optim, share = self.plan.recipe.optim, self.apart(held)
+        optim, share = self.plan.recipe.optim, self.layer_matrix_fraction(held)
         if optimizer_of(optim).factors:
             # Weight and gradient are read for sums first, and the update takes the gradient's place in between.
             return 4 + 4 + 4 + 4 + 4 + 8 + copy
@@ -267,21 +267,21 @@ class Worker(DeviceShare):
         Each step takes three products for a matrix of m × n, m ≤ n: two of 2·m²·n FLOPs, and one of 2·m³. The hidden
         size stands for m.
         """
-        share = self.apart(held)
+        share = self.layer_matrix_fraction(held)
         if not share:
             return 0.0
         steps = MuonOptions.model_validate(self.plan.recipe.optim.options).ns_steps
         elements = held.trained * held.parameters * share
-        ranks = self.plan.holders * self.plan.parts("matrices")
+        ranks = self.plan.gradient_ranks * self.plan.parts("matrices")
         return 6 * steps * self.facts.hidden_size * elements / ranks / self.product_rate
 
 
-def _attention(plan: Plan, assumed: Assumptions, rates: ReachedRates) -> tuple[float, float]:
+def _attention(plan: Plan, assumed: Assumptions, rates: AchievedRates) -> tuple[float, float]:
     """Returns the computed share of the T × T scores, and the FLOP/s that are reached.
 
     A causal kernel skips half. A mask of documents, which `sdpa` needs, prevents it from skipping.
     """
-    kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.keeps_apart
+    kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.has_document_mask
     if kind == "eager":
         return 1.0, assumed.attention_eager * rates.peak
     return (1.0 if kind == "sdpa" and masks else 0.5), rates.attention

@@ -9,7 +9,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
-from llmtrain.plan.facts.vocabulary import grown
+from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
 from llmtrain.plan.plan import Batch, Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.memory import LABELS, by_part
@@ -135,7 +135,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     faults: list[Problem] = []
     if facts is None:
         try:
-            recipe = grown(recipe)
+            recipe = with_resized_vocabulary(recipe)
             facts = model_facts(recipe.model, recipe.vocab_size)
         except RecipeError as error:
             faults.extend(error.problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from llmtrain.errors import nearest
+from llmtrain.errors import did_you_mean
 from llmtrain.plan.axes import EXPERT, TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.trained import matches
@@ -40,7 +40,7 @@ def dora(draft: Draft) -> Iterator[Fault]:
 def experts(draft: Draft) -> Iterator[Fault]:
     """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`)."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
-    if parallel.zero_stage not in (1, 2) or not model.is_frozen_in_part:
+    if parallel.zero_stage not in (1, 2) or not model.is_partly_frozen:
         return
     if facts is None or facts.weights is None:
         return
@@ -76,7 +76,7 @@ def targets(draft: Draft) -> Iterator[Fault]:
     known = sorted({name.rpartition(".")[2] for name in layers})
     for pattern in adapter.targets:
         if not any(matches(name, [pattern]) for name in layers | ends | {"lm_head"}):
-            message = f"'{pattern}' matches no linear layer{nearest(pattern, known)}"
+            message = f"'{pattern}' matches no linear layer{did_you_mean(pattern, known)}"
             yield Fault("model.adapter.targets", message, f"its linear layers are {', '.join(known)}")
 
 

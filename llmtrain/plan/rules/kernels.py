@@ -82,7 +82,7 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
     reasons = []
     if draft.parallel.zero_stage == 3:
         reasons.append("ZeRO-3 gathers the head's weight only while its module runs")
-    if draft.recipe.objective.of_completions:
+    if draft.recipe.objective.is_preference:
         reasons.append("the weight of a token is only known once all tokens of its completion are")
     elif draft.parallel.zero_stage < 3 and recomputes_loss(draft.recipe):
         reasons.append(f"the loss scale of {draft.parallel.precision} is applied after its gradients are computed")

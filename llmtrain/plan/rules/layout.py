@@ -44,7 +44,7 @@ def world(draft: Draft) -> Iterator[Fault]:
 def _divides(axis: Axis) -> Rule:
     """Returns the rule that an axis' degree must divide each size which the axis splits."""
 
-    @rule(f"layout.{axis.name}_divides", axis.why, "arithmetic", axis=axis)
+    @rule(f"layout.{axis.name}_divides", axis.reason, "arithmetic", axis=axis)
     def divides(draft: Draft) -> Iterator[Fault]:
         degree = axis.degree(draft.parallel)
         for what, number in axis.limits(draft.recipe, draft.facts, draft.data_parallel_size or 0):
@@ -129,4 +129,4 @@ def _or(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
 
 
-RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.why), expert, tensor_node, divides)
+RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.reason), expert, tensor_node, divides)

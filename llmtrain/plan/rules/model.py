@@ -254,7 +254,7 @@ def text_part(draft: Draft) -> Iterator[Fault]:
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
     """Gives a note for families in which documents influence each other in spite of `data.mask_documents`."""
     facts = draft.facts
-    if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
+    if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.has_document_mask:
         message = (
             f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask; "
             "if a source turns out to hold conversations, preparing the data refuses to pack them"
@@ -277,7 +277,7 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     If only the data tell whether a source holds conversations, the data preparation refuses this instead.
     """
     facts, recipe = draft.facts, draft.recipe
-    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.of_completions
+    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.is_preference
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
     if facts is not None and is_packed and any(one.declares_conversations for one in sources):
         yield from packed_conversations(facts.text_type)

@@ -13,7 +13,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 def whole_pairs(draft: Draft) -> Iterator[Fault]:
     """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`)."""
     data = draft.recipe.data
-    if not draft.recipe.objective.of_completions:
+    if not draft.recipe.objective.is_preference:
         return
     if data.packing == "concat":
         message = "`concat` cuts sequences anywhere, but completions are never split"
@@ -29,7 +29,7 @@ def whole_pairs(draft: Draft) -> Iterator[Fault]:
 @rule("objective.completions", "The loss depends on the probability of a completion, given its prompt.", "arithmetic")
 def completions(draft: Draft) -> Iterator[Fault]:
     """Refuses losses that include the prompt's tokens."""
-    if draft.recipe.objective.of_completions and draft.recipe.data.train_on == "all":
+    if draft.recipe.objective.is_preference and draft.recipe.data.train_on == "all":
         message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
@@ -42,7 +42,7 @@ def completions(draft: Draft) -> Iterator[Fault]:
 def documents(draft: Draft) -> Iterator[Fault]:
     """Refuses attention across documents, and families that carry state from one document to the next."""
     facts = draft.facts
-    if not draft.recipe.objective.of_completions or draft.recipe.data.packing == "none":
+    if not draft.recipe.objective.is_preference or draft.recipe.data.packing == "none":
         return
     if not draft.recipe.data.mask_documents:
         message = "each completion would be computed from those before it in its sequence, such as the chosen one"
@@ -59,7 +59,7 @@ def documents(draft: Draft) -> Iterator[Fault]:
 def dropout(draft: Draft) -> Iterator[Fault]:
     """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`)."""
     objective, facts = draft.recipe.objective, draft.facts
-    if facts is None or not objective.of_completions:
+    if facts is None or not objective.is_preference:
         return
     off = {name: rate for name, rate in facts.dropout if name not in draft.recipe.model.config}
     if off:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from llmtrain.errors import nearest, shown
+from llmtrain.errors import did_you_mean, format_value
 from llmtrain.plan.axes import EXPERT
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.optimizers import optimizer_of
@@ -25,10 +25,12 @@ def options(draft: Draft) -> Iterator[Fault]:
         for one in error.errors(include_url=False):
             name = str(one["loc"][0])
             if one["type"] == "extra_forbidden":
-                message = f"'{optim.name}' has no such option{nearest(name, known)}"
+                message = f"'{optim.name}' has no such option{did_you_mean(name, known)}"
                 fix = f"options of {optim.name}: {', '.join(known)}" if known else assignment(optim__options="{}")
             else:
-                message = f"{shown(one['input'])} is invalid: {one['msg'].replace('Input should be', 'must be', 1)}"
+                message = (
+                    f"{format_value(one['input'])} is invalid: {one['msg'].replace('Input should be', 'must be', 1)}"
+                )
                 fix = ""
             yield Fault(f"optim.options.{name}", message, fix)
 
@@ -42,7 +44,7 @@ def schedule_free_mean(draft: Draft) -> Iterator[Fault]:
     """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and not optim.betas[0]:
-        message = f"the first must be greater than 0 with 'schedule_free_adamw', not {shown(optim.betas[0])}"
+        message = f"the first must be greater than 0 with 'schedule_free_adamw', not {format_value(optim.betas[0])}"
         yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
 
 

@@ -12,7 +12,7 @@ from llmtrain.plan.draft import Draft
 
 ENGINE = "DeepSpeed 0.19.8"
 
-Seen = Literal["run", "read", "arithmetic"]
+Evidence = Literal["run", "read", "arithmetic"]
 """Evidence: `run` (a test on the real engine), `read` (the engine's source) or `arithmetic` (follows from numbers)."""
 
 
@@ -34,7 +34,7 @@ class Rule:
 
     id: str
     reason: str
-    seen: Seen
+    evidence: Evidence
     check: Check
     axis: Axis | None = None
     """The rule only applies to drafts in which this axis has a degree above 1. None: it applies to all drafts."""
@@ -51,10 +51,10 @@ class Rule:
 
 
 def rule(
-    id_: str, reason: str, seen: Seen, *, axis: Axis | None = None, refuses: bool = True
+    id_: str, reason: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True
 ) -> Callable[[Check], Rule]:
     """Returns a decorator that turns a check into a rule. Each module lists its rules in `RULES`."""
-    return lambda check: Rule(id_, reason, seen, check, axis, refuses)
+    return lambda check: Rule(id_, reason, evidence, check, axis, refuses)
 
 
 def assignment(**fields: object) -> str:

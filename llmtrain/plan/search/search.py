@@ -18,7 +18,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import Shortage
-from llmtrain.plan.predict.time import LeastTime, StepTime, predict, unknown
+from llmtrain.plan.predict.time import StepTime, TimeBound, predict, unknown
 from llmtrain.plan.rules import (
     LEGALITY,
     allowed,
@@ -77,7 +77,7 @@ FIRST = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
 OF_LAYOUT = tuple(one for one in dict.fromkeys((*FIRST, *LEGALITY)) if one not in (*OF_MICRO_BATCH, *OF_RECOMPUTATION))
 """Rules that are asked once for each layout."""
 NOT_COMPUTED = (HIERARCHY, *OFFLOADS, NVME_PATH)
-"""Fields on which `LeastTime` does not depend."""
+"""Fields on which `TimeBound` does not depend."""
 
 Timed = tuple[StepTime, Fields, Draft]
 """A legal plan: its predicted time, its changes to the recipe, and its draft."""
@@ -167,7 +167,7 @@ def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]
         if len(found) == MOST_TOO_LARGE:
             break
         if _kind(timed[1]) not in {_kind(other[1]) for _, other in found}:
-            found.append((shortage.said, timed))
+            found.append((shortage.text, timed))
     return found
 
 
@@ -229,7 +229,7 @@ def timed_plans(layouts: Iterable[LegalLayout], skips: Callable[[Fields, Draft],
 
 def _candidates(layouts: Iterable[LegalLayout]) -> Iterator[Candidate]:
     """Yields all plans of known speed, with their bounds."""
-    place, known = itertools.count(), dict[tuple[Any, ...], LeastTime]()
+    place, known = itertools.count(), dict[tuple[Any, ...], TimeBound]()
     for one in layouts:
         bounds = []
         for again, draft in one.again:
@@ -238,7 +238,7 @@ def _candidates(layouts: Iterable[LegalLayout]) -> Iterator[Candidate]:
             plan, fields = assemble(draft), one.fields | again
             key = tuple(value for field, value in fields.items() if field not in NOT_COMPUTED)
             if key not in known:
-                known[key] = LeastTime.of(plan)
+                known[key] = TimeBound.of(plan)
             bounds.append((fields, draft, plan.batch, known[key]))
         for size, (fields, draft, batch, least) in itertools.product(one.sizes, bounds):
             rate = batch.tokens_per_step / least.step_s(size, batch.gradient_accumulation_steps // size)
@@ -373,7 +373,7 @@ class Room:
             if leanest.parallel not in self._hopeless:
                 least = self.lacking(_with_micro_batch(leanest, 1))
                 self._hopeless[leanest.parallel] = least is not None and (
-                    least.whatever_batch or self.lacking(_with_micro_batch(leanest, share)) is not None
+                    least.for_any_batch or self.lacking(_with_micro_batch(leanest, share)) is not None
                 )
             self._hopeless[draft.parallel] = self._hopeless[leanest.parallel]
         return self._hopeless[draft.parallel]

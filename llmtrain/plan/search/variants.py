@@ -49,8 +49,8 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
                 yield {axes[0].field: size} | rest
 
     for split in splits(ranks, devices):
-        holders = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
-        for chosen in itertools.product(*(sizes(axis, holders, layers, experts) for axis in subsets)):
+        same_layers = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
+        for chosen in itertools.product(*(sizes(axis, same_layers, layers, experts) for axis in subsets)):
             sizes_of_subsets = {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
             for schedule in schedules(split[PIPELINE.field], layers):
                 yield split | sizes_of_subsets | schedule

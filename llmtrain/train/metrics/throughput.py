@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
-from llmtrain.system.host import SPIN_COUNT, CoreMeter, are_lacking, busy, own_cores
+from llmtrain.system.host import SPIN_COUNT, CoreMeter, available_cores, busy, is_short_of_cores
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class BusyCores:
         """Returns a line to print now, or None."""
         if self._is_reported or self._meter.seconds < LOOK_S:
             return None
-        others = self._meter.cores_of_others()
+        others = self._meter.cores_used_by_others()
         self._meter = CoreMeter(of_launcher=True)
-        if not are_lacking(others, self._all_threads):
+        if not is_short_of_cores(others, self._all_threads):
             return None
         self._is_reported = True
-        used, threads = busy(others, own_cores()), self._all_threads
+        used, threads = busy(others, available_cores()), self._all_threads
         line = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
             return line

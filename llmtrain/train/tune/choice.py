@@ -16,7 +16,7 @@ from llmtrain.plan.rules import resolves
 from llmtrain.recipe import DataConfig, Recipe
 from llmtrain.run_dir import versions
 from llmtrain.system.durable import write_atomically
-from llmtrain.system.host import own_cores, processor_name
+from llmtrain.system.host import available_cores, processor_name
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
@@ -33,13 +33,13 @@ def device_name(device: torch.device, threads: int) -> str:
 
 def threads_of_a_rank(local_world_size: int) -> int:
     """Returns the number of cores for a rank if `local_world_size` ranks share this process's cores."""
-    return max(1, own_cores() // local_world_size)
+    return max(1, available_cores() // local_world_size)
 
 
 def key_of_run(plan: Plan, device: str) -> str:
     """Returns a key of exactly what determines the fastest kernels for a plan's steps."""
     recipe = plan.recipe
-    data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.keeps_apart}
+    data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.has_document_mask}
     return key_of(
         device,
         versions(PACKAGES),

@@ -20,7 +20,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import environment_without_rank
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import dying_with_us
+from llmtrain.system.parent import kill_with_parent
 from llmtrain.system.streams import reserved_stdout
 from llmtrain.train.tune.choice import write_cached
 
@@ -51,7 +51,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            preexec_fn=dying_with_us(),
+            preexec_fn=kill_with_parent(),
         ) as process:
             assert process.stdout is not None
             try:

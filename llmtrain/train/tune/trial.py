@@ -16,7 +16,7 @@ from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.tiny.configuration import with_layers
 from llmtrain.plan import Plan
-from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores
+from llmtrain.system.host import CoreMeter, available_cores, busy, max_cores_used_by_others
 from llmtrain.train.tune.choice import THREADS
 
 LAYERS = 2
@@ -127,15 +127,15 @@ def compare_in_turns(first: Trial, other: Trial) -> Comparison:
 
 
 def _turns(first: Trial, other: Trial) -> list[tuple[float, float]]:
-    cores = own_cores()
+    cores = available_cores()
     for _ in range(QUIET_TRIES):
         meter = CoreMeter()
         turns: list[tuple[float, float]] = []
         started = time.perf_counter()
         while len(turns) < TURNS or time.perf_counter() - started < COMPARE_S:
             turns.append((first.seconds(TURN_S), other.seconds(TURN_S)))
-        of_others = meter.cores_of_others()
-        if first.device.type != "cpu" or of_others <= most_cores_of_others(cores):
+        of_others = meter.cores_used_by_others()
+        if first.device.type != "cpu" or of_others <= max_cores_used_by_others(cores):
             return turns
     raise BusyError(busy(of_others, cores))
 

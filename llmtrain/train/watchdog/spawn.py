@@ -22,7 +22,7 @@ from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Heartbeat
 from llmtrain.system.parent import die_with
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 from llmtrain.train.watchdog.link import Hub, address_of, listen
 from llmtrain.train.watchdog.rank_process import RankProcess, install_signal_handlers
 from llmtrain.train.watchdog.watcher import Follower, Leader, WatchedRank, Watcher
@@ -51,7 +51,7 @@ class WatcherHandle:
         port = int(read_verified(store, "port", authenticator, "watcher"))
         if port:
             host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
-            self._heartbeat.tell_address(address_of(host, port, authenticator))
+            self._heartbeat.set_address(address_of(host, port, authenticator))
 
     def stop(self) -> None:
         """Ends the watcher. The kernel does that too, but leaves a zombie to the program that started the rank."""
@@ -96,7 +96,7 @@ def start(
 def _run_watcher(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
     """Runs the child process until it ends."""
     try:
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # they concern the rank, but reach its whole process group
         prctl(PR_SET_NAME, b"llmtrain-watch")
         die_with(parent, prctl)

@@ -155,7 +155,7 @@ class Leader(Watcher):
         slowest = self.stragglers.update(totals)
         if slowest is None:
             return
-        self.watched.reader.tell_slowest(slowest.rank, slowest.ratio, slowest.is_named)
+        self.watched.reader.set_slowest(slowest.rank, slowest.ratio, slowest.is_named)
         if slowest.is_named:
             slow = statuses[slowest.rank]
             where = f"rank {slowest.rank} on {slow.host} (process {slow.pid})"

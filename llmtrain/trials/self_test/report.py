@@ -10,7 +10,7 @@ from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
 from llmtrain.plan import Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.assumptions import EAGER
-from llmtrain.plan.predict.rates import ReachedRates
+from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.predict.time import predict, unknown
 from llmtrain.recipe.cluster import MeasuredRates
 from llmtrain.system.quantities import readable_bytes
@@ -119,7 +119,7 @@ def _assumed(plan: Plan, dtype: str, rate: str) -> float | None:
     spec = plan.cluster.spec
     if dtype not in spec.peak_flops or spec.memory_bandwidth is None:
         return None
-    value: float = getattr(ReachedRates.of(plan.cluster, dtype, EAGER), rate)
+    value: float = getattr(AchievedRates.of(plan.cluster, dtype, EAGER), rate)
     return value
 
 

@@ -159,7 +159,7 @@ class Batches:
         hidden, start = (place[:, None] for place in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
-        if self.recipe.data.keeps_apart:
+        if self.recipe.data.has_document_mask:
             # Only the document that contains the position is cut there.
             across = (places >= start) & (places - positions < start)
             positions = torch.where(across, places - start, positions)
@@ -167,7 +167,7 @@ class Batches:
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
-        if self.recipe.objective.of_completions:
+        if self.recipe.objective.is_preference:
             lost = self._conversations if sample % LOSES_ONE == 1 else 0
             empty = [
                 ReferenceDocument(document.inputs, torch.full_like(document.targets, reference.NO_TARGET))
@@ -181,7 +181,7 @@ class Batches:
             end = begin + len(document.inputs)
             places = torch.arange(begin, end)
             targets = document.targets.masked_fill(places < hidden, reference.NO_TARGET)
-            is_cut = self.recipe.data.keeps_apart and begin < start < end
+            is_cut = self.recipe.data.has_document_mask and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
             uneven += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))
             begin = end

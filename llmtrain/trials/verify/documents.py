@@ -41,7 +41,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     missing = data.sequence_length - sum(len(document.inputs) for document in documents)
     if missing:
         documents.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
-    return documents if data.keeps_apart or samples.stream.desirable is not None else [join_documents(documents)]
+    return documents if data.has_document_mask or samples.stream.desirable is not None else [join_documents(documents)]
 
 
 def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:

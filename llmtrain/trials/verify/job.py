@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.plan.facts.model_facts import dropout_of
@@ -245,7 +245,7 @@ def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> P
         else "no plan of this recipe runs here"
     )
     return Problem(
-        "verify.plans", "--plans", f"'{pattern}' matches no plan that runs here{nearest(pattern, known)}", fix
+        "verify.plans", "--plans", f"'{pattern}' matches no plan that runs here{did_you_mean(pattern, known)}", fix
     )
 
 

@@ -175,7 +175,7 @@ def test_gradients_of_weights_use_torch_on_zen_4(products, monkeypatch):
     [("AuthenticAMD", "25", False), ("AuthenticAMD", "26", True), ("GenuineIntel", "6", False), ("", "", False)],
 )
 def test_onednn_is_twice_as_fast_on_zen_5(vendor, family, expected, monkeypatch):
-    monkeypatch.setattr(onednn, "of_processor", {"vendor_id": vendor, "cpu family": family}.get)
+    monkeypatch.setattr(onednn, "processor_field", {"vendor_id": vendor, "cpu family": family}.get)
     assert onednn._is_twice_as_fast.__wrapped__() is expected
 
 
@@ -215,7 +215,7 @@ def test_an_engine_uses_the_matmul_kernel_of_its_recipe(matmul):
     ],
 )
 def test_the_default_matmul_kernel_depends_on_the_processor(vendor, instructions, precision, expected, monkeypatch):
-    monkeypatch.setattr(cpu, "of_processor", lambda field: vendor)
+    monkeypatch.setattr(cpu, "processor_field", lambda field: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     cpu._lacks_avx512_in_mkl.cache_clear()

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from llmtrain.models import build_model
 from llmtrain.models.nf4 import Nf4Linear
 from llmtrain.plan import Plan
-from llmtrain.plan.predict.flat import bucket_elements, groups_of, has_bf16_optimizer
+from llmtrain.plan.predict.flat import bucket_elements, has_bf16_optimizer, optimizer_groups
 from llmtrain.plan.predict.model_state import state_of, sum_bytes, weight_bytes
 from llmtrain.plan.predict.parts import Parts
 from llmtrain.plan.rules import resolve
@@ -214,7 +214,7 @@ def before_update(plan: Plan, stage: int) -> int:
     flat = 0  # which the update makes first
     is_offloaded = plan.recipe.parallel.offload_optimizer != "none"
     if plan.parallel.zero_stage == 1 and sum_bytes(plan) == weight_bytes(plan) and not is_offloaded:
-        flat = 4 * max(group.partition for group in groups_of(plan, plan.model.weights, stage))
+        flat = 4 * max(group.partition for group in optimizer_groups(plan, plan.model.weights, stage))
     return state.update.total + state.host - flat
 
 

@@ -109,7 +109,7 @@ def model_of(plan: Plan) -> PreTrainedModel:
     if plan.parallel.tensor == 1:
         return build_model(plan.recipe, dtype, torch.device("cpu"))
     recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
-    split = check_tensor_split(model_configuration(recipe), ranks.size, sequence_parallel=plan.region_ranks > 1)
+    split = check_tensor_split(model_configuration(recipe), ranks.size, sequence_parallel=plan.megatron_sp_ranks > 1)
     return build_tensor_parallel(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
 
 
@@ -293,7 +293,7 @@ TENSOR = [
 def test_tensor_ranks_save_slices_of_the_residual(family, precision, mask, fields, again):
     fields = fields | {"parallel.activation_checkpointing": again}
     plan = plan_for(family, "sdpa", precision, mask, tensor=2, **fields)
-    assert plan.region_ranks == 2
+    assert plan.megatron_sp_ranks == 2
     weights, tokens = plan.model.weights, SEQUENCES * T
     estimate = layer_bytes(plan, weights, 1, tokens) if again == "none" else kept_bytes(plan, weights, 1, tokens).size
     saved = saved_bytes(plan, 1)

@@ -13,10 +13,10 @@ import pytest
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.predict.assumptions import FUSED, Assumptions
 from llmtrain.plan.predict.flat import bucket_elements
-from llmtrain.plan.predict.links import Groups, Links, RankGroup, sent
+from llmtrain.plan.predict.links import Groups, Links, RankGroup, bytes_sent
 from llmtrain.plan.predict.time import describe_time, predict, unknown, waits_of
 from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic, Transfer
-from llmtrain.plan.predict.work import Work, held_by
+from llmtrain.plan.predict.work import Work, parameters_of_stages
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.recipe.cluster import DEVICES, Cluster, Device
@@ -163,7 +163,7 @@ def test_time_of_collectives_depends_on_the_location_of_their_ranks():
     assert links().seconds("all_gather", 800, within) == pytest.approx(800 * 7 / 8 / 100)
     assert links().seconds("all_reduce", 800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
     assert links().seconds("all_gather", 800, across) == pytest.approx(800 * 3 / 4 / 10)
-    assert [sent(kind, 800, within) for kind in ("all_gather", "all_reduce", "p2p")] == [700, 1400, 800]
+    assert [bytes_sent(kind, 800, within) for kind in ("all_gather", "all_reduce", "p2p")] == [700, 1400, 800]
     # Two nodes of eight: eight adapters carry the rings.
     assert links().seconds("all_gather", 800, rails) == pytest.approx(800 * 15 / 16 / 80)
     assert links().seconds("all_to_all", 160, rails) == pytest.approx(160 * 8 / 16 / 10)
@@ -226,8 +226,8 @@ def test_a_rank_waits_for_the_first_weights_and_the_last_gradients(llama, name):
     facts = plan.model
     message = {"zero3": 40e6, "fsdp2": facts.layer_parameters[0], "ddp": 25 * 2**20 / 4}[name]
     share = pytest.approx((facts.embedding_parameters + message) / facts.parameters)
-    traffic = CommunicationGroups(plan).traffic(held_by(facts, plan.stages)[0])
-    waited = {one.kind: one.times for one in (*traffic.waited, *traffic.step) if one.times}
+    traffic = CommunicationGroups(plan).traffic(parameters_of_stages(facts, plan.stages)[0])
+    waited = {one.kind: one.times for one in (*traffic.exposed, *traffic.step) if one.times}
     assert waited == ({"all_reduce": share} if name == "ddp" else {"all_gather": share, "reduce_scatter": share})
 
 
@@ -238,7 +238,7 @@ def test_each_pass_hides_its_concurrent_communication():
     forward = Traffic([], [], [gathering], [], [], [], [], [Transfer("p2p", ())])
     each, once, hidden = waits_of(forward, links, Work(forward=1.0, recompute=0.0, backward=9.0), 2, schedule)
     assert (each, once, hidden) == ({"all_gather": pytest.approx(3)}, {}, 2)
-    both = forward._replace(forward_hidden=[], backward_hidden=[reduction], step_forward_hidden=[gathering])
+    both = forward._replace(forward_overlapped=[], backward_overlapped=[reduction], step_forward_overlapped=[gathering])
     each, once, hidden = waits_of(both, links, Work(forward=1.0, recompute=1.0, backward=2.0), 2, schedule)
     assert each == {"reduce_scatter": pytest.approx(1)}
     assert once == {"all_gather": pytest.approx(3)}
@@ -250,7 +250,7 @@ def test_hierarchical_partition_gathers_over_the_network_once_per_step(llama):
         fields = {"parallel.zero_stage": 3, "parallel.hierarchical_partition": size}
         plan = resolve(llama.with_(**fields), H100)
         found: dict[RankGroup, float] = defaultdict(float)
-        for one in CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0]).per_step(steps):
+        for one in CommunicationGroups(plan).traffic(parameters_of_stages(plan.model, plan.stages)[0]).per_step(steps):
             for _, where in one.tensors if one.kind == "all_gather" else ():
                 found[where] += one.times
         return {where: times for where, times in found.items() if times}

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from llmtrain.plan.predict.links import RankGroup, sent
+from llmtrain.plan.predict.links import RankGroup, bytes_sent
 from llmtrain.plan.predict.traffic import CommunicationGroups, volumes
-from llmtrain.plan.predict.work import held_by
+from llmtrain.plan.predict.work import parameters_of_stages
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.collectives import Collectives, Seen
 from tests.helpers.harness import run_ranks
@@ -78,13 +78,13 @@ def _seen(rank: int, fields: dict, ranks: int) -> list[Seen]:
         collectives.seen.clear()
         with collectives:
             engine.train_step(batch)
-    small = SMALL_BESIDE_SLICES if plan.region_ranks > 1 else SMALL
+    small = SMALL_BESIDE_SLICES if plan.megatron_sp_ranks > 1 else SMALL
     return [one for one in collectives.seen if one.size > small]
 
 
 def _messages(plan) -> Counter:
     """The number of messages of a rank of the first stage, by kind."""
-    traffic = CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0])
+    traffic = CommunicationGroups(plan).traffic(parameters_of_stages(plan.model, plan.stages)[0])
     found: Counter = Counter()
     for one in traffic.per_step(plan.batch.gradient_accumulation_steps):
         reached = [where for size, where in one.tensors if isinstance(where, RankGroup) and where.size > 1 and size]
@@ -108,10 +108,10 @@ def test_the_engine_sends_the_predicted_bytes(name):
     each = each if "expert" in name else each[:1]
     found: Counter = Counter()
     for one in (one for seen in each for one in seen):
-        found[one.kind] += sent(one.kind, one.size, RankGroup(one.ranks, 1)) / len(each)
+        found[one.kind] += bytes_sent(one.kind, one.size, RankGroup(one.ranks, 1)) / len(each)
     assert found.keys() == {kind for kind, size in counted.items() if size}
     # Padding, and weights of norms, which are small messages.
     for kind, size in counted.items():
         assert found[kind] == pytest.approx(size, rel=0.01), kind
-    if name.startswith("tensor") and plan.holders == 1:  # ZeRO's buckets are no single messages
+    if name.startswith("tensor") and plan.gradient_ranks == 1:  # ZeRO's buckets are no single messages
         assert Counter(one.kind for one in each[0]) == _messages(plan)

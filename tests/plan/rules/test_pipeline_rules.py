@@ -135,7 +135,7 @@ def test_rules_and_engine_agree(outcomes):
         if bool(refused) != bool(falsified):
             wrong.append(f"{fields}: rules {refused or 'let it pass'}, engine: {falsified or 'right'}")
     assert not wrong, "\n".join(wrong)
-    assert tried == {rule.id for rule in pipeline.RULES if rule.seen == "run"}
+    assert tried == {rule.id for rule in pipeline.RULES if rule.evidence == "run"}
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_rules_and_engine_agree(tiny, tmp_path):
     # Below, in `test_rules_engine_directed`, and in `test_rules_hierarchical`.
     elsewhere = {"precision.fp16_cpu", "zero.nvme_path", "zero.expert"}
     elsewhere |= {"zero.hierarchical_stage", "zero.hierarchical_groups"}
-    claimed = {rule.id for rule in SWEPT if rule.seen == "run"} - elsewhere
+    claimed = {rule.id for rule in SWEPT if rule.evidence == "run"} - elsewhere
     assert tried == claimed
     assert sum(not broken(draft)[0] for draft in sweep.drafts.values()) >= 20
 

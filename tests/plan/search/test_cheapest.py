@@ -62,12 +62,12 @@ def test_suggested_plans_are_the_fastest_that_fit():
 
 def test_figures_are_shown_and_options_have_their_own_lines():
     refused = refusal(MICRO_64, Cluster(device="a100"))
-    said = refused.report().splitlines()
-    start = said.index("cheapest ways to make it fit, with the same global batch:")
-    assert [line.strip() for line in said[start + 1 :: 2]] == list(refused.nearest)
-    assert all("tokens/s predicted, " in line and " GiB" in line for line in said[start + 2 :: 2])
+    text = refused.report().splitlines()
+    start = text.index("cheapest ways to make it fit, with the same global batch:")
+    assert [line.strip() for line in text[start + 1 :: 2]] == list(refused.nearest)
+    assert all("tokens/s predicted, " in line and " GiB" in line for line in text[start + 2 :: 2])
     offloaded = ["offload" in plan for plan in refused.nearest]
-    assert ["of host memory" in line for line in said[start + 2 :: 2]] == offloaded
+    assert ["of host memory" in line for line in text[start + 2 :: 2]] == offloaded
     assert any(offloaded)
     assert json.loads(json.dumps(refused.as_dict()))["nearest"] == list(refused.nearest)
 
@@ -94,13 +94,13 @@ def test_three_plans_are_suggested_even_if_all_change_the_same_field():
 def test_a_trillion_parameters_are_refused_with_the_arithmetic(nodes, devices, device):
     sizes = {"hidden_size": 25_600, "num_hidden_layers": 128, "num_attention_heads": 160, "intermediate_size": 81_920}
     huge = LARGE.with_(**{f"model.config.{name}": value for name, value in sizes.items()})
-    said = refusal(huge, Cluster(nodes=nodes, devices_per_node=devices, device=device))
-    (problem,) = said.problems
+    text = refusal(huge, Cluster(nodes=nodes, devices_per_node=devices, device=device))
+    (problem,) = text.problems
     assert problem.rule == "memory.fits"
     assert "GiB of 79.1 GiB" in problem.message
     assert "gradients" in problem.message
     assert "more devices" in problem.fix
-    assert "cheapest" not in said.report() or said.nearest
+    assert "cheapest" not in text.report() or text.nearest
 
 
 def test_without_a_prediction_the_nearest_are_named():
@@ -108,9 +108,9 @@ def test_without_a_prediction_the_nearest_are_named():
     mine = Device(name="mine", memory_bytes=80 * 2**30, peak_flops={})
     cluster = Cluster(devices_per_node=8, device="mine", own_devices=[mine])
     assert cheapest_ways(LARGE, cluster, FACTS) == []
-    said = refusal(LARGE, cluster)
-    assert len(said.nearest) == 3
-    assert said.nearest_figures == ()
+    text = refusal(LARGE, cluster)
+    assert len(text.nearest) == 3
+    assert text.nearest_figures == ()
 
 
 def test_a_very_large_cluster_takes_no_long_time():

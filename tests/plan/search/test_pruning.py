@@ -9,7 +9,7 @@ from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.predict import MemoryCache, Shortage, lacking, memory_of
 from llmtrain.plan.predict.parts import readable
-from llmtrain.plan.predict.time import LeastTime, predict
+from llmtrain.plan.predict.time import TimeBound, predict
 from llmtrain.plan.rules import assemble
 from llmtrain.plan.search import search
 from llmtrain.plan.search.search import MOST, MOST_MISSES, legal_layouts, legal_plans, search_plans, timed_plans
@@ -86,7 +86,7 @@ def _shown(timed, cache):
             (best if len(best) < MOST else slower).append((time, kind, alike))
     nearest = {}
     for shortage, kind, time in sorted(too_large, key=lambda miss: miss[0].size):
-        nearest.setdefault(kind, (time, shortage.said))
+        nearest.setdefault(kind, (time, shortage.text))
     times = [[time for time, *_ in some] for some in (best, slower[:MOST_MISSES])]
     return *times, list(nearest.values())[: search.MOST_TOO_LARGE]
 
@@ -103,10 +103,10 @@ def test_the_search_finds_what_an_exhaustive_one_finds(recipe, cluster):
     assert any(every)
     assert not all(every)
     for (time, fields, draft), shortage in list(zip(expected, every, strict=True))[:: max(1, len(every) // 100)]:
-        smallest = LeastTime.of(assemble(search._with_micro_batch(draft, 1)))
+        smallest = TimeBound.of(assemble(search._with_micro_batch(draft, 1)))
         assert 0 < smallest.step_s(fields[MICRO_BATCH], draft.accumulation) < time.step_s
         summed = _as_summed(assemble(draft))
-        assert (shortage and (shortage.size, shortage.said)) == (summed and (summed.size, summed.said))
+        assert (shortage and (shortage.size, shortage.text)) == (summed and (summed.size, summed.text))
 
     result = search_plans(recipe, cluster, lambda plan: lacking(plan, cache))
     best, slower, too_large = _shown(expected, cache)

@@ -124,7 +124,7 @@ def test_a_plan_that_does_not_fit_is_a_near_miss(llama):
     assert len({*kinds}) == len(kinds)
     lack = [fits(one.plan).size for one in result.too_large]
     assert lack == sorted(lack)
-    assert [one.why for one in result.too_large] == [fits(one.plan).said for one in result.too_large]
+    assert [one.why for one in result.too_large] == [fits(one.plan).text for one in result.too_large]
     assert all(one.time.tokens_per_second > result.best[0].time.tokens_per_second for one in result.too_large)
     assert UNKNOWN_MEMORY not in lines(result)
     with pytest.raises(RecipeError, match=r"no legal plan of llama_1b fits: .*needs 99 GiB"):

@@ -277,9 +277,9 @@ class Cores:
     def __init__(self, monkeypatch, *used):
         self.used = iter(used)
         monkeypatch.setattr(trial, "CoreMeter", lambda: self)
-        monkeypatch.setattr(trial, "own_cores", lambda: 2)
+        monkeypatch.setattr(trial, "available_cores", lambda: 2)
 
-    def cores_of_others(self):
+    def cores_used_by_others(self):
         return next(self.used)
 
 

@@ -22,7 +22,7 @@ def test_a_recipe_that_sets_all_kernels_is_refused(tmp_path):
 BESIDE = """
 import sys
 from llmtrain.system import host
-host.CoreMeter.cores_of_others = lambda meter: {cores}
+host.CoreMeter.cores_used_by_others = lambda meter: {cores}
 if "llmtrain.train.tune.request" in sys.orig_argv:
     from llmtrain.train.tune import trial
     trial.COMPARE_S = trial.TURN_S = 0.01

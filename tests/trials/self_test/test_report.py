@@ -11,7 +11,7 @@ import torch
 from llmtrain.errors import RecipeError
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.assumptions import EAGER
-from llmtrain.plan.predict.rates import ReachedRates
+from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.predict.time import predict
 from llmtrain.recipe import cluster as machine
 from llmtrain.recipe.cluster import Cluster, local_cluster, measured_on, self_test_folder
@@ -26,7 +26,7 @@ PLAN = timed_plan(Cluster(device="h100", devices_per_node=DEVICES), FAST)
 
 def _rates(rank, **changed):
     """What the prediction assumes, but for `changed`."""
-    by_type = {dtype: ReachedRates.of(PLAN.cluster, dtype, EAGER) for dtype in ("fp32", "fp16", "bf16")}
+    by_type = {dtype: AchievedRates.of(PLAN.cluster, dtype, EAGER) for dtype in ("fp32", "fp16", "bf16")}
     assumed = by_type["bf16"]
     fields = {
         "rank": rank,
@@ -89,7 +89,7 @@ def test_a_fault_of_one_device_is_named(name):
 
 def _with_links(slow, share):
     """All devices, of which the pairs in `slow` reach a share of the assumed rate."""
-    rate = ReachedRates.of(PLAN.cluster, "bf16", EAGER).node
+    rate = AchievedRates.of(PLAN.cluster, "bf16", EAGER).node
     for rank in range(DEVICES):
         rates = [rate * (share if {rank, other} in slow else 1) for other in range(DEVICES)]
         yield _rates(rank, pair_bandwidth=(*rates[:rank], None, *rates[rank + 1 :]))
@@ -124,8 +124,8 @@ def test_predictions_use_the_measured_rates(monkeypatch, tmp_path):
     report.write_text(json.dumps({"measured": measured.model_dump()}))
     cluster = local_cluster()
     assert cluster.measured == measured == measured_on(report)
-    rates = asdict(ReachedRates.of(cluster, "bf16", EAGER))
-    assert rates == asdict(ReachedRates.of(PLAN.cluster, "bf16", EAGER)) | {
+    rates = asdict(AchievedRates.of(cluster, "bf16", EAGER))
+    assert rates == asdict(AchievedRates.of(PLAN.cluster, "bf16", EAGER)) | {
         "matmul": 1e13,
         "node": 1e9,
         "host": 2e9,

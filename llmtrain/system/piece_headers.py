@@ -1,7 +1,7 @@
-"""The validated heads of piece files: safetensors whose metadata describe each piece.
+"""Reads and validates the headers of piece files: safetensors whose metadata describe each piece.
 
-Read without torch, since the launcher needs them too. After `read_head`, the safetensors library can open the file, and
-each tensor that a piece mentions exists, is flat, and has a valid length and type.
+Works without torch, since the launcher reads them too. After `read_header`, the safetensors library can open the file,
+and each tensor that a piece mentions exists, is one-dimensional, and has a valid length and type.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llmtrain.system.untrusted import open_regular, parse_json, read_most
+from llmtrain.system.untrusted import open_regular, parse_json, read_up_to
 
-MOST_HEAD_BYTES = 100_000_000
-"""Largest head of a safetensors file, as in the library."""
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file, as in the library."""
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of an element, by the format's names for the types of a model's tensors."""
+"""Data type, as safetensors names it → bytes of an element."""
 WEIGHT = "weight"
 """The kind of tensor that is trained: fp32 if the engine keeps such a copy. The others belong to an optimizer."""
 CODE = "_code"
-"""End of the kinds that are bytes, each of which stands for a fraction of a block's scale."""
+"""Suffix of the kinds that are 8-bit codes, each of which stands for a fraction of a block's scale."""
 SCALE = "_scale"
-"""End of the kinds that are scales: one for each block of a weight. Ranks that hold parts of a block all have it."""
+"""Suffix of the kinds that are scales: one for each block of a weight. Ranks that hold parts of a block all have it."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=64)]
@@ -36,18 +36,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class BoxHead(_Part):
+class BoxHeader(_Part):
     """A part of a whole weight: a range in each dimension."""
 
     first: Counts
     size: Counts
 
 
-class RegionHead(_Part):
+class RegionHeader(_Part):
     """The part of a weight that a rank holds (`engines.state.shards.WeightSlice`)."""
 
     shape: Counts
-    boxes: Annotated[tuple[BoxHead, ...], Field(min_length=1)]
+    boxes: Annotated[tuple[BoxHeader, ...], Field(min_length=1)]
     dim: Count
 
     @property
@@ -68,15 +68,15 @@ class RegionHead(_Part):
                 raise ValueError("has boxes that cannot be joined")
         return self
 
-    def _beside(self, box: BoxHead) -> tuple[int, ...]:
+    def _beside(self, box: BoxHeader) -> tuple[int, ...]:
         return (*box.size[: self.dim], *box.size[self.dim + 1 :])
 
 
-class PieceHead(_Part):
+class PieceHeader(_Part):
     """A flat range of a region, and the kinds of tensors stored for it."""
 
     name: Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]+$")]
-    region: RegionHead
+    region: RegionHeader
     start: Count
     numel: Annotated[Count, Field(gt=0)]
     kinds: Annotated[tuple[Kind, ...], Field(min_length=1, max_length=100)]
@@ -95,12 +95,12 @@ class _Tensor(_Part):
     data_offsets: tuple[Count, Count]
 
 
-def read_head(file: Path) -> list[PieceHead]:
+def read_header(file: Path) -> list[PieceHeader]:
     """Reads the descriptions of the pieces in a file. Raises OSError or ValueError if the file is invalid."""
     metadata, tensors = _read(file)
     if "pieces" not in metadata:
         raise ValueError("has no list of pieces in its header")
-    pieces = parse_json(metadata["pieces"], list[PieceHead])
+    pieces = parse_json(metadata["pieces"], list[PieceHeader])
     expected = {f"{index}.{kind}": piece for index, piece in enumerate(pieces) for kind in piece.kinds}
     if tensors.keys() != expected.keys():
         strange = sorted(tensors.keys() ^ expected.keys())[0]
@@ -121,10 +121,10 @@ def read_head(file: Path) -> list[PieceHead]:
 def _read(file: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
     with open_regular(file) as content:
         size = os.fstat(content.fileno()).st_size
-        length = int.from_bytes(read_most(content, 8), "little")
-        if not 2 <= length <= min(MOST_HEAD_BYTES, size - 8):
+        length = int.from_bytes(read_up_to(content, 8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"has a head of {length:,} bytes in a file of {size:,}")
-        head = parse_json(read_most(content, length), dict[str, _Tensor | dict[str, str]])
+        head = parse_json(read_up_to(content, length), dict[str, _Tensor | dict[str, str]])
     metadata = head.pop("__metadata__", {})
     tensors = {name: tensor for name, tensor in head.items() if isinstance(tensor, _Tensor)}
     if not isinstance(metadata, dict) or tensors.keys() != head.keys():

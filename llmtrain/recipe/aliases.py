@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-THEIR_NAMES: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "model.pretrained": ("base_model", "model_name", "model_name_or_path", "pretrained_model_name_or_path"),
     "model.architecture": ("model_type",),
     "model.revision": ("model_revision",),
@@ -65,7 +65,7 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "kernels.fp8": ("fp8_training",),
     "name": ("run_name", "wandb_name", "experiment_name", "output_dir"),
 }
-"""Field of a recipe → names that others use for it, or for what it determines."""
+"""Field of a recipe → names that other tools use for it, or for what it determines."""
 
-OURS = {theirs: field for field, names in THEIR_NAMES.items() for theirs in names}
-"""Their name → our field."""
+FIELD_OF_ALIAS = {theirs: field for field, names in ALIASES.items() for theirs in names}
+"""Name in another tool → field of a recipe."""
