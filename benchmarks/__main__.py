@@ -22,7 +22,7 @@ from benchmarks.definitions import BENCHMARKS
 from benchmarks.gpu import run as gpu
 from benchmarks.machine import facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
-from llmtrain.system.host import cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import available_cores, cores_used_by_others, max_cores_used_by_others
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOOK_S = 3.0
@@ -101,7 +101,7 @@ def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = No
 
 
 def _refuse_busy() -> None:
-    busy, most = cores_of_others(LOOK_S), most_cores_of_others(own_cores())
+    busy, most = cores_used_by_others(LOOK_S), max_cores_used_by_others(available_cores())
     if busy > most:
         sys.exit(
             f"this machine is busy: others use {busy:.2f} cores, where {most:.2f} may be used; "

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import short_facts
+from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.local import reserved_port
-from llmtrain.launch.place.rank import Rank
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.runtime.distributed import init_process_group
 
 CASES = (
     (PipelineSchedule("1f1b", 2, 1), 8),
@@ -63,10 +63,10 @@ class _Sleep(torch.autograd.Function):
 
 def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
     """Returns the median seconds of a step, without the first one. All ranks must call it."""
-    from llmtrain.cluster import Cluster
     from llmtrain.data import MicroBatch, StepBatch
-    from llmtrain.ds_config import render
     from llmtrain.engines import build_engine
+    from llmtrain.plan.ds_config import render
+    from llmtrain.plan.rules import resolve
     from llmtrain.recipe import (
         BatchConfig,
         DataConfig,
@@ -77,7 +77,7 @@ def measure(schedule: PipelineSchedule, micro_batches: int) -> float:
         Source,
         TrainConfig,
     )
-    from llmtrain.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
 
     replicas = WORLD // schedule.ranks
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 16}

@@ -31,7 +31,7 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLEL
 
 from benchmarks.benchmark import sets  # noqa: E402
 from benchmarks.machine import short_facts  # noqa: E402
-from llmtrain.system.host import own_cores  # noqa: E402
+from llmtrain.system.host import available_cores  # noqa: E402
 from tests.helpers import killing  # noqa: E402
 from tests.helpers.commands import llmtrain, losses, metrics, workers  # noqa: E402
 from tests.helpers.small_runs import write_small_recipe  # noqa: E402
@@ -57,7 +57,7 @@ def main() -> None:
             _timed("one rank, at random instants", lambda: killing.at_random_instants(rest, missing, options.seed))
         )
     kills = sum(one["kills"] for one in campaigns)
-    hardware = f"{own_cores()} × {platform.machine()} CPU, gloo, tmpfs"
+    hardware = f"{available_cores()} × {platform.machine()} CPU, gloo, tmpfs"
     document = {
         **short_facts(" ".join(["python", *sys.argv]), hardware, "torch", "deepspeed"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

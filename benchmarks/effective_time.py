@@ -34,7 +34,7 @@ RESULT = ROOT / "benchmarks/results/effective_time.json"
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 from benchmarks.machine import short_facts  # noqa: E402
-from llmtrain.system.host import own_cores  # noqa: E402
+from llmtrain.system.host import available_cores  # noqa: E402
 from tests.helpers.commands import metrics, workers  # noqa: E402
 from tests.helpers.small_runs import write_small_recipe  # noqa: E402
 
@@ -156,7 +156,7 @@ def _last_step(run: Path) -> int:
 
 
 def _write(found: dict[str, Any]) -> None:
-    hardware = f"{own_cores()} × {platform.machine()} CPU, gloo"
+    hardware = f"{available_cores()} × {platform.machine()} CPU, gloo"
     document = {
         **short_facts(" ".join(["python", *sys.argv]), hardware, "torch", "deepspeed"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data.sources.files import NOT_STDLIB
-from llmtrain.engines.guard import COLUMNS, Guard, Measured
+from llmtrain.engines.guard import COLUMNS, Guard, LossAndNorm
 from llmtrain.recipe import GuardConfig
 from llmtrain.run_dir import environment
-from llmtrain.system.host import own_cores
+from llmtrain.system.host import available_cores
 
 RESULT = Path(__file__).parent / "results" / "guard.json"
 SYMBOLS = 256
@@ -214,7 +214,7 @@ def guarded(steps: Numbers) -> Numbers:
     guard, column = Guard(GuardConfig(), torch.device("cpu")), COLUMNS.index("loss_limit")
     found = []
     for step in torch.from_numpy(steps):
-        guard.judge(Measured(*step))
+        guard.should_skip(LossAndNorm(*step))
         found.append(guard.state()["steps"][-1, column : column + 2].numpy())
     return np.array(found)
 
@@ -299,7 +299,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         groups = {"set": SET, "tried": TRIED, "large": LARGE}
         runs = [run for group in groups.values() for run in group]
-        with ProcessPoolExecutor(own_cores(), mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(available_cores(), mp_context=get_context("spawn")) as pool:
             series = pool.map(Series.of, runs, [folder] * len(runs))
             rows = {run: judged(run, one) for run, one in zip(runs, series, strict=True)}
     about = environment()

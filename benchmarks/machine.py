@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from llmtrain.run_dir import environment
-from llmtrain.system.host import own_cores, processor_name
+from llmtrain.system.host import available_cores, processor_name
 
 
 def facts() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def facts() -> dict[str, Any]:
         "modified": commit["modified"],
         "hardware": {
             "cpu": processor_name(),
-            "cores": own_cores(),
+            "cores": available_cores(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpus": _gpus(),
             "system": platform.platform(),

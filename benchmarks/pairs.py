@@ -21,7 +21,7 @@ from llmtrain.system.host import CoreMeter
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 """The constant from linux/prctl.h."""
-OTHERS = "cores_of_others"
+OTHERS = "cores_used_by_others"
 """Key in each run's numbers for the number of cores that other processes used meanwhile."""
 Numbers = dict[str, float]
 
@@ -85,7 +85,7 @@ def measured(side: Side, work: Path) -> Numbers:
     output = _run(side, work)
     _reap_orphans(before)
     numbers = {name: value for name, value in _numbers(side, output).items() if name != ENDS}
-    return {**numbers, OTHERS: round(meter.cores_of_others(), 3)}
+    return {**numbers, OTHERS: round(meter.cores_used_by_others(), 3)}
 
 
 def measured_in_turns(sides: Sequence[Side], work: Path) -> list[Numbers]:
@@ -96,7 +96,7 @@ def measured_in_turns(sides: Sequence[Side], work: Path) -> list[Numbers]:
     running = [Running(_command(side, work), ROOT, _environment(side, work)) for side in sides]
     run_in_turns(running)
     _reap_orphans(before)
-    of_others = {OTHERS: round(meter.cores_of_others(), 3)}
+    of_others = {OTHERS: round(meter.cores_used_by_others(), 3)}
     found = []
     for side, one in zip(sides, running, strict=True):
         one.output.seek(0)

@@ -14,7 +14,7 @@ from benchmarks.benchmark import Benchmark, Result, Script
 from benchmarks.definitions import BENCHMARKS
 from benchmarks.gpu import page
 from benchmarks.pairs import OTHERS
-from llmtrain.system.host import most_cores_of_others
+from llmtrain.system.host import max_cores_used_by_others
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -112,7 +112,7 @@ def _taken(result: Result) -> str:
     if commit:
         said.append(f"commit {commit[:12]}" + (" with changes" if result.get("modified") else ""))
     text = "Measured by " + "; ".join(part for part in said if part) + "."
-    if OTHERS in result and result[OTHERS] > most_cores_of_others(result["hardware"]["cores"]):
+    if OTHERS in result and result[OTHERS] > max_cores_used_by_others(result["hardware"]["cores"]):
         text += f" **The machine was busy**: others used up to {result[OTHERS]:.2f} cores."
     return text
 

@@ -37,12 +37,12 @@ from benchmarks.programs.slow_network import (  # noqa: E402
     small_buckets,
 )
 from llmtrain.plan import Plan  # noqa: E402
+from llmtrain.plan.predict.assumptions import Assumptions  # noqa: E402
+from llmtrain.plan.predict.links import Links, TransferKind  # noqa: E402
+from llmtrain.plan.predict.time import waits_of  # noqa: E402
+from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
+from llmtrain.plan.predict.work import Work, parameters_of_stages  # noqa: E402
 from llmtrain.plan.schedules import PipelineSchedule  # noqa: E402
-from llmtrain.predict.assumptions import Assumptions  # noqa: E402
-from llmtrain.predict.links import Links, TransferKind  # noqa: E402
-from llmtrain.predict.time import waits_of  # noqa: E402
-from llmtrain.predict.traffic import CommunicationGroups, Traffic, Transfer  # noqa: E402
-from llmtrain.predict.work import Work, held_by  # noqa: E402
 from tests.helpers.two_hosts import INTERFACE, TwoHosts, missing, two_hosts  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/slow_network.json"
@@ -140,7 +140,7 @@ def predicted(plan: Plan) -> tuple[float, float]:
     groups, m = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
     schedule = PipelineSchedule.of(plan.parallel)
     found = []
-    for held in held_by(plan.model, plan.stages):
+    for held in parameters_of_stages(plan.model, plan.stages):
         work = Work(forward=held.layers * FORWARD_S, recompute=0.0, backward=held.layers * BACKWARD_S)
         with small_buckets():
             traffic = on_gloo(groups.traffic(held), plan.recipe.parallel.strategy)
@@ -161,12 +161,12 @@ def on_gloo(traffic: Traffic, strategy: str) -> Traffic:
         return [replace(one, kind="all_reduce") if one.kind == "reduce_scatter" else one for one in waits]
 
     return traffic._replace(
-        waited=waited(traffic.waited, traffic.forward_hidden, traffic.backward_hidden),
-        forward_hidden=hidden(traffic.forward_hidden),
-        backward_hidden=hidden(traffic.backward_hidden),
-        step=waited(traffic.step, traffic.step_forward_hidden, traffic.step_hidden),
-        step_forward_hidden=hidden(traffic.step_forward_hidden),
-        step_hidden=hidden(traffic.step_hidden),
+        exposed=waited(traffic.exposed, traffic.forward_overlapped, traffic.backward_overlapped),
+        forward_overlapped=hidden(traffic.forward_overlapped),
+        backward_overlapped=hidden(traffic.backward_overlapped),
+        step=waited(traffic.step, traffic.step_forward_overlapped, traffic.step_overlapped),
+        step_forward_overlapped=hidden(traffic.step_forward_overlapped),
+        step_overlapped=hidden(traffic.step_overlapped),
     )
 
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.ds_config import render
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import PythonRecipe
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"

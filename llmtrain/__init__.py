@@ -10,7 +10,6 @@ from types import ModuleType
 from llmtrain.system.stops import importing, stop_at_once
 
 with importing():
-    from llmtrain.cluster import Cluster
     from llmtrain.errors import UserError
     from llmtrain.library import lint, load_run, plan, train, verify
     from llmtrain.recipe import (
@@ -36,6 +35,7 @@ with importing():
         TrainedTokenizer,
         WatchdogConfig,
     )
+    from llmtrain.recipe.cluster import Cluster
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,6 @@ Each command imports what it needs only when it runs, so that `--help` answers a
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,28 +12,32 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
-from llmtrain.commands.doctor import visit_doctor
+from llmtrain.commands.compare import compare_runs
+from llmtrain.commands.data import prepare_data
+from llmtrain.commands.doctor import run_doctor
 from llmtrain.commands.evaluate import evaluate_tasks
 from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
 from llmtrain.commands.init import write_recipe
-from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption, show_plan
+from llmtrain.commands.inspect import inspect_run
+from llmtrain.commands.plan import show_plan
+from llmtrain.commands.profile import request_profile
 from llmtrain.commands.recipe import app as recipe_app
-from llmtrain.commands.report import compare_runs, inspect_run, report_runs, request_profile
+from llmtrain.commands.report import report_runs
 from llmtrain.commands.train import train_recipe
 from llmtrain.commands.tune import tune_kernels
-from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
+from llmtrain.commands.verify import verify_plans
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.library import lint_errors
-from llmtrain.system.host import MOST_WORKERS, limit_spinning
-from llmtrain.system.stops import before_the_first_step, leave, say, stop_behind
-from llmtrain.system.streams import print_as_is, take_any_text
+from llmtrain.system.host import limit_spinning
+from llmtrain.system.stops import before_the_first_step, leave, say, stop_that_caused
+from llmtrain.system.streams import accept_any_text
 from llmtrain_lint.command import lint_files
 
 if TYPE_CHECKING:
@@ -80,8 +83,10 @@ def command(run: Callable[[Any], None], name: str | None = None) -> Callable[...
     def called(**options: Any) -> None:
         run(request(**options))
 
-    parameters = (Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default(one)) for one in fields(request))
-    called.__signature__ = Signature([one.replace(annotation=hints[one.name]) for one in parameters])  # type: ignore
+    parameters = (
+        Parameter(option.name, Parameter.KEYWORD_ONLY, default=_default(option)) for option in fields(request)
+    )
+    called.__signature__ = Signature([parameter.replace(annotation=hints[parameter.name]) for parameter in parameters])  # type: ignore
     called.__annotations__ = hints
     return app.command(name)(called)
 
@@ -94,7 +99,7 @@ def _default(field: Field[Any]) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command. A user's mistake becomes a message and an exit code."""
-    take_any_text()
+    accept_any_text()
     completion.prepare_completion()
     limit_spinning(os.environ)
     try:
@@ -128,7 +133,7 @@ def _ended_by_a_stop() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if stop := stop_behind(error):
+        if stop := stop_that_caused(error):
             say(before_the_first_step(stop.number))
             leave(Exit.RESUME)
         raise
@@ -203,103 +208,8 @@ command(show_plan, "plan")
 app.command("lint")(lint_errors()(lint_files))
 
 
-@app.command()
-def data(
-    recipe: RecipeArgument,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    show: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Show the first N sequences, with the tokens that are trained on.", min=0, max=100_000
-        ),
-    ] = 0,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the first N (--show) or 8 sequences to an HTML page.")
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Compare all prepared data with the hashes that were computed as it was written."
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Tokenize and pack a recipe's data before training.
-
-    Prints how many documents, tokens and sequences there are.
-    """
-    from rich.console import Console
-
-    from llmtrain.data import Progress, compare_with_hashes, data_summary, prepare, report
-    from llmtrain.data.shown import as_html, first_sequences, on_terminal
-    from llmtrain.plan.load import load_recipe
-
-    declared, _ = load_recipe(recipe, assignments)
-    progress = Progress(Console(stderr=True) if as_json else Console())
-    prepared = prepare(declared, progress)
-    if verify:
-        progress.say(f"{compare_with_hashes(prepared, progress):,} bytes are as they were written")
-    if as_json:
-        print(json.dumps(data_summary(prepared, declared), indent=2))
-    else:
-        console = Console()
-        console.print(report(prepared, declared))
-        if html:
-            page = as_html(first_sequences(prepared, declared, show or 8), prepared, declared)
-            try:
-                html.write_text(page, "utf-8")
-            except OSError as error:
-                message = f"cannot write {html}: {reason(error)}"
-                raise RecipeError(Problem("data.html", "--html", message, "choose another file")) from None
-            console.print(f"wrote {html}", highlight=False, soft_wrap=True)
-        elif show:
-            has_colors = console.color_system is not None and not console.no_color
-            console.print(on_terminal(first_sequences(prepared, declared, show), has_colors))
-
-
-@app.command()
-def verify(
-    recipe: RecipeArgument,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
-    ] = None,
-    plans: Annotated[
-        str, typer.Option(help="Plans: all, or names and patterns separated by commas, such as dp2-*,dp1-zero3-*.")
-    ] = "all",
-    steps: Annotated[int, typer.Option(help="Number of optimizer steps of each run.", min=1)] = 10,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-verify.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Check that every plan trains the same run as plain PyTorch.
-
-    All plans that this machine can run are checked. Exits with 1 if one deviates or fails.
-
-    Without a variant, the recipe's variant `verify` is used if it exists.
-    """
-    from rich.console import Console
-
-    from llmtrain import library
-    from llmtrain.plan.load import load_recipe, with_variant
-    from llmtrain.run_dir import default_run_dir
-    from llmtrain.verify.table import certificate_lines, certificate_table
-
-    chosen_recipe = with_variant(recipe, "verify")
-    if chosen_recipe != recipe:
-        print(f"verifying {chosen_recipe}, the variant that the recipe provides for this", file=sys.stderr)
-    declared, _ = load_recipe(chosen_recipe, assignments)
-    folder = run_dir or default_run_dir(declared, "verify").path
-    certificate = library.verify(declared, nproc=nproc, plans=plans, steps=steps, run_dir=folder)
-    if as_json:
-        print(json.dumps(certificate.document(), indent=2))
-    else:
-        console = Console()
-        console.print(certificate_table(certificate))
-        print_as_is(console, (*certificate_lines(certificate), f"certificate {folder / 'certificate.json'}"))
-    sys.exit(1 if certificate.deviating else Exit.DONE)
-
-
+app.command("data")(prepare_data)
+app.command("verify")(verify_plans)
 app.command("profile")(request_profile)
 command(report_runs, "report")
 app.command("inspect")(inspect_run)
@@ -308,20 +218,5 @@ app.command("tune")(tune_kernels)
 command(export_model, "export")
 command(generate_text, "generate")
 command(evaluate_tasks, "eval")
-
-
-@app.command("completion")
-def print_completion(
-    shell: Annotated[completion.Shell, typer.Argument(help="Shell that you use.")],
-) -> None:
-    """Print a script that enables completion in a shell.
-
-    The shell then completes commands, options, recipes, fields and their values.
-
-    To load it: source <(llmtrain completion bash) in bash, source <(llmtrain completion zsh) in zsh,
-    llmtrain completion fish | source in fish.
-    """
-    print(completion.SCRIPTS[shell], end="")
-
-
-command(visit_doctor, "doctor")
+app.command("completion")(completion.print_completion)
+command(run_doctor, "doctor")

@@ -76,8 +76,8 @@ class UserError(Exception):
     def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
         if isinstance(problems, str):
             problems = Problem(rule="", field="", message=problems)
-        found = (problems,) if isinstance(problems, Problem) else problems
-        self.problems = tuple(one.without_secrets() for one in found)
+        listed = (problems,) if isinstance(problems, Problem) else problems
+        self.problems = tuple(problem.without_secrets() for problem in listed)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -166,10 +166,12 @@ class WorkerError(UserError):
 
 def printable(text: str, kept: str = "") -> str:
     """Escapes every character that a terminal or an encoding might not print as it is, except those in `kept`."""
-    return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
+    return "".join(
+        character if character.isprintable() or character in kept else ascii(character)[1:-1] for character in text
+    )
 
 
-def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], similar: float = 0.6) -> str:
     """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string.
 
     similar: the smallest share of characters in common.
@@ -178,17 +180,17 @@ def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Formats a value for a message: on one line, and truncated; a float without the last digits of its rounding."""
     try:
         if isinstance(value, float) and len(repr(value)) > FLOAT_DIGITS:
             return f"{value:.{FLOAT_DIGITS}g}"
-        return short(repr(value))
+        return truncate(repr(value))
     except Exception:  # nesting beyond the interpreter's limit, an integer with thousands of digits, a faulty __repr__
         return f"a value of type {type(value).__name__}"
 
 
-def short(text: str) -> str:
+def truncate(text: str) -> str:
     """Truncates a text for a message."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
@@ -201,6 +203,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     try:
-        return " ".join(short(str(error)).split()) or "it gives no reason"
-    except BaseException:
+        return " ".join(truncate(str(error)).split()) or "it gives no reason"
+    except Exception:
         return "it gives no reason, since its __str__ fails"

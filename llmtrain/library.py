@@ -19,17 +19,17 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason, shown
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, format_value, reason
+from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
-    from llmtrain.cluster import Cluster
     from llmtrain.plan import Plan
-    from llmtrain.predict import PlanMemory
-    from llmtrain.predict.time import StepTime
+    from llmtrain.plan.predict import PlanMemory
+    from llmtrain.plan.predict.time import StepTime
     from llmtrain.recipe import Recipe
+    from llmtrain.recipe.cluster import Cluster
     from llmtrain.report import RunData
-    from llmtrain.verify import Certificate
+    from llmtrain.trials.verify import Certificate
     from llmtrain_lint import Reader, Result
 
 
@@ -46,14 +46,14 @@ class Planned:
     @cached_property
     def time(self) -> StepTime | None:
         """The predicted time of a step; None for devices of unknown speed."""
-        from llmtrain.predict.time import predict
+        from llmtrain.plan.predict.time import predict
 
         return predict(self.plan)
 
     @cached_property
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration; empty for a plan without DeepSpeed."""
-        from llmtrain.ds_config import render
+        from llmtrain.plan.ds_config import render
 
         return render(self.plan)
 
@@ -64,7 +64,7 @@ class Planned:
 
     def lines(self) -> Iterator[str]:
         """Yields readable lines: model, layout, memory, predicted time and notes."""
-        from llmtrain.predict.time import describe
+        from llmtrain.plan.predict.time import describe
 
         yield from describe(self.plan, self.memory, self.time)
 
@@ -91,11 +91,11 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
     model to measure what each layer saves for the backward pass; this loads torch. Raises RecipeError with all faults
     and the nearest legal plans.
     """
-    from llmtrain.cluster import local_cluster
     from llmtrain.plan.load import declared
-    from llmtrain.predict import memory_of
-    from llmtrain.rules import resolve
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.rules import resolve
+    from llmtrain.plan.search.cheapest import suggesting
+    from llmtrain.recipe.cluster import local_cluster
     from llmtrain.train.start import check_stages
 
     wanted, written_for = declared(recipe)
@@ -106,7 +106,7 @@ def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *
         check_stages(resolved)
     traced = None
     if trace:
-        from llmtrain.models.proof.trace import traced_layers
+        from llmtrain.models.activation_bytes import traced_layers
 
         traced = traced_layers(resolved)
     return Planned(resolved, memory_of(resolved, traced))
@@ -172,23 +172,23 @@ def verify(
     default `runs/NAME-verify`. `Certificate.deviating` lists the plans that differ. Call this function in the main
     thread.
     """
-    from llmtrain.cluster import local_cluster
     from llmtrain.data import Progress, prepare
     from llmtrain.overrides import untried_versions
     from llmtrain.plan.load import declared
+    from llmtrain.plan.search.enumerate import enumerate_plans
+    from llmtrain.recipe.cluster import local_cluster
     from llmtrain.run_dir import RunDir, default_run_dir
-    from llmtrain.search.enumerate import enumerate_plans
     from llmtrain.system.stops import say
     from llmtrain.system.streams import plain_console
-    from llmtrain.train.start import without_uncut
-    from llmtrain.verify import certify
-    from llmtrain.verify.job import choose_plans, comparable
+    from llmtrain.train.start import without_unsplittable
+    from llmtrain.trials.verify import certify
+    from llmtrain.trials.verify.job import choose_plans, comparable
 
     _check_call("verify", nproc=nproc, steps=steps)
     wanted = comparable(declared(recipe, "verify")[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
-    chosen, refused = without_uncut(choose_plans(runnable, refused, plans), refused)
+    chosen, refused = without_unsplittable(choose_plans(runnable, refused, plans), refused)
     for line in untried_versions():
         say(f"warning: {line}")
     prepare(wanted, Progress(plain_console(stderr=True)))
@@ -256,10 +256,10 @@ def _check_call(function: str, **numbers: int | None) -> None:
     """Refuses numbers that the command line refuses, too, and calls in other threads."""
     problems = []
     for name, value in numbers.items():
-        least, most = int(name != "max_restarts"), MOST_WORKERS if name == "nproc" else math.inf
+        least, most = int(name != "max_restarts"), MAX_WORKERS if name == "nproc" else math.inf
         if value is not None and not (type(value) is int and least <= value <= most):
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
-            message = f"must be an integer {limits}, not {shown(value)}"
+            message = f"must be an integer {limits}, not {format_value(value)}"
             problems.append(Problem("library.number", name, message))
     if problems:
         raise RecipeError(problems)

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmtrain.launch.jobs.slurm import committed
+from llmtrain.launch.jobs.slurm import example_scripts
 
 HERE = Path(__file__).parent
 
@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    texts = committed()
+    texts = example_scripts()
     present = {file.name: file.read_text(encoding="utf-8") for file in HERE.glob("*.sbatch")}
     stale = sorted(name for name in {*texts, *present} if texts.get(name) != present.get(name))
     for name in stale:

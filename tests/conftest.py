@@ -47,7 +47,7 @@ LONGEST_FILES = (
     "tests/test_tutorials.py",
     "tests/launch/test_two_hosts.py",
     "tests/launch/test_slurm.py",
-    "tests/self_test/",
+    "tests/trials/self_test/",
     "tests/train/",
     "tests/checkpoint/",
     "tests/engines/",

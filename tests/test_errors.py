@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.errors import Problem, RecipeError, shown
+from llmtrain.errors import Problem, RecipeError, format_value
 from tests.helpers.commands import llmtrain
 
 
@@ -33,4 +33,4 @@ def test_a_refused_model_is_shown_without_its_password(small_recipe):
 
 @pytest.mark.parametrize(("value", "text"), [(1e-5 / 10, "1e-06"), (0.1 + 0.2, "0.3"), (5e-4, "0.0005"), (1.0, "1.0")])
 def test_floats_are_shown_without_the_digits_of_their_rounding(value, text):
-    assert shown(value) == text
+    assert format_value(value) == text

@@ -94,17 +94,17 @@ def test_an_axis_is_searched_and_its_rule_refuses(extended):
     sizes = ("--set", "batch.micro_batch_size=3", "--set", "batch.global_batch_size=768", "--set", "parallel.rows=2")
     refused = run(extended, "-m", "llmtrain", "plan", str(ROOT / "recipes/llama_1b.py"), *sizes, code=2)
     assert "does not divide a micro-batch of 3" in refused
-    found = "from llmtrain.search.variants import degrees; print([split for split in degrees(8)])"
+    found = "from llmtrain.plan.search.variants import degrees; print([split for split in degrees(8)])"
     assert "'parallel.rows': 8" in run(extended, "-c", found)
 
 
 METRICS = """
 import sys
 from pathlib import Path
-from llmtrain.cluster import Cluster
-from llmtrain.metrics import MetricsLogger, StepMetrics, Window
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.train.metrics import MetricsLogger, StepMetrics, Window
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
 from llmtrain.run_dir import RunDir
 
 recipe, _ = load_recipe(sys.argv[1], ['logging.trackers=["csv"]'])

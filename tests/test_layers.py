@@ -20,29 +20,27 @@ LINT = ROOT / "packages/lint/llmtrain_lint"
 LAYERS = (
     {"errors"},
     {"system"},
-    {"recipe", "cluster"},
+    {"recipe"},
     {"plan"},
-    {"predict"},
-    {"rules"},
-    {"search"},
-    {"ds_config", "run_dir", "launch"},
-    {"data"},
+    {"run_dir"},
     {"overrides"},
+    {"launch"},
+    {"data"},
     {"models"},
-    {"runtime", "metrics", "watchdog"},
     {"engines"},
     {"checkpoint"},
-    {"tune", "report"},
+    {"report"},
     {"train"},
-    {"verify", "dry_run", "doctor"},
-    {"self_test"},
+    {"trials"},
     {"library"},
     {"commands"},
     {"cli"},
     {"__init__", "__main__"},
 )
+ROOMS_OF_PLAN = ("facts", "predict", "rules", "search")
+"""Directories of `plan/`, likewise."""
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
-PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "library", "cli"}
+PURE = {"errors", "system", "recipe", "plan", "run_dir", "launch", "report", "commands", "library", "cli"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 USES_LINT = {"library", "commands", "cli"}
 FOR_ALL = "llmtrain_lint.yaml_text."
@@ -57,13 +55,13 @@ def _modules() -> list[tuple[str, Path]]:
 
 
 def _imports(path: Path, lazy: bool) -> list[str]:
-    """Dotted names that a module imports when it is loaded; with `lazy`, also those inside functions."""
+    """Dotted names that a module imports when it is loaded; with `lazy`, also those in functions and for types."""
     tree = ast.parse(path.read_text())
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if typing_only or (inner and not lazy):
+        if not lazy and (inner or typing_only):
             skipped.update(ast.walk(node))
     names = []
     for node in ast.walk(tree):
@@ -106,6 +104,17 @@ def test_the_linter_depends_on_nothing_of_llmtrain_and_on_nothing_heavy():
         assert roots - sys.stdlib_module_names <= {"llmtrain_lint", *OF_LINT}, path
 
 
+def test_rooms_of_a_plan_import_downward():
+    for level, room in enumerate(ROOMS_OF_PLAN):
+        for path in (PACKAGE / "plan" / room).rglob("*.py"):
+            found = {name.split(".")[2] for name in _imports(path, lazy=True) if name.startswith("llmtrain.plan.")}
+            assert not found & {*ROOMS_OF_PLAN[level + 1 :]}, path
+
+
+def test_there_are_at_most_fourteen_packages():
+    assert sum(path.is_dir() for path in PACKAGE.iterdir() if path.name != "__pycache__") <= 14
+
+
 def test_no_modules_import_each_other_in_a_circle():
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for _, path in _modules()
@@ -126,7 +135,7 @@ def test_heavy_imports_stay_where_they_belong(part, path):
     if part in PURE:
         assert not roots & HEAVY
     everything = {name.split(".")[0] for name in _imports(path, lazy=True)}
-    if part not in {"overrides", "runtime", "engines", "checkpoint", "metrics"}:  # accelerate's trackers are metrics
+    if part not in {"overrides", "engines", "checkpoint"} and path.parent.name != "metrics":  # accelerate has trackers
         assert not everything & ENGINE_ONLY
 
 

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 ANY_ORDER = """
 import importlib, random, sys
 from types import FunctionType
-names = ["plan", "train", "verify"]
-for first in ["", *names, "plan.plan", "verify.certify"]:
+names = ["plan", "train", "trials.verify"]
+for first in ["", *names, "plan.plan", "trials.verify.certify"]:
     for name in [name for name in sys.modules if name.split(".")[0] == "llmtrain"]:
         del sys.modules[name]
     importlib.import_module(f"llmtrain.{first}".rstrip("."))

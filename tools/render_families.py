@@ -19,10 +19,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import build_chain, find_cut, packed_input, reference, run_chain
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Cut
-from llmtrain.plan.built_model import CHOOSERS
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
+from llmtrain.plan.facts.built_model import INDEXERS
 from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
@@ -82,7 +83,7 @@ def judge(family: str) -> Verdict:
     """Builds a family, cuts it into stages and compares them with the whole model."""
     try:
         config = tiny_config(family)
-        whole = reference(config, "eager")
+        whole = build_tiny_model(config, "eager")
         inputs = packed_input(config)
         with torch.no_grad():
             whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
@@ -151,8 +152,8 @@ def _remarks(family: str, cut: Cut) -> str:
         ("router logits sent along", cut.sends_routers),
     ]
     found = [text for text, holds in remarks if holds]
-    if family in CHOOSERS:
-        found.append(f"`{CHOOSERS[family]}` has no gradient and is frozen")
+    if family in INDEXERS:
+        found.append(f"`{INDEXERS[family]}` has no gradient and is frozen")
     return ", ".join(found)
 
 

@@ -14,7 +14,7 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.engines.documents_check import influences
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.varlen_check import check_attention
+from llmtrain.models.tiny.varlen_check import check_attention
 
 HEAD = """# Model families and packed documents
 

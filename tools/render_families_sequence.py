@@ -22,9 +22,9 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences, describe
-from llmtrain.launch.place.rank import Rank
-from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.runtime.distributed import init_process_group
+from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
 
 WAIT = timedelta(seconds=30)
 HEAD = """# Model families under sequence parallelism
@@ -63,7 +63,7 @@ def _attention(config: PreTrainedConfig) -> str:
         try:
             tokens, positions = packed_input(config)
             with torch.no_grad():
-                reference(config, attention)(input_ids=tokens, position_ids=positions, use_cache=False)
+                build_tiny_model(config, attention)(input_ids=tokens, position_ids=positions, use_cache=False)
         except Exception:
             if attention == "eager":
                 raise

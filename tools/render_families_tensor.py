@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.slices_check import VOCABULARY, compare_slices, has_regions
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor.split import DeclaredSplit
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, supports_sequence_parallel
 
 HEAD = """# Model families with tensor parallelism
 
@@ -30,8 +30,8 @@ layers, one of each kind among them, and packed documents. It is split between t
 model: the logits, and the gradient of every parameter. A family that deviates, or declares no plan, is refused before
 a run starts. The same comparison is made for each model that you train. For a family that works, the
 table shows which share of the tiny copy's layers is split; all ranks hold the rest. If it says *slices*, ranks may hold
-slices of the residual stream between attention and feed-forward (sequence parallel regions); other families hold all
-of it on each rank.
+slices of the residual stream between attention and feed-forward (Megatron-LM's sequence parallelism); other families
+hold all of it on each rank.
 
 """
 SLICES = ", slices"
@@ -47,8 +47,8 @@ def judge(family: str) -> Verdict:
     except Exception as error:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
-        share = f"{_share(model, compare_slices(config)):.0%}"
-        return Verdict(family, "works", share + SLICES if has_regions(config) else share)
+        share = f"{_share(model, compare_tensor_split(config)):.0%}"
+        return Verdict(family, "works", share + SLICES if supports_sequence_parallel(config) else share)
     except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmtrain.predict.picture import box, line, picture, text
+from llmtrain.plan.predict.picture import box, line, picture, text
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"

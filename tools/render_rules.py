@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.rules import ENGINE, RULES
+from llmtrain.plan.rules import ENGINE, RULES
 
 PAGE = Path(__file__).parents[1] / "docs/reference/rules.md"
-SEEN = {
+EVIDENCE = {
     "run": "run, and compared with plain torch",
     "read": "read in its source",
     "arithmetic": "arithmetic",
@@ -18,7 +18,7 @@ SEEN = {
 
 HEAD = f"""# Rules of legality
 
-Generated from `llmtrain/rules/` by `python tools/render_rules.py`; do not edit.
+Generated from `llmtrain/plan/rules/` by `python tools/render_rules.py`; do not edit.
 
 A plan that breaks a rule is refused before anything starts. The message contains the rule's id, the given value and a
 fix. A rule marked *note* does not refuse the plan but prints a note. The engine's behaviour was observed on
@@ -32,7 +32,10 @@ DeepSpeed; they are not checked for other backends.
 
 def render() -> str:
     """Returns the whole page."""
-    rows = (f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {SEEN[rule.seen]} |" for rule in RULES)
+    rows = (
+        f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {EVIDENCE[rule.evidence]} |"
+        for rule in RULES
+    )
     return HEAD + "\n".join(rows) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 
 from llmtrain.engines.optim import schedule
-from llmtrain.predict.picture import box, line, picture, text
+from llmtrain.plan.predict.picture import box, line, picture, text
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 
 STEPS, WARMUP, DECAY, LOWEST = 100, 10, 30, 0.1

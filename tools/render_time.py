@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.plan import Plan
-from llmtrain.predict.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
-from llmtrain.predict.time import StepTime, predict
-from llmtrain.predict.traffic import CommunicationGroups, Traffic
-from llmtrain.predict.work import StageParameters
+from llmtrain.plan.predict.assumptions import DEFAULT_EFFICIENCY, EAGER, EFFICIENCY, FUSED, Assumptions
+from llmtrain.plan.predict.time import StepTime, predict
+from llmtrain.plan.predict.traffic import CommunicationGroups, Traffic
+from llmtrain.plan.predict.work import StageParameters
+from llmtrain.plan.rules import assemble
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -31,8 +31,8 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.recipe.cluster import DEVICES, Cluster, Device
 from llmtrain.recipe.parts import field_texts
-from llmtrain.rules import assemble
 
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
 GPU = Path(__file__).parents[1] / "benchmarks/results/gpu.json"
@@ -62,13 +62,13 @@ def asynchronous_replicas(groups: CommunicationGroups, held: StageParameters) ->
     """
     traffic, micro_batches = groups.traffic(held), groups.plan.batch.gradient_accumulation_steps
     spread = [replace(one, times=one.times / micro_batches) for one in traffic.step]
-    return traffic._replace(step=[], hidden=[*traffic.hidden, *spread])
+    return traffic._replace(step=[], overlapped=[*traffic.overlapped, *spread])
 
 
 def asynchronous(groups: CommunicationGroups, held: StageParameters) -> Traffic:
     """Returns the same if tensor parallel ranks also communicate during their products (MegaScale, section 3.2)."""
     traffic = asynchronous_replicas(groups, held)
-    return traffic._replace(waited=[], hidden=[*traffic.hidden, *traffic.waited])
+    return traffic._replace(exposed=[], overlapped=[*traffic.overlapped, *traffic.exposed])
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def cluster() -> Cluster:
     return Cluster(nodes=4, devices_per_node=8, device="h100", measured=measured_on("report.json"))
 ```
 
-Otherwise the figures of devices and links come from datasheets (`llmtrain/cluster.py`). If your links differ, or
+Otherwise the figures of devices and links come from datasheets (`llmtrain/recipe/cluster.py`). If your links differ, or
 your device is not in the catalogue, describe the cluster in the recipe file:
 
 ```python
@@ -418,7 +418,7 @@ def layout_of(run: Run) -> str:
 
 def render() -> str:
     """Returns the whole page."""
-    reached = {**REACHED, "others": REACHED_ELSEWHERE}
+    reached = {**EFFICIENCY, "others": DEFAULT_EFFICIENCY}
     shares = "".join(f"| {name} | {one.matmul:.0%} | {one.attention:.0%} |\n" for name, one in reached.items())
     rows = "".join(_row(run) for run in RUNS)
     own = [abs(_error(run)) for run in RUNS if run.chunks == 1]
@@ -460,13 +460,13 @@ def _measured() -> str:
         "because most published runs on several devices are predicted as too fast."
     )
     rates = next((row["found"]["measured"] for row in result["rows"] if "measured" in (row.get("found") or {})), None)
-    rows = RATES + "".join(_rates(rates)) if rates and rates["device"] in REACHED else ""
+    rows = RATES + "".join(_rates(rates)) if rates and rates["device"] in EFFICIENCY else ""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + rows
 
 
 def _rates(measured: Mapping[str, Any]) -> Iterator[str]:
     """Yields a row for each rate of a self-test: measured, assumed, and the datasheet's."""
-    device, reached = DEVICES[measured["device"]], REACHED[measured["device"]]
+    device, reached = DEVICES[measured["device"]], EFFICIENCY[measured["device"]]
     for name, rate, peak, share in (
         ("Matrix products in bf16, TFLOP/s", measured["matmul"]["bf16"], device.peak_flops["bf16"], reached.matmul),
         ("Attention in bf16, TFLOP/s", measured["attention"]["bf16"], device.peak_flops["bf16"], reached.attention),

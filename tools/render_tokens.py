@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Plan
-from llmtrain.predict import memory_of
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.rules import LEGALITY, allowed, assemble
 from llmtrain.recipe import Recipe
-from llmtrain.rules import LEGALITY, allowed, assemble
+from llmtrain.recipe.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 RECIPE = load_recipe(str(ROOT / "recipes/llama3_8b.py"), [])[0]

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.benchmark import sets
 from benchmarks.gpu.case import FailedError, NotHereError, Numbers, Situation
 from benchmarks.pairs import ROOT
-from llmtrain.cluster import visible_gpus
+from llmtrain.recipe.cluster import visible_gpus
 
 TINY = "recipes/tiny.py"
 BF16 = "parallel.precision=bf16"

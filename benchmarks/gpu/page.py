@@ -18,7 +18,7 @@ from benchmarks.pairs import ROOT
 Row = Mapping[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "reference" / "gpu.md"
-IN_PACKAGE = ROOT / "llmtrain" / "predict" / "measured.json"
+IN_PACKAGE = ROOT / "llmtrain" / "plan" / "predict" / "measured.json"
 """What a plan says about the accuracy of its memory; the package has no results."""
 STATEMENT = re.compile(r"(<!-- gpu: begin -->\n).*?(<!-- gpu: end -->\n)", re.DOTALL)
 README = ROOT / "README.md"

@@ -34,10 +34,10 @@ from benchmarks.gpu.page import in_short, table
 from benchmarks.machine import facts
 from benchmarks.pairs import ROOT, python_path
 from benchmarks.turns import family
-from llmtrain.cluster import visible_gpus
-from llmtrain.errors import nearest
+from llmtrain.errors import did_you_mean
+from llmtrain.recipe.cluster import visible_gpus
 from llmtrain.system.durable import write_atomically
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 RESERVE_S = 5.0
 """Seconds that are kept for ending."""
@@ -263,7 +263,7 @@ def _chosen(only: str | None, small: bool, parser: argparse.ArgumentParser) -> l
     names = [name.strip() for name in only.split(",")]
     for name in names:
         if name not in CASES:
-            parser.error(f"--only: there is no case '{name}'{nearest(name, CASES)} --list shows all")
+            parser.error(f"--only: there is no case '{name}'{did_you_mean(name, CASES)} --list shows all")
     return [name for name in CASES if name in names]
 
 
@@ -274,7 +274,7 @@ def _earlier(file: Path | None, small: bool, parser: argparse.ArgumentParser) ->
     try:
         document = read_json(file, dict[str, Any])
     except UNREADABLE as error:
-        parser.error(f"--done {file}: {why(error)}")
+        parser.error(f"--done {file}: {file_fault(error)}")
     if document.get("benchmark") != "gpu" or document.get("small") != small:
         parser.error(f"--done {file}: is no result of this command {'with' if small else 'without'} --small")
     return document

@@ -169,10 +169,10 @@ def told(error: BaseException) -> str:
 @contextmanager
 def _first_device() -> Iterator[tuple[torch.device, str]]:
     """Makes the process group of one rank; yields its device, and the name of that in the catalogue."""
-    from llmtrain.cluster import device_of, visible_gpus
+    from llmtrain.engines.runtime.distributed import init_process_group
+    from llmtrain.launch.discovery.rank import Rank
     from llmtrain.launch.local import reserved_port
-    from llmtrain.launch.place.rank import Rank
-    from llmtrain.runtime.distributed import init_process_group
+    from llmtrain.recipe.cluster import device_of, visible_gpus
 
     gpus = visible_gpus()
     with reserved_port() as port:
@@ -191,10 +191,10 @@ def _measure_small(timed: TimedPlan, given: Situation, device: torch.device, nam
 def _measure(timed: TimedPlan, given: Situation, device: torch.device, name: str) -> Numbers:
     import torch
 
-    from llmtrain.cluster import Cluster
-    from llmtrain.ds_config import render
     from llmtrain.engines import build_engine
-    from llmtrain.rules import resolve
+    from llmtrain.plan.ds_config import render
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
 
     is_gpu = device.type == "cuda"
     if timed.source == PRETRAINED:
@@ -248,9 +248,9 @@ def _measure(timed: TimedPlan, given: Situation, device: torch.device, name: str
 
 def _predicted(plan: Plan, device: str, rates: Path | None) -> Numbers:
     """Returns the predicted bytes that torch allocates, and step times by datasheet and by the self-test's rates."""
-    from llmtrain.cluster import Cluster, MeasuredRates
-    from llmtrain.predict import memory_of
-    from llmtrain.predict.time import predict
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.predict.time import predict
+    from llmtrain.recipe.cluster import Cluster, MeasuredRates
 
     memory = memory_of(plan)
     found: Numbers = {"predicted_bytes": memory.allocated if memory else None}
@@ -268,18 +268,18 @@ def _predicted(plan: Plan, device: str, rates: Path | None) -> Numbers:
 def _batches(timed: TimedPlan, plan: Plan) -> list[StepBatch]:
     if timed.source != CHATS:
         return [random_batch(plan, timed.documents) for _ in range(BATCHES)]
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
 
-    schedule = Schedule.of(plan, prepare(plan.recipe), dp_rank=0)
+    schedule = BatchLoader.of(plan, prepare(plan.recipe), dp_rank=0)
     size = plan.batch.global_batch_size
     return [schedule.train_batch(number * size) for number in range(WARM_UP + MOST_STEPS)]
 
 
 def predicted_bytes(timed: TimedPlan) -> int | None:
     """Returns the bytes that torch allocates in steps of a plan, by prediction. No weights are read."""
-    from llmtrain.cluster import Cluster
-    from llmtrain.predict import memory_of
-    from llmtrain.rules import resolve
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
 
     if timed.source == PRETRAINED:
         return None

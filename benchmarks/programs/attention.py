@@ -23,17 +23,17 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from llmtrain.cluster import Cluster
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
-    from llmtrain.tune.trial import TURN_S, Trial
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
+    from llmtrain.train.tune.trial import TURN_S, Trial
 
     trials = []
     for attention in ("sdpa", "varlen"):
         recipe, _ = load_recipe(RECIPE, [*FIELDS, f"model.attention={attention}", *options.fields])
         plan = resolve(recipe, Cluster())
-        batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+        batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
         trials.append(Trial(plan, batch, torch.device("cpu")))
         trials[-1].warm()
     taken = [tuple(trial.seconds(TURN_S) for trial in trials) for _ in range(options.turns)]

@@ -63,11 +63,11 @@ def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, 
 def ours(folder: Path) -> dict[str, float]:
     """Reads, renders, proves, tokenizes and writes the conversations; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache
-    from llmtrain.data.chat.store import ChatReading
+    from llmtrain.data.chat.store import ChatOptions
     from llmtrain.data.chat.template import load_template
     from llmtrain.data.progress import Progress
     from llmtrain.data.sources.corpus import open_corpora
-    from llmtrain.data.store import Reading, token_store
+    from llmtrain.data.store import TokenizeOptions, token_store
     from llmtrain.data.tokenizer import prepare_tokenizer
     from llmtrain.recipe import DataConfig, Source
 
@@ -78,9 +78,9 @@ def ours(folder: Path) -> dict[str, float]:
         corpora = open_corpora([source], cache)
         tokenizer = prepare_tokenizer(data, corpora, 0.01, cache)
         template = load_template(None, tokenizer.folder)
-        chat = ChatReading(template, "assistant", "drop", "refuse", LENGTH)
+        chat = ChatOptions(template, "assistant", "drop", "refuse", LENGTH)
         clock = Clock()
-        store = token_store(corpora[0], "source", Reading(tokenizer, "text", 0.01, chat), cache)
+        store = token_store(corpora[0], "source", TokenizeOptions(tokenizer, "text", 0.01, chat), cache)
         return clock.speed(sum(len(stream) for stream in store.streams.values()))
 
 

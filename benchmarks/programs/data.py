@@ -66,11 +66,11 @@ def ours(corpus: Path) -> dict[str, float]:
     """Reads, splits, tokenizes and writes the file; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import Reading, token_store
+    from llmtrain.data.store import TokenizeOptions, token_store
 
     data = recipe_of(corpus).data
     opened, tokenizer = tokenizer_of(corpus)
-    reading = Reading(tokenizer, data.special_tokens, eval_fraction=0.01)
+    reading = TokenizeOptions(tokenizer, data.special_tokens, eval_fraction=0.01)
     with tempfile.TemporaryDirectory(dir=cache_folder(data)) as folder:
         clock = Clock()
         store = token_store(opened, "source", reading, Cache(Path(folder), Progress()))
@@ -129,14 +129,14 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
 
 def seek(corpus: Path) -> dict[str, float]:
     """Requests a distant batch and the batches after it from a schedule that has not returned any batch yet."""
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
 
     prepared = prepare(recipe_of(corpus))
     import torch  # noqa: F401 - a worker has imported it by then
 
     times = []
     for cursor in (10**9, 10**12):
-        schedule = Schedule(
+        schedule = BatchLoader(
             prepared,
             seed=1,
             global_batch_size=512,

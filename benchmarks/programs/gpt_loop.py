@@ -1,4 +1,4 @@
-"""A GPT written out in plain PyTorch, and the loop that trains it, as in nanoGPT; prints a line of JSON.
+"""A GPT written out in plain PyTorch, as in nanoGPT, trained by the loop of `bare.py`; prints a line of JSON.
 
 python -m benchmarks.programs.gpt_loop FOLDER --steps 400
 
@@ -9,6 +9,7 @@ one kernel each, and no module calls hooks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.programs.bare import torch_steps
 from benchmarks.programs.windows import print_speed, read
 
 
@@ -31,7 +33,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Takes and returns [batch, T, width]."""
+        """Takes and returns the hidden states, [batch, sequence, width]."""
         batch, length, width = hidden.shape
         parts = self.into(self.norms[0](hidden)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind()
@@ -53,11 +55,10 @@ class Gpt(nn.Module):
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross-entropy of token ids [batch, T]."""
-        hidden = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
-        logits = functional.linear(self.norm(self.blocks(hidden)), self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        """Returns the logits, [batch, sequence, vocabulary], as a model of `transformers` does; it has no cache."""
+        hidden = self.tokens(input_ids) + self.positions(position_ids)
+        return SimpleNamespace(logits=functional.linear(self.norm(self.blocks(hidden)), self.tokens.weight))
 
 
 def main() -> None:
@@ -68,21 +69,9 @@ def main() -> None:
     options = parser.parse_args()
     train = read(options.folder / "train.json")
     model = Gpt(read(options.folder / "model.json"))
-    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
-    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=tuple(train.betas), eps=train.eps, fused=True)
-    batches = torch.load(options.folder / "batches_0.pt")
+    batches = itertools.islice(torch.load(options.folder / "batches_0.pt"), options.steps)
     times = []
-    for step in range(options.steps):
-        for inputs, _, labels in batches[step]:
-            loss = model(inputs, labels)
-            (loss / train.accumulation).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % train.log_every == 0:
-            print(step + 1, loss.item(), flush=True)
+    for _ in torch_steps(model, batches, train, options.steps, train.log_every):
         times.append(time.perf_counter())
     print_speed(times, train)
 

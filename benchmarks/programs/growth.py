@@ -48,7 +48,7 @@ def growth(corpus: Path) -> dict[str, float]:
     from llmtrain.data import packing
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import Reading, token_store
+    from llmtrain.data.store import TokenizeOptions, token_store
 
     peaks = Peaks()
 
@@ -59,7 +59,7 @@ def growth(corpus: Path) -> dict[str, float]:
 
     data = recipe_of(corpus).data
     opened, tokenizer = tokenizer_of(corpus)
-    reading = Reading(tokenizer, data.special_tokens, eval_fraction=0.01)
+    reading = TokenizeOptions(tokenizer, data.special_tokens, eval_fraction=0.01)
     with tempfile.TemporaryDirectory(dir=cache_folder(data)) as name:
         folder = Path(name)
         started = time.perf_counter()

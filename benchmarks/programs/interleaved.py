@@ -25,14 +25,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import local_cluster
-from llmtrain.ds_config import render
 from llmtrain.errors import Exit
 from llmtrain.launch import discover
 from llmtrain.launch.local import run_workers
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import local_cluster
 from llmtrain.run_dir import RunDir
 
 RECIPE = "recipes/tiny.py"
@@ -60,7 +60,7 @@ class Turns:
         """Is called by our loop after each of its steps."""
         if step % self.block:
             return
-        from llmtrain.runtime.distributed import barrier
+        from llmtrain.engines.runtime.distributed import barrier
 
         _wait()
         if self._begun is not None:
@@ -99,7 +99,7 @@ def _now() -> tuple[float, float]:
 
 def child(options: argparse.Namespace) -> None:
     """Runs one rank."""
-    from llmtrain import metrics
+    from llmtrain.train import metrics
     from llmtrain.train.signals import StopSignals
     from llmtrain.train.worker import train_rank
 
@@ -129,12 +129,12 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
     from torch._C._distributed_c10d import Work
 
     from benchmarks.programs.bare import deepspeed_steps, torch_steps
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.models import build_model
     from llmtrain.models.precision import weight_dtype
 
     recipe = plan.recipe
-    schedule = Schedule.of(plan, prepare(recipe), dp_rank=rank)
+    schedule = BatchLoader.of(plan, prepare(recipe), dp_rank=rank)
     steps = [schedule.train_batch(number * plan.batch.global_batch_size) for number in range(KEPT_BATCHES)]
     batches = itertools.cycle(
         [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in steps]

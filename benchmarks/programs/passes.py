@@ -24,15 +24,15 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from llmtrain.cluster import Cluster
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
-    from llmtrain.tune.trial import ALONE_S, Trial
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
+    from llmtrain.train.tune.trial import ALONE_S, Trial
 
     recipe, _ = load_recipe(RECIPE, options.fields)
     plan = resolve(recipe, Cluster())
-    batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
     trial = Trial(plan, batch, torch.device("cpu"))
     if options.transposed:
         for module in trial.model.modules():

@@ -23,17 +23,17 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from llmtrain.cluster import Cluster
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.plan.load import load_recipe
-    from llmtrain.predict.activations import kept_bytes, layer_bytes
-    from llmtrain.rules import resolve
-    from llmtrain.tune.trial import TURN_S, Trial
+    from llmtrain.plan.predict.activations import kept_bytes, layer_bytes
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
+    from llmtrain.train.tune.trial import TURN_S, Trial
 
     recipe, _ = load_recipe(RECIPE, options.fields)
     plain = resolve(recipe, Cluster())
     selected = resolve(recipe.with_(**{"parallel.activation_checkpointing": options.again}), Cluster())
-    batch = Schedule.of(plain, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    batch = BatchLoader.of(plain, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
     trials = [Trial(plan, batch, torch.device("cpu")) for plan in (plain, selected)]
     for trial in trials:
         trial.warm()

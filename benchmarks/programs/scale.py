@@ -23,9 +23,9 @@ def plan_of(ranks: int) -> Any:
 
     Micro-batches have one sequence, and each replica has at least one of them.
     """
-    from llmtrain.cluster import Cluster
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
 
     replicas = ranks // 16
     fields = [f"batch.global_batch_size={16 * replicas}", "parallel.pipeline=16"]
@@ -37,9 +37,9 @@ def plan_of(ranks: int) -> Any:
 
 def plan(ranks: int) -> dict[str, float]:
     """Times a plan with its rules, memory, time and DeepSpeed JSON."""
-    from llmtrain.ds_config import render
-    from llmtrain.predict import memory_of
-    from llmtrain.predict.time import predict
+    from llmtrain.plan.ds_config import render
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.predict.time import predict
 
     plan_of(ranks)  # loads the modules, which is not to be timed
     started = time.perf_counter()
@@ -110,9 +110,9 @@ def manifest(ranks: int) -> dict[str, float]:
 
 def launch(ranks: int) -> dict[str, float]:
     """Times reading a hostfile and rendering Slurm's job script."""
-    from llmtrain.cluster import Cluster
-    from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
+    from llmtrain.launch.hostfile import Host, read_hosts, render_hostfile
     from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, render_job
+    from llmtrain.recipe.cluster import Cluster
 
     cluster = Cluster(nodes=ranks // PER_NODE, devices_per_node=PER_NODE, device="h100")
     folder = Path("/shared/job")
@@ -122,7 +122,7 @@ def launch(ranks: int) -> dict[str, float]:
     hosts = [Host(f"node{number:05d}", tuple(range(PER_NODE))) for number in range(ranks // PER_NODE)]
     with tempfile.NamedTemporaryFile("w", suffix=".hosts") as file:
         started = time.perf_counter()
-        file.write(hostfile_of(hosts))
+        file.write(render_hostfile(hosts))
         file.flush()
         assert len(read_hosts(Path(file.name))) == len(hosts)
         listed = time.perf_counter()

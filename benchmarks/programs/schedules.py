@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.local import reserved_port
-from llmtrain.launch.place.rank import Rank
-from llmtrain.runtime.distributed import init_process_group
 
 RECIPE = "recipes/tiny.py"
 RANKS = 2
@@ -60,16 +60,16 @@ def work(rank: int, port: int, fields: list[str], turns: int) -> None:
 
 def _engine(fields: list[str]) -> tuple[Any, Any]:
     """Returns the engine of a recipe, and a batch for its steps."""
-    from llmtrain.cluster import Cluster
-    from llmtrain.data import Schedule, prepare
-    from llmtrain.ds_config import render
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.engines import build_engine
+    from llmtrain.plan.ds_config import render
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import Cluster
 
     recipe, _ = load_recipe(RECIPE, fields)
     plan = resolve(recipe, Cluster(devices_per_node=RANKS))
-    batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0)
+    batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0)
     return build_engine(plan, render(plan), torch.device("cpu")), batch
 
 

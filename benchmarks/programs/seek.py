@@ -54,10 +54,10 @@ def opened(folder: Path, sequences: int) -> Any:
 
 def schedule_of(folder: Path, sequences: int, batch: bool) -> Any:
     """Returns a schedule of single samples or, with `batch`, of the batches of one rank of many."""
-    from llmtrain.data import Schedule
+    from llmtrain.data import BatchLoader
 
     sizes = (BATCH, MICRO, RANK, RANKS) if batch else (1, 1, 0, 1)
-    return Schedule(
+    return BatchLoader(
         opened(folder, sequences),
         seed=1,
         global_batch_size=sizes[0],

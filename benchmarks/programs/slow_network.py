@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.plan import Plan
-from llmtrain.predict import flat
+from llmtrain.plan.predict import flat
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 
 LAYERS, TOKENS, VOCAB = 4, 64, 256
 FORWARD_S, BACKWARD_S = 0.1, 0.2
@@ -52,7 +52,7 @@ CABLE = Path("/sys/class/net/cable/statistics/tx_bytes")
 def small_buckets() -> AbstractContextManager[object]:
     """Makes plans, their configurations and their predictions use buckets of `BUCKET_MIB`."""
     elements = BUCKET_MIB * 2**20 // 4
-    return mock.patch.multiple(flat, LEAST_BUCKET=elements, BUCKET_OF_REPLICA=0, DDP_BUCKET_MIB=BUCKET_MIB)
+    return mock.patch.multiple(flat, MIN_BUCKET=elements, BUCKET_PER_REPLICA=0, DDP_BUCKET_MIB=BUCKET_MIB)
 
 
 def plan_of(name: str) -> Plan:
@@ -108,9 +108,9 @@ def _batch(plan: Plan, step: int, replica: int) -> StepBatch:
 
 def measure(plan: Plan, steps: int) -> dict[str, float]:
     """Returns the median seconds of a step, and the bytes that this host sends over the cable in one."""
-    from llmtrain.ds_config import render
     from llmtrain.engines import build_engine
     from llmtrain.models.stages import decoder_layers
+    from llmtrain.plan.ds_config import render
 
     engine: Any = build_engine(plan, render(plan), torch.device("cpu"))  # every one of these has a model
     models = [stage.model for stage in engine.model] if plan.parallel.pipeline > 1 else [engine.model]

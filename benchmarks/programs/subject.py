@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
+from llmtrain.plan.ds_config import render
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 
 RECIPE = "recipes/tiny.py"
 
@@ -22,7 +22,7 @@ def write(path: str, folder: Path, ranks: int, steps: int, fields: list[str]) ->
     """Writes `model.json`, `ds_config.json` and `train.json`, and `batches_RANK.pt` for each rank."""
     import torch
 
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.models.build import model_configuration
 
     recipe, _ = load_recipe(path, fields)
@@ -50,7 +50,7 @@ def write(path: str, folder: Path, ranks: int, steps: int, fields: list[str]) ->
     )
     prepared = prepare(recipe)
     for rank in range(ranks):
-        schedule = Schedule.of(plan, prepared, dp_rank=rank)
+        schedule = BatchLoader.of(plan, prepared, dp_rank=rank)
         batches = [schedule.train_batch(number * plan.batch.global_batch_size) for number in range(steps)]
         torch.save(
             [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in batches],

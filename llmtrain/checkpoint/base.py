@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from llmtrain.engines.optimizers.schedule_free import mean_of
-from llmtrain.engines.state.files import Stored
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.runtime.agree import broadcast
+from llmtrain.engines.runtime.distributed import rank
+from llmtrain.engines.state.files import StoredShard
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
-from llmtrain.models.adapter import trained_part
+from llmtrain.models.adapter import select_trained
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
-from llmtrain.plan.model_facts import pretrained_folder
+from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
-from llmtrain.runtime.agree import broadcast
-from llmtrain.runtime.distributed import rank
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 
 def base_of(plan: Plan) -> str:
@@ -35,18 +35,18 @@ def base_of(plan: Plan) -> str:
     Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
     """
     model = plan.recipe.model
-    if not model.leaves_base:
+    if not model.omits_base_weights:
         return ""
-    found: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
-    return found if model.quantize == "none" else f"{found} in {model.quantize}"
+    weights_hash: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
+    return weights_hash if model.quantize == "none" else f"{weights_hash} in {model.quantize}"
 
 
-def moved(plan: Plan, base: str | None) -> Plan:
-    """Returns a plan that finds the frozen weights under another name, if one is given.
+def with_base(plan: Plan, base: str | None) -> Plan:
+    """Returns the plan with another folder or hub name of the frozen weights, if `base` is one.
 
     Raises RecipeError if they are in a folder that does not exist.
     """
-    if not plan.recipe.model.leaves_base:
+    if not plan.recipe.model.omits_base_weights:
         return plan
     recipe = plan.recipe if base is None else plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
     pretrained_folder(recipe.model, fix="--base FOLDER names the folder that holds these weights now")
@@ -61,13 +61,13 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
         raise CheckpointError(Problem("checkpoint.base", str(checkpoint), message, fix))
 
 
-def state_source(checkpoint: Path, plan: Plan) -> StateSource:
-    """Returns the weights to export from a checkpoint, including frozen ones that it leaves out."""
-    return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else Exported(checkpoint, plan)
+def export_reader(checkpoint: Path, plan: Plan) -> CheckpointReader:
+    """Returns a reader of the weights to export from a checkpoint, including frozen ones that it leaves out."""
+    return ReaderWithBase(checkpoint, plan) if plan.recipe.model.omits_base_weights else ExportReader(checkpoint, plan)
 
 
-class Exported(StateSource):
-    """A checkpoint with the weights to export: the averaged ones, if the optimizer averages (schedule-free AdamW)."""
+class ExportReader(CheckpointReader):
+    """Reads the weights to export: the averaged ones, if the optimizer averages (schedule-free AdamW)."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder)
@@ -76,24 +76,24 @@ class Exported(StateSource):
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, flat, on the CPU."""
-        found = super().whole(name, kind)
-        if self._beta is None or kind != WEIGHT or not any(POINT in one.kinds for one in self.all[name]):
-            return found
-        return mean_of(found, super().whole(name, POINT), self._beta)
+        weight = super().whole(name, kind)
+        if self._beta is None or kind != WEIGHT or not any(POINT in shard.kinds for shard in self.shards[name]):
+            return weight
+        return mean_of(weight, super().whole(name, POINT), self._beta)
 
 
-class WithBase(Exported):
-    """A checkpoint together with the pretrained weights that its run has frozen."""
+class ReaderWithBase(ExportReader):
+    """Reads a checkpoint together with the pretrained weights that its run has frozen."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder, plan)
         model = plan.recipe.model
         config = model_configuration(plan.recipe)
         groups = aliases(empty_model(config, torch.float32, model.trust_remote_code))
-        stored = {name for one in super().all for name in groups.get(one, (one,))}
-        self._base: dict[str, list[Stored]] = {name: [] for name in groups if name not in stored}
+        stored = {alias for name in super().shards for alias in groups.get(name, (name,))}
+        self._base: dict[str, list[StoredShard]] = {name: [] for name in groups if name not in stored}
         self._model, self._config = model, config
-        trained = trained_part(plan.recipe, config)
+        trained = select_trained(plan.recipe, config)
         self._packed = trained.packed if trained else frozenset()
 
     @cached_property
@@ -101,9 +101,9 @@ class WithBase(Exported):
         return read_pretrained(self._model, self._config)
 
     @property
-    def all(self) -> dict[str, list[Stored]]:
-        """The pieces of all ranks, by name; those of frozen weights have none."""
-        return super().all | self._base
+    def shards(self) -> dict[str, list[StoredShard]]:
+        """The shards of all ranks, by the weight's name; frozen weights have none."""
+        return super().shards | self._base
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, flat, on the CPU; a 4-bit one as the values with which the run trains."""

@@ -14,19 +14,19 @@ from llmtrain.checkpoint.folder import find, is_exported, newest, read_latest
 from llmtrain.checkpoint.manifest import (
     Manifest,
     already_taken,
+    first_names,
     manifest_files,
     missing_parts,
     read_manifests,
     size_problem,
-    some,
 )
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan import Plan
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.run_dir import RunDir, forbidden_changes
-from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
-from llmtrain.system.untrusted import UNREADABLE, why
+from llmtrain.system.piece_headers import WEIGHT, PieceHeader, read_header
+from llmtrain.system.untrusted import UNREADABLE, file_fault
 
 
 def check_choice(folder: RunDir, resume: str) -> None:
@@ -75,15 +75,15 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
         if problems := _problems(Path(resume), plan, run, is_local, is_named=True):
             raise CheckpointError(problems)
         return Path(resume)
-    candidates = [one.folder for one in reversed(find(folder.checkpoints))]
+    candidates = [checkpoint.folder for checkpoint in reversed(find(folder.checkpoints))]
     if first := newest(folder.checkpoints):
-        candidates = [first, *(one for one in candidates if one != first)]
+        candidates = [first, *(candidate for candidate in candidates if candidate != first)]
     _, problems = read_latest(folder.checkpoints)
     for candidate in candidates:
-        found = _problems(candidate, plan, run, is_local, is_named=False)
-        if not found:
+        faults = _problems(candidate, plan, run, is_local, is_named=False)
+        if not faults:
             return candidate
-        problems += found
+        problems += faults
     if problems:
         fix = "restore one of them, or start a new run with another --run-dir"
         none = Problem(
@@ -111,21 +111,22 @@ def check_data(checkpoint: Path, key: str, recipe: Recipe | None = None) -> Trai
 def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: bool) -> list[Problem]:
     try:
         manifests = read_manifests(checkpoint)
-        problems = _of_another_run(checkpoint, manifests[0], plan, run, is_named)
-        found = (size_problem(checkpoint / name, file) for one in manifests for name, file in one.files.items())
-        problems += [problem for problem in found if problem]
+        problems = _other_run_problems(checkpoint, manifests[0], plan, run, is_named)
+        files = (item for manifest in manifests for item in manifest.files.items())
+        sizes = (size_problem(checkpoint / name, file) for name, file in files)
+        problems += [problem for problem in sizes if problem]
         if elsewhere := missing_parts(manifests):
             if not is_local:
                 return problems  # the nodes that have the other parts will check them
-            message = f"lacks the part of {some(elsewhere)}, but all workers run on this machine"
+            message = f"lacks the part of {first_names(elsewhere)}, but all workers run on this machine"
             fix = "copy that part into the same folder, or run on the same nodes"
             problems.append(Problem("checkpoint.part", str(checkpoint), message, fix))
-        return problems or _state_missing(checkpoint, plan.recipe.optim)
+        return problems or _missing_state(checkpoint, plan.recipe.optim)
     except CheckpointError as error:
         return list(error.problems)
 
 
-def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, is_named: bool) -> list[Problem]:
+def _other_run_problems(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, is_named: bool) -> list[Problem]:
     """Compares a checkpoint of another run with the recipe.
 
     `RunDir.check` has compared the run's own checkpoints.
@@ -136,23 +137,23 @@ def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, 
         return [Problem("checkpoint.run", str(checkpoint), f"was written by another run, {manifest.run}")]
     fix = "use the recipe of that run, or export it and start from its weights with model.pretrained"
     differing = forbidden_changes(read_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
-    return [Problem("checkpoint.recipe", one.field, one.message, fix) for one in differing]
+    return [Problem("checkpoint.recipe", change.field, change.message, fix) for change in differing]
 
 
-def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
-    """Checks that the pieces of all ranks cover each weight and its optimizer state."""
-    held: dict[tuple[str, str], int] = {}
+def _missing_state(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
+    """Returns which weights and optimizer states the shards of all ranks do not cover."""
+    present: dict[tuple[str, str], int] = {}
     whole: dict[tuple[str, str], int] = {}
-    for piece in _pieces(checkpoint):
-        for kind in piece.kinds:
-            whole[piece.name, kind] = math.prod(piece.region.shape)
-            held[piece.name, kind] = held.get((piece.name, kind), 0) + piece.numel
+    for shard in _shard_headers(checkpoint):
+        for kind in shard.kinds:
+            whole[shard.name, kind] = math.prod(shard.region.shape)
+            present[shard.name, kind] = present.get((shard.name, kind), 0) + shard.numel
     problems = [
         Problem("checkpoint.pieces", str(checkpoint), f"does not contain all of {_described(kind)} for '{name}'")
-        for (name, kind), numel in held.items()
+        for (name, kind), numel in present.items()
         if numel < whole[name, kind]
     ]
-    kinds = {kind for _, kind in held}
+    kinds = {kind for _, kind in present}
     row = optimizer_of(optim)
     needed = row.factors or (*row.codes, *row.scales) or row.states(optim)
     lacking = [kind for kind in (WEIGHT, *needed) if kind not in kinds]
@@ -168,10 +169,10 @@ def _described(kind: str) -> str:
     return "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
 
 
-def _pieces(checkpoint: Path) -> Iterator[PieceHead]:
-    """Yields the heads of the piece files."""
+def _shard_headers(checkpoint: Path) -> Iterator[PieceHeader]:
+    """Yields the description of each shard from the headers of the files."""
     for path in sorted((checkpoint / "engine").glob("rank_*.safetensors")):
         try:
-            yield from read_head(path)
+            yield from read_header(path)
         except UNREADABLE as error:
-            raise CheckpointError(Problem("checkpoint.head", str(path), why(error))) from None
+            raise CheckpointError(Problem("checkpoint.head", str(path), file_fault(error))) from None

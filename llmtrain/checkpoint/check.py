@@ -8,11 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.folder import as_found
-from llmtrain.checkpoint.manifest import PATTERN, File, Manifest, missing_parts, read_manifests, size_problem, some
+from llmtrain.checkpoint.folder import read_checkpoint
+from llmtrain.checkpoint.manifest import (
+    PATTERN,
+    File,
+    Manifest,
+    first_names,
+    missing_parts,
+    read_manifests,
+    size_problem,
+)
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import fingerprint
-from llmtrain.system.untrusted import open_regular, why
+from llmtrain.system.untrusted import file_fault, open_regular
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
@@ -36,7 +44,7 @@ def verify_checkpoint(folder: Path) -> list[Manifest]:
     """
     manifests = read_manifests(folder)
     files = files_of(manifests)
-    problems = _parts_missing(folder, manifests) + damage(folder, files.items()) + _strange(folder, files)
+    problems = _parts_missing(folder, manifests) + damage(folder, files.items()) + _unexpected_files(folder, files)
     if problems:
         raise CheckpointError(problems)
     return manifests
@@ -47,18 +55,21 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
 
     Returns the manifests of all parts and the problems, the same on every rank. Raises nothing.
     """
-    from llmtrain.runtime.agree import gather, united  # loads torch, which the rest of this module does not need
+    from llmtrain.engines.runtime.agree import (  # loads torch, which the rest of this module does not need
+        gather,
+        gather_problems,
+    )
 
-    found = as_found(folder)
-    manifests, problems = [*found.manifests], [*found.problems]
+    checkpoint = read_checkpoint(folder)
+    manifests, problems = [*checkpoint.manifests], [*checkpoint.problems]
     files = files_of(manifests)
-    own = [(name, file) for name, file in files.items() if storage.reader_of(file.rank) == storage.rank]
-    problems += damage(folder, own)
+    files_of_rank = [(name, file) for name, file in files.items() if storage.reader_of(file.rank) == storage.rank]
+    problems += damage(folder, files_of_rank)
     if storage.is_leader:
-        problems += [one for one in _strange(folder, files) if _would_be_read(one)]
-    parts = {one.part: one for seen in gather(manifests) for one in seen}
-    problems = united(problems)
-    if len({one.save for one in parts.values()}) > 1:
+        problems += [problem for problem in _unexpected_files(folder, files) if _would_be_read(problem)]
+    parts = {manifest.part: manifest for manifests in gather(manifests) for manifest in manifests}
+    problems = gather_problems(problems)
+    if len({manifest.save for manifest in parts.values()}) > 1:
         problems.append(Problem("checkpoint.mixed", str(folder), "is not the same checkpoint on all nodes"))
     elif parts and not problems:
         problems = _parts_missing(folder, list(parts.values()))
@@ -84,12 +95,12 @@ def _compare(path: Path, expected: File) -> Problem | None:
         if fingerprint(path) != expected.fingerprint:
             return Problem("checkpoint.hash", str(path), "was changed since it was written (its hash differs)")
     except OSError as error:
-        return Problem("checkpoint.read", str(path), f"cannot be read: {why(error)}")
+        return Problem("checkpoint.read", str(path), f"cannot be read: {file_fault(error)}")
     return None
 
 
-def _strange(folder: Path, files: Container[str]) -> list[Problem]:
-    """Returns what does not belong in a checkpoint: pickles, other kinds of files, and files that no manifest lists."""
+def _unexpected_files(folder: Path, files: Container[str]) -> list[Problem]:
+    """Returns the files that do not belong in a checkpoint: pickles, other kinds, and those that no manifest lists."""
     problems = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -116,7 +127,7 @@ def _parts_missing(folder: Path, manifests: list[Manifest]) -> list[Problem]:
     hosts = missing_parts(manifests)
     if not hosts:
         return []
-    message = f"lacks the part that was written on {some(hosts)}, which has its own disk"
+    message = f"lacks the part that was written on {first_names(hosts)}, which has its own disk"
     fix = "copy that part into the same folder, or run on the same nodes"
     return [Problem("checkpoint.part", str(folder), message, fix)]
 
@@ -130,13 +141,13 @@ def _pickle_problem(path: Path) -> Problem:
         named = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         would = f"; it would call {', '.join(named)} when loaded" if named else ""
     except Exception as error:  # whatever fails while a hostile archive is read
-        would = f"; what it would call when loaded is unknown ({why(error)})"
+        would = f"; what it would call when loaded is unknown ({file_fault(error)})"
     return Problem(
         "checkpoint.pickle", str(path), f"is a pickle, but checkpoints contain no pickles{would}", "remove it"
     )
 
 
 def _check_size(path: Path) -> None:
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        if sum(one.file_size for one in archive.infolist() if one.filename.endswith(".pkl")) > MOST_BYTES:
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+        if sum(file.file_size for file in archive.infolist() if file.filename.endswith(".pkl")) > MOST_BYTES:
             raise ValueError(f"it is longer than {MOST_BYTES:,} bytes when unpacked")

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
-from llmtrain.errors import CheckpointError, Problem, shown
+from llmtrain.errors import CheckpointError, Problem, format_value
 from llmtrain.plan import Plan
 from llmtrain.run_dir import MAY_CHANGE, ON_REQUEST
 
@@ -38,13 +38,15 @@ class Segment:
 def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> list[Segment]:
     """Returns the history of a run that continues after `step` under a plan."""
     declared = plan.recipe.dotted()
-    fields = {name: one for name, one in declared.items() if MAY_CHANGE.fullmatch(name) or ON_REQUEST.fullmatch(name)}
+    fields = {
+        name: value for name, value in declared.items() if MAY_CHANGE.fullmatch(name) or ON_REQUEST.fullmatch(name)
+    }
     values = {**fields, WORKERS: plan.workers}
     last = history[-1].values if history else {}
     # Earlier checkpoints lack some of these fields, which could not change then.
-    if history and values == {**{name: one for name, one in values.items() if ON_REQUEST.fullmatch(name)}, **last}:
+    if history and values == {**{name: value for name, value in values.items() if ON_REQUEST.fullmatch(name)}, **last}:
         return history
-    return [*(one for one in history if one.step < step), Segment(step, samples, values)]
+    return [*(segment for segment in history if segment.step < step), Segment(step, samples, values)]
 
 
 def changed_values(before: Values, after: Values) -> list[str]:
@@ -57,18 +59,18 @@ def changed_values(before: Values, after: Values) -> list[str]:
     ]
 
 
-def course(history: list[Segment], field: str) -> list[tuple[int, Any]]:
+def values_by_step(history: list[Segment], field: str) -> list[tuple[int, Any]]:
     """Returns the values of a field, each with the step after which it applies."""
-    found: list[tuple[int, Any]] = []
-    for one in history:
-        value = one.values.get(field)
-        if not found or found[-1][1] != value:
-            found.append((one.step, value))
-    return found
+    changes: list[tuple[int, Any]] = []
+    for segment in history:
+        value = segment.values.get(field)
+        if not changes or changes[-1][1] != value:
+            changes.append((segment.step, value))
+    return changes
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None or value == [] else shown(value) if isinstance(value, float) else str(value)
+    return "none" if value is None or value == [] else format_value(value) if isinstance(value, float) else str(value)
 
 
 @dataclass

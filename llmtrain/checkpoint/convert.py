@@ -1,7 +1,7 @@
 """Rewrites a checkpoint as the ranks of another plan would have written it, on one machine without a GPU.
 
 Any plan can continue from any checkpoint; from one that was converted for it, each rank reads only its own files. Which
-pieces a rank holds is determined by the plan's engine: one rank after the other is built, in a separate process and
+shards a rank holds is determined by the plan's engine: one rank after the other is built, in a separate process and
 without the others, reads what it needs from the checkpoint, and writes it. Memory holds one rank at a time.
 """
 
@@ -27,21 +27,21 @@ from llmtrain.checkpoint.contents import check_trusted, read_plan
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, check_new, new_folder
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.runtime.distributed import pretend
 from llmtrain.engines.state import files as state_file
-from llmtrain.engines.state.pieces import Piece
-from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill_pieces
+from llmtrain.engines.state.save_load import PROGRESS_FILE, CheckpointReader, load_shards
+from llmtrain.engines.state.shards import CheckpointShard
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
-from llmtrain.launch.local import die_with
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
 from llmtrain.plan.installed import check_runnable
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import check_unchanged, identity_of, versions
-from llmtrain.runtime.distributed import pretend
 from llmtrain.system.durable import fingerprint
+from llmtrain.system.parent import die_with
 
 
 def target_plan(
@@ -78,9 +78,9 @@ def convert(checkpoint: Path, out: Path, plan: Plan, report: Callable[[str], Non
         for rank in range(plan.workers):
             written = _in_own_process(on_cpu, rank, checkpoint, folder)
             files |= {
-                name: File(**vars(one.fingerprint), rank=rank, private=one.private) for name, one in written.items()
+                name: File(**vars(file.fingerprint), rank=rank, private=file.private) for name, file in written.items()
             }
-            size = sum(one.fingerprint.bytes for one in written.values())
+            size = sum(file.fingerprint.bytes for file in written.values())
             report(f"rank {rank}: {len(written)} files, {size / 2**20:,.1f} MiB")
         for name in (STATE_FILE, PROGRESS_FILE):
             shutil.copyfile(checkpoint / name, folder / name)
@@ -133,7 +133,7 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> di
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_rank, args=(plan, rank, checkpoint, folder, sender, os.getpid()))
+    process = context.Process(target=_run_rank, args=(plan, rank, checkpoint, folder, sender, os.getpid()))
     process.start()
     sender.close()
     try:
@@ -151,13 +151,13 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> di
     return result
 
 
-def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection, parent: int) -> None:
+def _run_rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection, parent: int) -> None:
     die_with(parent, ctypes.CDLL(None).prctl)  # otherwise it would write into the folder of the next conversion
     try:
         with Path(os.devnull).open("w") as null:
             os.dup2(null.fileno(), 1)  # DeepSpeed's log messages
         os.dup2(1, 2)
-        pipe.send(_written(plan, rank, checkpoint, folder))
+        pipe.send(_write_files_of_rank(plan, rank, checkpoint, folder))
     except UserError as error:
         pipe.send(error)
     except BaseException:
@@ -167,11 +167,11 @@ def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connectio
         os._exit(0)
 
 
-def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str, Written]:
+def _write_files_of_rank(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str, Written]:
     pretend(rank, plan.workers)
     engine = build_engine(plan, render(plan), torch.device("cpu"))
     writer = DiskWriter(folder)
-    state_file.write(writer, rank, _filled(engine, StateSource(checkpoint)))
+    state_file.write(writer, rank, _loaded_shards(engine, CheckpointReader(checkpoint)))
     if writer.error is not None:
         error = writer.error
         raise CheckpointError(Problem("out.write", str(folder), f"cannot be written: {error.strerror or error}"))
@@ -179,7 +179,7 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> dict[str,
 
 
 @torch.no_grad()
-def _filled(engine: Engine, source: StateSource) -> Iterator[list[Piece]]:
-    for pieces in engine.pieces():
-        fill_pieces(pieces, source)
-        yield pieces
+def _loaded_shards(engine: Engine, reader: CheckpointReader) -> Iterator[list[CheckpointShard]]:
+    for shards in engine.checkpoint_shards():
+        load_shards(shards, reader)
+        yield shards

@@ -9,8 +9,8 @@ from pathlib import Path
 from llmtrain.checkpoint.check import files_of
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.storage import Storage
+from llmtrain.engines.runtime.agree import attempt, broadcast, gather, raise_together, write_problem
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.runtime.agree import attempt, broadcast, gather, raise_together, write_problem
 from llmtrain.system.durable import create, remove_tree
 
 CHUNK_BYTES = 16 << 20

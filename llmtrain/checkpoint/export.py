@@ -15,24 +15,24 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
+from llmtrain.checkpoint.base import base_of, check_base, export_reader, with_base
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import check_trusted, read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
-from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.hub import INDEX
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
+from llmtrain.system.hub import INDEX
 from llmtrain.system.untrusted import read_json, utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -72,11 +72,11 @@ def export(
     if not replace:
         check_new(out)
     manifests = verify_checkpoint(checkpoint)
-    plan = moved(read_plan(checkpoint), base)
+    plan = with_base(read_plan(checkpoint), base)
     check_trusted(checkpoint, plan, trust_remote_code)
     if base is not None:
         check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
-    source, recipe = state_source(checkpoint, plan), plan.recipe
+    reader, recipe = export_reader(checkpoint, plan), plan.recipe
     weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
     config = model_configuration(recipe)
     if is_quantized(config):
@@ -89,14 +89,14 @@ def export(
         if recipe.model.adapter is not None:
             whole = folder / BASE
             frozen = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
-            write_adapter(recipe, model.config, source, model.dtype, frozen, folder)
+            write_adapter(recipe, model.config, reader, model.dtype, frozen, folder)
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
-            outgoing = Outgoing(model, stored_names(checkpoint, source, model))
+            outgoing = WeightExporter(model, stored_names(checkpoint, reader, model))
             with utf8_name(whole) as named:
                 _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
-            write_weights(outgoing, source.read_as, model.num_parameters(), most_bytes, whole)
+            write_weights(outgoing, reader.read_as, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], str(model.dtype).removeprefix("torch."), metrics)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -113,13 +113,13 @@ def size_in_bytes(text: str) -> int:
     return int(match[1]) * unit
 
 
-def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:
+def stored_names(checkpoint: Path, reader: CheckpointReader, model: PreTrainedModel) -> list[str]:
     """Returns the names under which a checkpoint stores the weights of a model; tied weights once.
 
     Raises CheckpointError if one is missing.
     """
     groups = aliases(model)
-    stored = {groups[name][0]: name for name in reversed(source.all) if name in groups}
+    stored = {groups[name][0]: name for name in reversed(reader.shards) if name in groups}
     lacking = [name for name, group in groups.items() if group[0] == name and name not in stored]
     if lacking:
         message = f"lacks {len(lacking)} weights of its model, such as '{lacking[0]}'"
@@ -133,20 +133,20 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
 
     pads: whether the vocabulary was padded; generation then never chooses a row without a token.
     """
-    text = read_tokenizer(tokenizer)
+    loaded = read_tokenizer(tokenizer)
     generation = getattr(model, "generation_config", None) or GenerationConfig()  # a model with its own code has none
     model.generation_config = generation
     for config in (model.config, generation):
-        config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
-        config.bos_token_id = text.bos_token_id
+        config.eos_token_id, config.pad_token_id = loaded.eos_token_id, loaded.pad_token_id
+        config.bos_token_id = loaded.bos_token_id
     if pads:
-        unused = range(max(text.get_vocab().values()) + 1, model.config.vocab_size)
+        unused = range(max(loaded.get_vocab().values()) + 1, model.config.vocab_size)
         generation.suppress_tokens = list(unused) or None
     if (stops := tokenizer / "generation_config.json").is_file():
-        found = read_json(stops, dict[str, list[int]])["eos_token_id"]
-        generation.eos_token_id = found if len(found) > 1 else found[0]
+        stop_ids = read_json(stops, dict[str, list[int]])["eos_token_id"]
+        generation.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     write_configuration(model, folder)
-    text.save_pretrained(folder)
+    loaded.save_pretrained(folder)
 
 
 def write_configuration(model: PreTrainedModel, folder: Path) -> None:
@@ -163,7 +163,7 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_adapter(
-    recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
+    recipe: Recipe, config: PreTrainedConfig, reader: CheckpointReader, dtype: torch.dtype, base: str, folder: Path
 ) -> None:
     """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
 
@@ -173,15 +173,15 @@ def write_adapter(
     settings = adapter.outline(model, recipe)
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
-    part = adapter.trained_part(recipe, config)
+    part = adapter.select_trained(recipe, config)
     if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
-    trained = {adapter.weight_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
     files = {adapter.file_name(name): name for name in trained}
 
     def read(key: str) -> Tensor:
         like = trained[files[key]]
-        return source.read_as(files[key], like).view(like.shape).to(dtype)
+        return reader.read_as(files[key], like).view(like.shape).to(dtype)
 
     with create(folder / adapter.ADAPTER_FILE) as target:
         stream_tensors(target.stream, {key: trained[name].data for key, name in files.items()}, read)
@@ -196,9 +196,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def write_weights(
-    outgoing: Outgoing, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
+    outgoing: WeightExporter, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
 ) -> None:
-    """Writes safetensors files, and an index if there are several. read: as for `Outgoing.tensor`."""
+    """Writes safetensors files, and an index if there are several. read: as for `WeightExporter.tensor`."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,
         get_storage_size=tensor_bytes,

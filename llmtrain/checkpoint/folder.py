@@ -25,7 +25,7 @@ from typing import Any
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import flush, flush_folders, flush_tree, remove_tree, rename, write_atomically
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 LATEST = "latest"
 STATE_FILE = "trainer.json"
@@ -78,29 +78,31 @@ def find(checkpoints: Path) -> list[FoundCheckpoint]:
     except FileNotFoundError:
         return []
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {why(error)}")) from None
-    return sorted(map(as_found, folders), key=lambda one: (one.written, one.folder.name))
+        raise CheckpointError(
+            Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {file_fault(error)}")
+        ) from None
+    return sorted(map(read_checkpoint, folders), key=lambda checkpoint: (checkpoint.written, checkpoint.folder.name))
 
 
-def whole(checkpoints: Path) -> list[Path]:
+def readable(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints with a readable manifest, in the order they were written."""
-    return [one.folder for one in find(checkpoints) if one.manifests]
+    return [checkpoint.folder for checkpoint in find(checkpoints) if checkpoint.manifests]
 
 
 def newest(checkpoints: Path) -> Path | None:
     """Returns the checkpoint that `latest` names, else the newest one, else None."""
-    found = whole(checkpoints)
+    folders = readable(checkpoints)
     named, _ = read_latest(checkpoints)
-    return next((folder for folder in found if folder.name == named), found[-1] if found else None)
+    return next((folder for folder in folders if folder.name == named), folders[-1] if folders else None)
 
 
 def faults(checkpoints: Path) -> list[Problem]:
     """Returns what is wrong with `latest` and with unreadable checkpoints, which `newest` does not choose."""
     found = find(checkpoints)
     named, problems = read_latest(checkpoints)
-    if named is not None and named not in {one.folder.name for one in found}:
+    if named is not None and named not in {checkpoint.folder.name for checkpoint in found}:
         problems = [latest_is_gone(checkpoints, named)]
-    return [*problems, *(problem for one in found for problem in one.problems)]
+    return [*problems, *(problem for checkpoint in found for problem in checkpoint.problems)]
 
 
 def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
@@ -113,7 +115,7 @@ def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
     except FileNotFoundError:
         return None, []
     except UNREADABLE as error:
-        return None, [Problem("checkpoint.latest", str(path), f"cannot be used: {why(error)}")]
+        return None, [Problem("checkpoint.latest", str(path), f"cannot be used: {file_fault(error)}")]
     return name, []
 
 
@@ -144,8 +146,8 @@ def is_exported(export: Path, checkpoint: Manifest) -> bool:
         return False
 
 
-class Building:
-    """A checkpoint that is being built. The methods are called in their order, by one rank of each file system.
+class CheckpointBuilder:
+    """Builds a checkpoint under a temporary name. One rank of each file system calls the methods, in their order.
 
     All of them raise OSError.
     """
@@ -169,7 +171,7 @@ class Building:
                 left.unlink(missing_ok=True)
         self.folder.mkdir()
 
-    def seal(self, manifest: Manifest) -> None:
+    def finish(self, manifest: Manifest) -> None:
         """Flushes the names of the files to disk, then writes the manifest, which makes the folder complete."""
         flush_folders(self.folder, manifest.files)
         manifest.write(self.folder)
@@ -183,9 +185,9 @@ class Building:
         if not self.final.exists():
             rename(self.folder, self.final)
             return
-        manifests = as_found(self.final).manifests
+        manifests = read_checkpoint(self.final).manifests
         ours = bool(manifests) and manifests[0].run == self.run
-        name = self._doomed(self.final.name) if ours else f"{self.final.name}.replaced-{uuid.uuid4().hex[:8]}"
+        name = self._deleted_name(self.final.name) if ours else f"{self.final.name}.replaced-{uuid.uuid4().hex[:8]}"
         aside = self.final.with_name(name)
         if ours:
             remove_tree(aside)
@@ -203,17 +205,17 @@ class Building:
         for name in names:
             folder = self.checkpoints / name
             if folder.is_dir():
-                doomed = folder.with_name(self._doomed(name))
-                remove_tree(doomed)
-                rename(folder, doomed)
-                remove_tree(doomed)
+                deleted = folder.with_name(self._deleted_name(name))
+                remove_tree(deleted)
+                rename(folder, deleted)
+                remove_tree(deleted)
 
-    def _doomed(self, name: str) -> str:
+    def _deleted_name(self, name: str) -> str:
         return f".{name}.deleted-{self.run}"
 
 
-def as_found(folder: Path) -> FoundCheckpoint:
-    """Returns a folder with its manifests, or with the problems if they cannot be read."""
+def read_checkpoint(folder: Path) -> FoundCheckpoint:
+    """Reads the manifests of a folder; if they cannot be read, returns the problems instead."""
     try:
         return FoundCheckpoint(folder, tuple(read_manifests(folder)))
     except CheckpointError as error:
@@ -225,7 +227,7 @@ def check_new(out: Path) -> None:
     try:
         is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except UNREADABLE as error:
-        raise CheckpointError(Problem("out.write", str(out), why(error), "choose another folder")) from None
+        raise CheckpointError(Problem("out.write", str(out), file_fault(error), "choose another folder")) from None
     if is_taken:
         raise CheckpointError(Problem("out.exists", str(out), "is not empty", "choose a new folder"))
 

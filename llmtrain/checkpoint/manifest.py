@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.durable import FileHash, write_atomically
-from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, open_regular, read_json
 
 T = TypeVar("T")
 PATTERN = "MANIFEST*.json"
@@ -122,7 +122,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
     manifests = [read_checkpoint_json(path, Manifest, "checkpoint.manifest") for path in manifest_files(folder)]
     if not manifests:
         raise CheckpointError(Problem("checkpoint.incomplete", str(folder), _why_none(folder)))
-    if len({one.save for one in manifests}) > 1:
+    if len({manifest.save for manifest in manifests}) > 1:
         raise CheckpointError(Problem("checkpoint.mixed", str(folder), "contains parts of different checkpoints"))
     return manifests
 
@@ -132,7 +132,7 @@ def read_checkpoint_json(path: Path, kind: type[T], rule: str) -> T:
     try:
         return read_json(path, kind)
     except UNREADABLE as error:
-        raise CheckpointError(Problem(rule, str(path), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(Problem(rule, str(path), f"cannot be read: {file_fault(error)}")) from None
 
 
 def _why_none(folder: Path) -> str:
@@ -141,7 +141,7 @@ def _why_none(folder: Path) -> str:
     except NotADirectoryError:
         return "is not a folder, so it is not a checkpoint"
     except UNREADABLE as error:
-        return f"cannot be read: {why(error)}"
+        return f"cannot be read: {file_fault(error)}"
     return "has no manifest, so it is incomplete"
 
 
@@ -154,25 +154,25 @@ def already_taken(folder: Path, step: int, max_steps: int | None) -> str | None:
 
 def missing_parts(manifests: list[Manifest]) -> list[str]:
     """Returns the machines whose parts are not among these."""
-    here = {one.part for one in manifests}
+    here = {manifest.part for manifest in manifests}
     return [host for part, host in enumerate(manifests[0].hosts) if part not in here]
 
 
 def size_problem(path: Path, expected: File) -> Problem | None:
-    """Returns what is wrong with a file as far as is known without reading it, or None."""
+    """Returns what is wrong with the size of a file, or why it cannot be opened; None if nothing is."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return Problem("checkpoint.missing", str(path), "is in the manifest but does not exist")
     except OSError as error:
-        return Problem("checkpoint.read", str(path), f"cannot be read: {why(error)}")
+        return Problem("checkpoint.read", str(path), f"cannot be read: {file_fault(error)}")
     if size != expected.bytes:
         return Problem("checkpoint.size", str(path), f"has {size} bytes, but the manifest says {expected.bytes}")
     return None
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Formats names for a message: the first ones, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more

@@ -32,15 +32,15 @@ from llmtrain.models.adapter import (
     targeted_layers,
 )
 from llmtrain.models.build import configuration_of
-from llmtrain.models.hub_names import Outgoing, aliases, empty_model, few_of
+from llmtrain.models.hub_names import WeightExporter, abbreviate, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
-from llmtrain.models.pretrained import Pretrained, head_like, is_finite, read_pretrained
+from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.hub import ask_first
-from llmtrain.plan.model_facts import pretrained_folder
+from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.hub import probe_hub_for
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 if TYPE_CHECKING:
     import peft
@@ -109,7 +109,7 @@ def merge(
         trust_remote_code=trust_remote_code,
     )
     pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
-    ask_first(str(model.pretrained), model.revision)
+    probe_hub_for(str(model.pretrained), model.revision)
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
@@ -120,10 +120,10 @@ def merge(
     packed = read_quantized(adapter) if into == "trained" else frozenset()
     weights_of_base = read_pretrained(model, config)
     with reading(adapter, "it cannot be added to its base"):
-        merged = Merged(adapter, lora, empty, weights_of_base, packed)
-    own = aliases(empty)
+        merged = MergedWeights(adapter, lora, empty, weights_of_base, packed)
+    groups = aliases(empty)
     ignored = unsaved_names(empty)
-    names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
+    names = [name for name in empty.state_dict() if groups[name][0] == name and name not in ignored]
     own_tokenizer = tokenizer or (adapter if (adapter / "tokenizer_config.json").is_file() else None)
     text = read_tokenizer(own_tokenizer) if own_tokenizer else load_tokenizer(str(model.pretrained))
     with reading(str(model.pretrained), "its generation_config.json cannot be read"):
@@ -131,7 +131,7 @@ def merge(
     with new_folder(out) as folder:
         write_configuration(empty, folder)
         text.save_pretrained(folder)
-        write_weights(Outgoing(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
+        write_weights(WeightExporter(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
 
 
 def _unties(adapter: Path, base: PreTrainedModel) -> bool:
@@ -155,7 +155,7 @@ def read_quantized(adapter: Path) -> frozenset[str]:
         return frozenset(read_json(file, list[str]))
     except UNREADABLE as error:
         raise CheckpointError(
-            Problem("merge.file", str(adapter), f"{QUANTIZED} cannot be read: {why(error)}")
+            Problem("merge.file", str(adapter), f"{QUANTIZED} cannot be read: {file_fault(error)}")
         ) from None
 
 
@@ -167,7 +167,7 @@ def _opened(folder: Path) -> Any:
         raise CheckpointError(Problem("merge.file", str(folder), message)) from error
 
 
-class Merged:
+class MergedWeights:
     """The weights of a base with an adapter."""
 
     def __init__(
@@ -175,13 +175,13 @@ class Merged:
     ) -> None:
         """model: the base on the meta device. packed: names of the weights whose 4-bit values are used.
 
-
         Raises CheckpointError for an adapter of another model.
         """
         self._lora, self._base, self._folder, self._packed = lora, base, folder, packed
         self._modules = dict(model.named_modules())
         self._file = _opened(folder)
-        heads = {name.removeprefix(FILE_PREFIX): head_like(self._file.get_slice(name)) for name in self._file.keys()}  # noqa: SIM118
+        names = self._file.keys()
+        heads = {name.removeprefix(FILE_PREFIX): meta_tensor_like(self._file.get_slice(name)) for name in names}
         self._shapes = {name: tuple(head.shape) for name, head in heads.items()}
         self._check(model, [name for name, head in heads.items() if not head.is_floating_point()])
 
@@ -233,9 +233,9 @@ class Merged:
         saved, _ = saved_modules(model, self._lora)
         parts = LORA if self._lora.use_dora else LORA[:2]
         needed = {
-            f"{name}.{own}": tuple(weight.shape)
+            f"{name}.{parameter}": tuple(weight.shape)
             for name in saved
-            for own, weight in model.get_submodule(name).named_parameters()
+            for parameter, weight in model.get_submodule(name).named_parameters()
         }
         for module in targeted_layers(model, self._lora):
             rank = self._rank(module)
@@ -251,7 +251,7 @@ class Merged:
         needed, groups = self._needed(model), aliases(model)
         known = shapes | needed
         changed = {
-            name: next((name.removesuffix(one) + "weight" for one in LORA if name.endswith(f".{one}")), name)
+            name: next((name.removesuffix(suffix) + "weight" for suffix in LORA if name.endswith(f".{suffix}")), name)
             for name in self._shapes
         }
         wrong = {
@@ -270,7 +270,7 @@ class Merged:
             ],
         }
         problems = [
-            Problem("merge.weights", str(self._folder), f"{message}: {few_of(names)}")
+            Problem("merge.weights", str(self._folder), f"{message}: {abbreviate(names)}")
             for message, names in wrong.items()
             if names
         ]
@@ -285,5 +285,5 @@ def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> An
     """Returns what PEFT takes for a module: the value of the first pattern that matches its name, or the default."""
     from peft.utils.other import get_pattern_key
 
-    found = pattern or {}
-    return found.get(get_pattern_key(found.keys(), module), default)
+    values = pattern or {}
+    return values.get(get_pattern_key(values.keys(), module), default)

@@ -10,8 +10,8 @@ from llmtrain.checkpoint.check import verify_together
 from llmtrain.checkpoint.folder import find, latest_is_gone, point_latest, read_latest, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage
+from llmtrain.engines.runtime.agree import attempt, gather, raise_together
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.runtime.agree import attempt, gather, raise_together
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,22 @@ def go_on_from(choice: ResumeChoice, checkpoints: Path, storage: Storage) -> Non
 
 def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Problem]]:
     """Returns the names of all checkpoints on any node, in order of preference, and what is wrong with `latest`."""
-    order: dict[str, str] = {}
+    written: dict[str, str] = {}
     problems: list[Problem] = []
     latest: tuple[str | None, list[Problem]] = (None, [])
     if storage.is_leader:
         try:
-            order = {one.folder.name: one.written for one in find(checkpoints)}
+            written = {checkpoint.folder.name: checkpoint.written for checkpoint in find(checkpoints)}
             latest = read_latest(checkpoints)
         except CheckpointError as error:
             problems = list(error.problems)
     raise_together(problems)
-    seen = gather((order, *latest))
-    orders = {name: written for found, _, _ in seen for name, written in found.items()}
-    named = next((name for _, name, _ in seen if name), None)
-    unreadable = [problem for _, _, found in seen for problem in found]
+    by_rank = gather((written, *latest))
+    times = {name: time for written, _, _ in by_rank for name, time in written.items()}
+    named = next((name for _, name, _ in by_rank if name), None)
+    unreadable = [problem for _, _, problems in by_rank for problem in problems]
     # Folders without a manifest come early: they cannot be used, but are reported.
-    names = sorted(orders, key=lambda name: (name == named, not orders[name], orders[name], name), reverse=True)
-    if named and named not in orders:
+    names = sorted(times, key=lambda name: (name == named, not times[name], times[name], name), reverse=True)
+    if named and named not in times:
         unreadable.append(latest_is_gone(checkpoints, named))
     return names, list(dict.fromkeys(unreadable))

@@ -19,25 +19,33 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, FoundCheckpoint, find, newest, point_latest
+from llmtrain.checkpoint.folder import (
+    PLAN_FILE,
+    STATE_FILE,
+    CheckpointBuilder,
+    FoundCheckpoint,
+    find,
+    newest,
+    point_latest,
+)
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
-from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, tensor_bytes
-from llmtrain.errors import CheckpointError, Problem
-from llmtrain.plan import Plan
-from llmtrain.recipe import CheckpointConfig
-from llmtrain.run_dir import identity_of, versions
-from llmtrain.runtime.agree import (
+from llmtrain.engines.runtime.agree import (
     attempt,
     broadcast,
     gather,
-    group_of_threads,
+    new_thread_group,
     raise_together,
     world_size,
     write_problem,
 )
+from llmtrain.engines.state.writer import DeferredBytes, DiskWriter, Part, Writer, tensor_bytes
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.plan import Plan
+from llmtrain.recipe import CheckpointConfig
+from llmtrain.run_dir import identity_of, versions
 
 CHUNK = 2**26
 """Bytes of host memory that are allocated at once. Torch rounds pinned allocations up to powers of two, which would
@@ -61,14 +69,14 @@ class HostCopies(Writer):
     def file(self, name: str, parts: Sequence[Part], private: bool = False) -> None:
         """Copies a file; from a device in the order of its stream, without waiting."""
         tensors = [part for part in parts if isinstance(part, Tensor)]
-        device = next((one.device for one in tensors if one.is_cuda), None)
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         memory, offset = self._chunks(name, sum(map(tensor_bytes, tensors)), pinned=device is not None), 0
         copied: list[Part] = []
         for part in parts:
             if isinstance(part, Tensor):
                 copied += _copy(part.detach().view(torch.uint8), memory, offset)
                 offset += tensor_bytes(part)
-            elif isinstance(part, Late):
+            elif isinstance(part, DeferredBytes):
                 copied.append(replace(part, numbers=part.numbers.to("cpu", non_blocking=True, copy=True)))
             else:
                 copied.append(part)
@@ -77,7 +85,7 @@ class HostCopies(Writer):
             self._copied.record()
         self._files.append((name, copied, private))
 
-    def start_anew(self) -> None:
+    def clear(self) -> None:
         """Forgets the files of the previous save; their memory is reused."""
         self._files = []
 
@@ -95,7 +103,7 @@ class HostCopies(Writer):
         chunks = self._memory.get(name, [])
         if sum(chunk.numel() for chunk in chunks) < size or any(chunk.is_pinned() < pinned for chunk in chunks[:1]):
             sizes = [CHUNK] * (size // CHUNK) + [size % CHUNK]
-            chunks = [torch.empty(one, dtype=torch.uint8, pin_memory=pinned) for one in sizes]
+            chunks = [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in sizes]
             self._memory[name] = chunks
         return chunks
 
@@ -138,7 +146,7 @@ class Saver:
         self.storage = storage or probe(checkpoints)
         self.warn = warn
         self.pauses = pauses
-        self._group = group_of_threads()
+        self._group = new_thread_group()
         self._copies = HostCopies() if plan.recipe.checkpoint.background else None
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -157,7 +165,7 @@ class Saver:
         if self._copies is None:
             self._save(state, contents)
             return
-        self._copies.start_anew()
+        self._copies.clear()
         contents(self._copies)
         self._thread = Thread(target=self._save, args=(state, self._copies.write), name="save", daemon=True)
         self._thread.start()
@@ -193,40 +201,40 @@ class Saver:
 
     def _save(self, state: TrainerState, contents: Callable[[Writer], None]) -> None:
         """Saves. An error is stored for the caller of `wait`, since it may occur in a thread."""
-        building = Building(self.checkpoints, state.step, self.run)
+        builder = CheckpointBuilder(self.checkpoints, state.step, self.run)
         try:
-            self._persist(building, state, contents)
-            self._prune(building)
+            self._persist(builder, state, contents)
+            self._prune(builder)
         except Exception as error:
             self._error = error
             if isinstance(error, CheckpointError):
                 self.warn(f"the checkpoint of step {state.step} was not written: {error}")
 
-    def _persist(self, building: Building, state: TrainerState, contents: Callable[[Writer], None]) -> None:
+    def _persist(self, builder: CheckpointBuilder, state: TrainerState, contents: Callable[[Writer], None]) -> None:
         """Writes the checkpoint, with retries."""
         for pause in self.pauses:
             try:
-                return self._write(building, state, contents)
+                return self._write(builder, state, contents)
             except CheckpointError as error:
                 self.warn(f"{error}; trying again in {pause:g} s")
                 time.sleep(pause)
-        self._write(building, state, contents)
+        self._write(builder, state, contents)
 
-    def _write(self, building: Building, state: TrainerState, contents: Callable[[Writer], None]) -> None:
+    def _write(self, builder: CheckpointBuilder, state: TrainerState, contents: Callable[[Writer], None]) -> None:
         """Tries once. Raises CheckpointError on every rank."""
         try:
-            self._leaders(building.start, "begin a checkpoint")
-            files = self._write_files(building.folder, contents)
-            self._leaders(partial(building.seal, self._manifest(state, files)), "finish a checkpoint")
+            self._on_leaders(builder.start, "begin a checkpoint")
+            files = self._write_files(builder.folder, contents)
+            self._on_leaders(partial(builder.finish, self._manifest(state, files)), "finish a checkpoint")
             # All parts are complete and on disk before the first one is renamed.
-            self._leaders(building.publish, "rename a checkpoint")
-            self._leaders(partial(point_latest, self.checkpoints, building.final.name), "write latest")
+            self._on_leaders(builder.publish, "rename a checkpoint")
+            self._on_leaders(partial(point_latest, self.checkpoints, builder.final.name), "write latest")
         except CheckpointError as error:
             if self.storage.is_leader:
-                building.abandon()
+                builder.abandon()
             raise CheckpointError([self._with_hint(problem) for problem in error.problems]) from None
 
-    def _leaders(self, action: Callable[[], object], what: str) -> None:
+    def _on_leaders(self, action: Callable[[], object], what: str) -> None:
         """Runs an action on one rank of each file system, while the others wait."""
         raise_together(attempt(action, what) if self.storage.is_leader else [], self._group)
 
@@ -261,7 +269,7 @@ class Saver:
             files=files,
         )
 
-    def _prune(self, building: Building) -> None:
+    def _prune(self, builder: CheckpointBuilder) -> None:
         """Deletes the checkpoints that the recipe does not keep.
 
         A failure is reported, and the next save tries again.
@@ -269,10 +277,10 @@ class Saver:
         names: list[str] = []
         if self.storage.rank == 0:  # rank 0 decides for all nodes
             policy = self.plan.recipe.checkpoint
-            names = superfluous(find(self.checkpoints), policy, self.run, building.final.name)
+            names = checkpoints_to_delete(find(self.checkpoints), policy, self.run, builder.final.name)
         names = broadcast(names, group=self._group)
         if names and self.storage.is_leader:
-            for problem in attempt(partial(building.prune, names), "delete an old checkpoint"):
+            for problem in attempt(partial(builder.prune, names), "delete an old checkpoint"):
                 print(f"{socket.gethostname()}: {problem}")
 
     def _with_hint(self, problem: Problem) -> Problem:
@@ -282,7 +290,9 @@ class Saver:
         return Problem(problem.rule, problem.field, problem.message, fix)
 
 
-def superfluous(found: Sequence[FoundCheckpoint], policy: CheckpointConfig, run: str, newest: str) -> list[str]:
+def checkpoints_to_delete(
+    found: Sequence[FoundCheckpoint], policy: CheckpointConfig, run: str, newest: str
+) -> list[str]:
     """Returns the names of a run's checkpoints that `policy` does not keep.
 
     found: in the order they were written. newest: the one that was just published; it is always kept, so that one
@@ -291,7 +301,8 @@ def superfluous(found: Sequence[FoundCheckpoint], policy: CheckpointConfig, run:
     """
     if policy.keep_last is None:
         return []
-    ours = {one.folder.name: one.manifests[0] for one in found if one.manifests and one.manifests[0].run == run}
+    first_manifests = {checkpoint.folder.name: checkpoint.manifests[0] for checkpoint in found if checkpoint.manifests}
+    ours = {name: manifest for name, manifest in first_manifests.items() if manifest.run == run}
     kept = {newest, *list(ours)[-policy.keep_last :]}
     if policy.keep_every_steps is not None:
         kept.update(name for name, manifest in ours.items() if manifest.step % policy.keep_every_steps == 0)

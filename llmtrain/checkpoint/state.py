@@ -14,12 +14,12 @@ from llmtrain.checkpoint.exchange import complete
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
+from llmtrain.engines.runtime.agree import world_size
+from llmtrain.engines.runtime.distributed import rank
 from llmtrain.engines.state.files import read_tensors
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
-from llmtrain.runtime.agree import world_size
-from llmtrain.runtime.distributed import rank
 
 
 def save_random_state(writer: Writer) -> None:
@@ -79,7 +79,7 @@ def restore(
 
 
 def layout_of(plan: Plan) -> dict[str, int | str | bool]:
-    """Returns what determines the pieces that each rank of a plan holds, and its random numbers."""
+    """Returns what determines the shards that each rank of a plan holds, and its random numbers."""
     parallel = plan.recipe.parallel
     return {
         **plan.layout(),

@@ -7,8 +7,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.runtime.agree import attempt, broadcast, gather, raise_together, world_size
-from llmtrain.runtime.distributed import rank
+from llmtrain.engines.runtime.agree import attempt, broadcast, gather, raise_together, world_size
+from llmtrain.engines.runtime.distributed import rank
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ def probe(checkpoints: Path) -> Storage:
     network file system, but a name that was never looked up cannot. Raises CheckpointError if a rank cannot write
     there.
     """
-    token, own = broadcast(uuid.uuid4().hex[:8]), rank()
+    token, this_rank = broadcast(uuid.uuid4().hex[:8]), rank()
 
     def file_of(other: int) -> Path:
         return checkpoints / f".probe-{token}-{other}"
 
     def make() -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        file_of(own).touch()
+        file_of(this_rank).touch()
 
     raise_together(attempt(make, "write into the folder of the checkpoints"))
     first = next(other for other in range(world_size()) if file_of(other).exists())
     seen = gather((first, socket.gethostname()))
-    file_of(own).unlink(missing_ok=True)  # a faster rank's next save may have removed it already
+    file_of(this_rank).unlink(missing_ok=True)  # a faster rank's next save may have removed it already
     leaders = tuple(sorted({leader for leader, _ in seen}))
     return Storage(
         leaders=leaders,
         hosts=tuple(seen[leader][1] for leader in leaders),
         part=leaders.index(first),
         ranks=tuple(other for other, (leader, _) in enumerate(seen) if leader == first),
-        rank=own,
+        rank=this_rank,
     )

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, TrustOption, named_cluster
+from llmtrain.commands.options import JsonOption, TrustOption, named_cluster
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
-from llmtrain.system.host import MOST_WORKERS
-from llmtrain.system.stops import interrupted_by_sigterm
+from llmtrain.system.host import MAX_WORKERS
+from llmtrain.system.stops import interrupt_on_sigterm
 from llmtrain.system.streams import quiet_libraries
-from llmtrain.system.untrusted import UNREADABLE, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import FoundCheckpoint
-    from llmtrain.cluster import Cluster
+    from llmtrain.recipe.cluster import Cluster
 
 app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
 
@@ -43,7 +43,7 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     checkpoints = checkpoints_of(path)
     _warn_of_latest(checkpoints)
     latest = newest(checkpoints)
-    rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
+    rows = [_row(checkpoint, is_latest=checkpoint.folder == latest) for checkpoint in find(checkpoints)]
     if as_json:
         print(json.dumps({"checkpoints": rows}, indent=2))
     else:
@@ -62,7 +62,7 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     if is_one(path):
         folders = [path]
     else:
-        folders = [one.folder for one in find(checkpoints_of(path))]
+        folders = [checkpoint.folder for checkpoint in find(checkpoints_of(path))]
         _warn_of_latest(checkpoints_of(path))
     if not folders:
         raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))
@@ -89,7 +89,7 @@ def convert_checkpoint(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the new plan. Repeatable.")
     ] = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
-        int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1, max=MOST_WORKERS)
+        int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1, max=MAX_WORKERS)
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(help="Number of machines of the new plan; default: as in the checkpoint.", min=1)
@@ -108,7 +108,7 @@ def convert_checkpoint(
     # These are set before torch and DeepSpeed are loaded, so that no GPU is required or initialised.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
-    interrupted_by_sigterm()
+    interrupt_on_sigterm()
     from llmtrain.recipe import parse_assignments
 
     def resized(cluster: Cluster) -> Cluster:
@@ -135,7 +135,7 @@ def checkpoints_of(path: Path) -> Path:
     try:
         names = [entry.name for entry in path.iterdir()]
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.run", str(path), f"cannot be read: {why(error)}")) from None
+        raise CheckpointError(Problem("checkpoint.run", str(path), f"cannot be read: {file_fault(error)}")) from None
     if "checkpoints" in names:
         return path / "checkpoints"
     if path.name == "checkpoints" or any(name.startswith("step_") for name in names):

@@ -7,7 +7,9 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
 
 from llmtrain.errors import UserError
 
@@ -46,6 +48,19 @@ compdef _llmtrain llmtrain
     ),
 }
 Shell = Literal["bash", "zsh", "fish"]
+
+
+def print_completion(
+    shell: Annotated[Shell, typer.Argument(help="Shell that you use.")],
+) -> None:
+    """Print a script that enables completion in a shell.
+
+    The shell then completes commands, options, recipes, fields and their values.
+
+    To load it: source <(llmtrain completion bash) in bash, source <(llmtrain completion zsh) in zsh,
+    llmtrain completion fish | source in fish.
+    """
+    print(SCRIPTS[shell], end="")
 
 
 def prepare_completion() -> None:
@@ -96,8 +111,8 @@ def assignments(incomplete: str) -> list[str]:
     fields = dict(_fields(Recipe))
     name, equals, value = incomplete.partition("=")
     if equals:
-        return [f"{name}={one}" for one in _values(fields.get(name)) if one.startswith(value)]
-    return [f"{one}=" for one in fields if one.startswith(name)]
+        return [f"{name}={choice}" for choice in _values(fields.get(name)) if choice.startswith(value)]
+    return [f"{field}=" for field in fields if field.startswith(name)]
 
 
 def _fields(part: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -120,7 +135,7 @@ def _values(annotation: Any) -> list[str]:
     if annotation is type(None):
         return ["null"]
     if get_origin(annotation) is Literal:
-        return [one if isinstance(one, str) else str(one).lower() for one in get_args(annotation)]
+        return [value if isinstance(value, str) else str(value).lower() for value in get_args(annotation)]
     if get_origin(annotation) in (Union, types.UnionType):
-        return [value for one in get_args(annotation) for value in _values(one)]
+        return [value for member in get_args(annotation) for value in _values(member)]
     return []

@@ -1,4 +1,4 @@
-"""The command line of `llmtrain doctor`."""
+"""`llmtrain doctor`: checks this machine or the hosts of a hostfile, or tests this machine's devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, SetOption
+from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
-from llmtrain.system.host import MOST_WORKERS
+from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
-    from llmtrain.doctor.run import Visit
+    from llmtrain.launch.doctor.run import DoctorOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DoctorRequest:
         typer.Option(
             help="Number of ranks of the all-reduce on this machine; default: one per GPU, or 2 on a CPU.",
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
         ),
     ] = None
     time_limit: Annotated[
@@ -56,7 +56,7 @@ class DoctorRequest:
     as_json: JsonOption = False
 
 
-def visit_doctor(request: DoctorRequest) -> None:
+def run_doctor(request: DoctorRequest) -> None:
     """Check this machine, or each host of a hostfile.
 
     Reports what would make a run fail, and how to fix it.
@@ -67,13 +67,13 @@ def visit_doctor(request: DoctorRequest) -> None:
         sys.exit(_self_test(request))
     from rich.console import Console
 
-    from llmtrain.doctor.report import show
-    from llmtrain.doctor.run import examine_hosts
+    from llmtrain.launch.doctor.report import show
+    from llmtrain.launch.doctor.run import examine_hosts
 
     try:
-        visit = _visit(request)
+        options = _options(request)
         with Console(stderr=True).status("starting") as status:
-            report = examine_hosts(visit, status.update)
+            report = examine_hosts(options, status.update)
     except UserError as error:
         if request.as_json:
             print(json.dumps({"problems": [problem.as_dict() for problem in error.problems]}, indent=2))
@@ -90,9 +90,9 @@ def _self_test(request: DoctorRequest) -> int:
     """Tests this machine's devices and prints the result; returns the exit code. Raises RecipeError."""
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster, self_test_folder
-    from llmtrain.doctor.report import DoctorReport, show
-    from llmtrain.self_test.run import self_test
+    from llmtrain.launch.doctor.report import DoctorReport, show
+    from llmtrain.recipe.cluster import local_cluster, self_test_folder
+    from llmtrain.trials.self_test.run import self_test
 
     given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
     if others := [name for name, value in given.items() if value]:
@@ -109,8 +109,8 @@ def _self_test(request: DoctorRequest) -> int:
     return Exit.WORKER if result.has_fault else Exit.DONE
 
 
-def _visit(request: DoctorRequest) -> Visit:
-    from llmtrain.doctor.run import Visit
+def _options(request: DoctorRequest) -> DoctorOptions:
+    from llmtrain.launch.doctor.run import DoctorOptions
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.plan.load import load_recipe
 
@@ -131,7 +131,7 @@ def _visit(request: DoctorRequest) -> Visit:
         raise RecipeError(problems)
     hosts = read_hosts(request.hostfile, request.include, request.exclude) if request.hostfile else []
     recipe = load_recipe(request.recipe, request.assignments)[0] if request.recipe else None
-    return Visit(
+    return DoctorOptions(
         hosts=tuple(hosts),
         nproc=request.nproc,
         seconds=request.time_limit,

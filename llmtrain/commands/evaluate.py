@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
-from llmtrain.errors import CheckpointError, Problem, RecipeError, shown
-from llmtrain.system.stops import interrupted_by_sigterm
+from llmtrain.commands.options import LARGEST_OPTION, JsonOption
+from llmtrain.errors import CheckpointError, Problem, RecipeError, format_value
+from llmtrain.system.stops import interrupt_on_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -65,7 +65,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, score_table
 
-    interrupted_by_sigterm()
+    interrupt_on_sigterm()
     run = RunDir(request.run)
     recipe = run.read_recipe()
     declared = recipe.tasks
@@ -78,7 +78,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     check_harness()
     checkpoint = _checkpoint(run, request.step)
     with quiet_libraries():
-        from llmtrain.train.harness import results_of, tasks_of
+        from llmtrain.train.lm_eval_harness import results_of, tasks_of
 
         manager = tasks_of(names, include)
         with scratch_folder(run.path, "eval") as scratch:
@@ -87,9 +87,9 @@ def evaluate_tasks(request: EvalRequest) -> None:
             limit = request.limit or declared.limit
             results = results_of(model, names, manager, include, limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)
-    found = _write(run.eval_file(step), results, limit)
+    scored = _write(run.eval_file(step), results, limit)
     if request.as_json:
-        print(found.model_dump_json(indent=2))
+        print(scored.model_dump_json(indent=2))
         return
     from rich.console import Console
 
@@ -112,7 +112,7 @@ def _own_tasks(run: RunDir, declared: TasksConfig, trust_remote_code: bool) -> P
     """Returns the run's own folder of tasks, if any. Raises RecipeError if its code may not be run."""
     if declared.include_path is None or trust_remote_code:
         return Path(declared.include_path) if declared.include_path else None
-    field, value = f"{run.recipe_file}: tasks.include_path", shown(declared.include_path)
+    field, value = f"{run.recipe_file}: tasks.include_path", format_value(declared.include_path)
     message = f"is {value}, and tasks may contain code (!function), which a run directory cannot permit to run"
     fix = f"inspect the tasks, and name them with --include-path {quote(declared.include_path)}, or permit the run's "
     raise RecipeError(Problem("tasks.remote_code", field, message, f"{fix}with --trust-remote-code"))
@@ -139,8 +139,10 @@ def _write(file: Path, results: Results, limit: int | None) -> Scored:
         before = read_json(file, Scored)
     except UNREADABLE:
         before = Scored()
-    own = {"harness": version("lm_eval"), "limit": limit, "written": datetime.now(UTC).isoformat(timespec="seconds")}
-    found = Scored(results={**before.results, **results}, computed={**before.computed, **dict.fromkeys(results, own)})
+    origin = {"harness": version("lm_eval"), "limit": limit, "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    scored = Scored(
+        results={**before.results, **results}, computed={**before.computed, **dict.fromkeys(results, origin)}
+    )
     file.parent.mkdir(exist_ok=True)
-    write_json(file, found.model_dump(mode="json"))
-    return found
+    write_json(file, scored.model_dump(mode="json"))
+    return scored

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llmtrain.commands.checkpoint import one_checkpoint
-from llmtrain.commands.plan import TrustOption
+from llmtrain.commands.options import TrustOption
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.stops import interrupted_by_sigterm
+from llmtrain.system.stops import interrupt_on_sigterm
 from llmtrain.system.streams import quiet_libraries
 
 SHARD_SIZE = "5GB"
@@ -109,7 +109,7 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
 
 def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> None:
     """Writes the folder. Loads torch."""
-    interrupted_by_sigterm()
+    interrupt_on_sigterm()
     with quiet_libraries():
         from llmtrain.checkpoint.export import export, size_in_bytes
         from llmtrain.checkpoint.merge import merge, merge_checkpoint

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.commands.plan import LARGEST_OPTION, TrustOption
+from llmtrain.commands.options import LARGEST_OPTION, TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries, visible
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmtrain.errors import DataError, Problem, RecipeError, reason, shown
+from llmtrain.errors import DataError, Problem, RecipeError, format_value, reason
 from llmtrain.recipe import DataConfig, ModelConfig, Part, Recipe, part_in
 from llmtrain.system.untrusted import expanded, json_fault
 
@@ -30,7 +30,7 @@ FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2)
 """Fractions of the data to hold out, of which the smallest that holds out `HELD_OUT` documents is chosen."""
 HELD_OUT = 10
 """Number of documents to evaluate on, or a twentieth of fewer than 200."""
-LOOKED_AT, MOST_CHARACTERS = 1000, 1 << 26
+MAX_DOCUMENTS, MAX_CHARACTERS = 1000, 1 << 26
 """Numbers of documents and of characters that are read at most; more documents are enough for the first fraction."""
 WIDTH = 100
 """Largest number of characters of a call that is written on one line."""
@@ -63,12 +63,12 @@ def write_recipe(request: InitRequest) -> None:
     if request.file.name and not request.file.suffix:
         request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:
-        request = _asked(request)
+        request = _prompt_for_missing(request)
     assert request.data is not None
     if problems := _problems(request):
         raise RecipeError(problems)
     try:
-        kind, held_out = _look(request.data)
+        kind, held_out = _inspect(request.data)
     except DataError:
         if request.kind is None:
             raise
@@ -92,7 +92,7 @@ def write_recipe(request: InitRequest) -> None:
     print(f"look at the data:  llmtrain data {name}{look}\ntrain:             llmtrain train {name}")
 
 
-def _asked(request: InitRequest) -> InitRequest:
+def _prompt_for_missing(request: InitRequest) -> InitRequest:
     """Asks for missing options on a terminal."""
     if not sys.stdin.isatty():
         raise RecipeError(Problem("init.data", "--data", "is required", "--data FILE, FOLDER or NAME of a hub dataset"))
@@ -106,15 +106,15 @@ def _asked(request: InitRequest) -> InitRequest:
 
 def _problems(request: InitRequest) -> list[Problem]:
     from llmtrain.data.sources.formats import kind_of
-    from llmtrain.plan.hub import is_path
     from llmtrain.plan.load.file import SUFFIXES
+    from llmtrain.system.hub import is_path
 
     problems = []
     for option, text in (("--data", request.data), ("--model", request.model)):
         if text and (fault := json_fault(text)):
-            problems.append(Problem("init.text", option, f"{shown(text)} is invalid: {fault}"))
+            problems.append(Problem("init.text", option, f"{format_value(text)} is invalid: {fault}"))
     if (data := request.data) and not problems and not _is_here(data) and (is_path(data) or kind_of(Path(data))):
-        problems.append(Problem("init.data", "--data", f"{shown(data)} does not exist"))
+        problems.append(Problem("init.data", "--data", f"{format_value(data)} does not exist"))
     if request.file.suffix not in SUFFIXES:
         problems.append(Problem("init.file", str(request.file), f"must end in {', '.join(SUFFIXES)}"))
     if request.file.exists():
@@ -140,7 +140,7 @@ def _is_here(data: str) -> bool:
     return data in (STDLIB, STDLIB_CHAT) or glob.has_magic(data) or expanded(data).exists()
 
 
-def _look(data: str) -> tuple[Kind, float]:
+def _inspect(data: str) -> tuple[Kind, float]:
     """Returns the kind of data, and the fraction of them to hold out: the usual one for data that are not read here.
 
     Raises DataError for local files that hold none of the kinds.
@@ -159,7 +159,7 @@ def _look(data: str) -> tuple[Kind, float]:
     for document in chain.from_iterable(reader(path, None) for path in files):
         documents.append(document.text)
         size += len(document.text)
-        if len(documents) == LOOKED_AT or size > MOST_CHARACTERS:
+        if len(documents) == MAX_DOCUMENTS or size > MAX_CHARACTERS:
             return _kind_of(documents, reader is read_document, files[0]), FRACTIONS[0]
     kind = _kind_of(documents, reader is read_document, files[0])
     if kind == "text" and reader is not read_document:
@@ -199,13 +199,13 @@ def _fraction(documents: list[str]) -> float:
 
     wanted = min(HELD_OUT, len(documents) // 20) or 1
     counts = {fraction: sum(held_out(text, fraction) for text in documents) for fraction in FRACTIONS}
-    return next((one for one, count in counts.items() if wanted <= count <= len(documents) / 2), 0.0)
+    return next((fraction for fraction, count in counts.items() if wanted <= count <= len(documents) / 2), 0.0)
 
 
 def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, held_out: float) -> dict[str, Any]:
     """Returns the fields of the recipe. held_out: the fraction of the data to evaluate on."""
-    from llmtrain.plan.model_facts import pretrained_config
-    from llmtrain.plan.vocabulary import read_template
+    from llmtrain.plan.facts.model_facts import pretrained_config
+    from llmtrain.plan.facts.vocabulary import read_template
 
     source = {"name": data}
     fields: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "run"}
@@ -257,10 +257,14 @@ def _call(part: type[Part], fields: dict[str, Any], indent: int) -> str:
         if inner and isinstance(value, dict):
             arguments.append(f"{name}={_call(inner, value, deeper)}")
         elif inner and isinstance(value, list):
-            arguments.append(f"{name}=[{', '.join(_call(inner, one, deeper) for one in value)}]")
+            arguments.append(f"{name}=[{', '.join(_call(inner, item, deeper) for item in value)}]")
         else:
             arguments.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
     line = f"lt.{part.__name__}({', '.join(arguments)})"
     if len(line) + indent <= WIDTH and part is not Recipe:
         return line
-    return f"lt.{part.__name__}(" + "".join(f"\n{' ' * (indent + 4)}{one}," for one in arguments) + f"\n{' ' * indent})"
+    return (
+        f"lt.{part.__name__}("
+        + "".join(f"\n{' ' * (indent + 4)}{argument}," for argument in arguments)
+        + f"\n{' ' * indent})"
+    )

@@ -8,20 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.commands.options import errors_as_json
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.tools import TOOLS
 from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
-    from llmtrain.commands.train import LauncherName, TrainRequest
+    from llmtrain.commands.train_request import LauncherName, TrainRequest
     from llmtrain.launch import Rank
     from llmtrain.launch.tools import Tool
 
 
-def print_lines(tool: Tool, request: TrainRequest) -> None:
+def print_manual_commands(tool: Tool, request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and the command line of each node to standard output."""
-    from llmtrain.launch.tools import check_tool, lines_of
+    from llmtrain.launch.tools import check_tool, manual_commands
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import print_plan, startable
 
@@ -34,34 +35,29 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
     named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
     planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
-    beside = folder.with_name(f"{folder.name}-plan")
-    print("\n".join(lines_of(tool, plan, script, beside, planned)))
+    plan_folder = folder.with_name(f"{folder.name}-plan")
+    print("\n".join(manual_commands(tool, plan, script, plan_folder, planned)))
 
 
-def run_small(request: TrainRequest) -> None:
+def run_dry_run(request: TrainRequest) -> None:
     """Runs the scaled-down plan and prints the report, which is also written next to the real run's directory."""
     from rich.console import Console
 
-    from llmtrain.dry_run.run import REPORT, dry_run
     from llmtrain.overrides import untried_versions
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import check_stages, runnable_plan
+    from llmtrain.trials.dry_run.run import REPORT, dry_run
 
-    try:
+    with errors_as_json(request.as_json, passed=False):
         declared, written_for = request.load()
-        beside = request.folder(declared).path
-        beside = beside if beside.name else beside.resolve()
-        folder = RunDir(beside.parent / f"{beside.name}-dry-run")
+        run_folder = request.folder(declared).path
+        run_folder = run_folder if run_folder.name else run_folder.resolve()
+        folder = RunDir(run_folder.parent / f"{run_folder.name}-dry-run")
         plan = runnable_plan(declared, request.cluster(written_for))
         check_stages(plan)
         for line in untried_versions():
             say(f"warning: {line}")
         report = dry_run(plan, folder)
-    except UserError as error:
-        if request.as_json:
-            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
-            sys.exit(error.exit_code)
-        raise
     if request.as_json:
         print(json.dumps(report.document(), indent=2))
         print(f"report {folder.path / REPORT}", file=sys.stderr)
@@ -72,16 +68,23 @@ def run_small(request: TrainRequest) -> None:
     print_as_is(console, [f"report {folder.path / REPORT}"])
 
 
-def enqueue(request: TrainRequest) -> None:
+def submit_job(request: TrainRequest) -> None:
     """Runs all checks that are possible before the job starts, then prints its script or submits it."""
     from llmtrain.checkpoint.before import check_resume
-    from llmtrain.cluster import Cluster
-    from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, following, parse_site, render_job, submit
+    from llmtrain.launch.jobs.slurm import (
+        SlurmJob,
+        SlurmOptions,
+        monitoring_lines,
+        parse_job_options,
+        render_job,
+        submit,
+    )
     from llmtrain.plan.load import load_recipe
+    from llmtrain.recipe.cluster import Cluster
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import print_plan, startable
 
-    options, resume = parse_site(SlurmOptions, "slurm", request.slurm), request.resume
+    options, resume = parse_job_options(SlurmOptions, "slurm", request.slurm), request.resume
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     machines = cluster.nodes
@@ -91,8 +94,8 @@ def enqueue(request: TrainRequest) -> None:
     path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
     for choice in options.sweep:
         varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
-        own = RunDir(path / choice.replace("/", "_"), folder.allowed)
-        startable(varied, cluster, own, resume, cluster.world_size)
+        choice_folder = RunDir(path / choice.replace("/", "_"), folder.allowed)
+        startable(varied, cluster, choice_folder, resume, cluster.world_size)
     if not options.sweep:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)
@@ -103,16 +106,16 @@ def enqueue(request: TrainRequest) -> None:
     if request.dry_run:
         print(script, end="")
     else:
-        print("\n".join(following(job, submit(script))))
+        print("\n".join(monitoring_lines(job, submit(script))))
 
 
 def print_manifest(request: TrainRequest) -> None:
     """Checks the plan, then prints it to standard error and its manifest to standard output."""
     from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
-    from llmtrain.launch.jobs.slurm import parse_site
+    from llmtrain.launch.jobs.slurm import parse_job_options
     from llmtrain.train.start import print_plan, runnable_plan
 
-    options = parse_site(KubernetesOptions, "kubernetes", request.kubernetes)
+    options = parse_job_options(KubernetesOptions, "kubernetes", request.kubernetes)
     declared, written_for = request.load()
     cluster = request.cluster(written_for)
     # The run directory is in the pods' file system. A folder with the same path on this machine is unrelated.
@@ -130,10 +133,10 @@ def train_on_hosts(request: TrainRequest) -> None:
     """Runs all checks that are possible before workers start, trains, and exits with the job's exit code."""
     from rich.console import Console
 
-    from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.launch.hosts import HostsJob, run_on_hosts
     from llmtrain.launch.local import clear_failures
+    from llmtrain.recipe.cluster import Cluster, local_cluster
     from llmtrain.system.stops import caught_signals, leave
     from llmtrain.train.start import print_plan, startable
 
@@ -198,13 +201,13 @@ def launch(request: TrainRequest) -> None:
     if request.launcher == "deepspeed":
         train_on_hosts(request)
     elif request.launcher == "slurm":
-        enqueue(request)
+        submit_job(request)
     elif request.launcher == "kubernetes":
         print_manifest(request)
     elif request.launcher == "local":
-        run_small(request)
+        run_dry_run(request)
     else:
-        print_lines(request.launcher, request)
+        print_manual_commands(request.launcher, request)
 
 
 def _unsupported(request: TrainRequest) -> Iterator[Problem]:

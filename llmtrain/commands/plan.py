@@ -1,4 +1,4 @@
-"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans. Other commands share its options."""
+"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans."""
 
 from __future__ import annotations
 
@@ -11,78 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain import library
-from llmtrain.commands import completion
-from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.commands.options import (
+    DeviceOption,
+    JsonOption,
+    NodesOption,
+    PerNodeOption,
+    RecipeArgument,
+    SetOption,
+    errors_as_json,
+    named_cluster,
+)
+from llmtrain.errors import Problem, RecipeError, reason, truncate
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
-    from llmtrain.cluster import Cluster
     from llmtrain.recipe import Recipe
-
-
-def _located(spec: str) -> str:
-    from llmtrain.plan.load import located
-
-    return located(spec)
-
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE[:VARIANT]",
-        help="Recipe file, NAME.py or NAME.yaml, or the name of a recipe that `llmtrain recipe list` shows.",
-        autocompletion=completion.recipes,
-        callback=_located,
-    ),
-]
-SetOption = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable.",
-        autocompletion=completion.assignments,
-    ),
-]
-LARGEST_OPTION = 10**12
-"""Upper bound of numbers on the command line, as of those of a recipe."""
-NodesOption = Annotated[int | None, typer.Option(help="Number of machines; default: as in the recipe.", min=1)]
-PerNodeOption = Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="Type of device: a100, h100, h200, b200, mi300x, cpu, or one that the recipe defines."),
-]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Inspect it first.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-
-def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
-    """Returns the cluster that the options describe.
-
-    Missing options are taken from the recipe's cluster if it has one, otherwise from this machine.
-    """
-    from pydantic import ValidationError
-
-    from llmtrain.cluster import known_devices, local_cluster
-    from llmtrain.recipe import recipe_problems
-
-    base = written_for or local_cluster()
-    known = known_devices(base.own_devices)
-    if device is not None and device.lower() not in known:
-        listing = f"known: {', '.join(known)}"
-        raise RecipeError(
-            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
-        )
-    try:
-        return base.resized(nodes, per_node, device)
-    except ValidationError as error:
-        options = {"nodes": "--nodes", "devices_per_node": "--gpus-per-node"}
-        raise RecipeError(
-            Problem("cluster.size", options.get(problem.field, problem.field), problem.message, "use fewer devices")
-            for problem in recipe_problems(error)
-        ) from None
+    from llmtrain.recipe.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +59,13 @@ def show_plan(request: PlanRequest) -> None:
     """
     from llmtrain.plan.load import load_recipe
 
-    try:
+    with errors_as_json(request.as_json):
         declared, written_for = load_recipe(request.recipe, request.assignments)
         cluster = named_cluster(written_for, request.nodes, request.gpus_per_node, request.device)
         if request.search:
             _search(declared, cluster, request)
             return
         planned = library.plan(declared, cluster, trace=request.trace)
-    except RecipeError as error:
-        if request.as_json:
-            print(json.dumps(error.as_dict(), indent=2))
-            sys.exit(error.exit_code)
-        raise
     _show(planned, request)
 
 
@@ -138,7 +77,7 @@ def _show(planned: library.Planned, request: PlanRequest) -> None:
         try:
             written = _write(request.write, planned)
         except OSError as error:
-            message = f"{short(str(request.write))} cannot be written: {reason(error)}"
+            message = f"{truncate(str(request.write))} cannot be written: {reason(error)}"
             raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
     if request.as_json:
         print(json.dumps(planned.document(), indent=2))
@@ -154,8 +93,8 @@ def _write(folder: Path, planned: library.Planned) -> list[str]:
     Returns the names of the written files.
     """
     from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
+    from llmtrain.plan.predict.picture import memory_svg, schedule_svg
     from llmtrain.plan.schedules import PipelineSchedule
-    from llmtrain.predict.picture import memory_svg, schedule_svg
 
     plan = planned.plan
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
@@ -177,9 +116,9 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
     """Prints the fastest legal plans."""
     from functools import partial
 
-    from llmtrain.predict import MemoryCache, lacking
-    from llmtrain.search.search import search_plans
-    from llmtrain.search.search_report import document, lines
+    from llmtrain.plan.predict import MemoryCache, lacking
+    from llmtrain.plan.search.search import search_plans
+    from llmtrain.plan.search.search_report import document, lines
 
     if request.write:
         message = "writes a single plan, but --search finds many"

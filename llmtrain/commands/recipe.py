@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.commands import completion
-from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
+from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption
 
 app = typer.Typer(help="List recipes, or show a recipe or the schema of recipes.", no_args_is_help=True)
 
@@ -23,8 +23,8 @@ def list_recipes() -> None:
     from llmtrain.plan.load import shipped_recipes
 
     for name, file in shipped_recipes().items():
-        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        print(f"{name:22}{said.partition(chr(10))[0]}")
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        print(f"{name:22}{docstring.partition(chr(10))[0]}")
         if variants := completion.variants(file):
             print(f"{'':22}variants: {', '.join(variants)}")
 

@@ -1,21 +1,14 @@
-"""Shows finished or active runs from their directories alone. `llmtrain profile` asks an active run to record steps."""
+"""`llmtrain report`: writes or serves a page of finished or active runs, from their directories alone."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from llmtrain.commands.plan import LARGEST_OPTION, JsonOption
-from llmtrain.errors import Problem, RecipeError, shown
-
-if TYPE_CHECKING:
-    from llmtrain.report import RunData
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+from llmtrain.errors import Problem, RecipeError
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ def report_runs(request: ReportRequest) -> None:
     if request.port and not request.serve:
         raise RecipeError(Problem("report.port", "--port", "is only supported with --serve", "add --serve"))
     runs = request.runs
-    if twice := dict.fromkeys(str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1):
+    if twice := dict.fromkeys(str(run) for run in runs if sum(other.resolve() == run.resolve() for other in runs) > 1):
         raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
     if request.serve:
         _serve(request)
@@ -75,108 +68,3 @@ def _serve(request: ReportRequest) -> None:
         server.serve_forever()
     except KeyboardInterrupt:
         print()
-
-
-def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show a summary of a run in the terminal.
-
-    The run may be active or finished. The summary contains its progress, curves, events and checkpoints.
-    """
-    from rich.console import Console
-
-    from llmtrain.report import read_run
-    from llmtrain.report.terminal import overview
-
-    data = read_run(run)
-    if as_json:
-        print(json.dumps(_document(data), indent=2))
-    else:
-        console = Console(highlight=False)
-        console.print(overview(data, console))
-
-
-def compare_runs(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Run directory.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Run directory to compare it with.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Show what differs between two runs, in the terminal.
-
-    Compares their recipes, data, plans, environments and metrics.
-    """
-    from rich.console import Console
-
-    from llmtrain.report import read_run
-    from llmtrain.report.differences import compared_metrics, differences
-    from llmtrain.report.page import names_of
-    from llmtrain.report.terminal import comparison
-
-    runs = [read_run(path) for path in (a, b)]
-    groups, metrics = differences(runs), compared_metrics(*runs)
-    if as_json:
-        document = {
-            "runs": [str(run.path) for run in runs],
-            "differences": {group: {one.field: one.values for one in found} for group, found in groups.items()},
-            "metrics": {label: values for label, values, _ in metrics},
-        }
-        print(json.dumps(document, indent=2))
-    else:
-        rows = [(label, texts) for label, _, texts in metrics]
-        Console(highlight=False).print(comparison(names_of(runs), groups, rows))
-
-
-def _document(run: RunData) -> dict[str, Any]:
-    """Returns the summary of a run as JSON data."""
-    from llmtrain.report import facts
-
-    return {
-        "path": str(run.path),
-        "name": run.name,
-        "status": run.status,
-        "step": run.step,
-        "max_steps": run.max_steps,
-        "seconds_since_line": run.seconds_since_line,
-        "facts": dict(facts.facts(run)),
-        "figures": {one.label: one.value for one in facts.figures(run)},
-        "predicted_memory_bytes": {one.label: one.value for one in facts.predicted_memory(run)},
-        "predicted_step_s": {one.label: one.value for one in facts.predicted_step(run)},
-        "time_s": {one.label: one.value for one in facts.time_spent(run)},
-        "slow_ranks": dict(facts.stragglers(run)),
-        "events": [asdict(one) for one in run.events],
-        "checkpoints": [asdict(one) | {"folder": str(one.folder)} for one in run.checkpoints],
-        "profiles": [asdict(one) for one in run.profiles],
-        "samples": [asdict(one) for one in run.samples[-10:]],
-        "scores": [asdict(one) for one in run.scores],
-        "problems": list(run.problems),
-    }
-
-
-def request_profile(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a job that is running.")],
-    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=LARGEST_OPTION)] = 3,
-    ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
-    memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
-) -> None:
-    """Record steps of a running job with torch's profiler.
-
-    The recording starts after the next logged step.
-    """
-    from llmtrain.recipe import ProfileConfig
-    from llmtrain.run_dir import RunDir, write_json
-
-    folder = RunDir(run)
-    if not folder.plan_file.is_file():
-        raise RecipeError(Problem("profile.run", str(run), "is not a run directory: it has no plan.json"))
-    plan = folder.read_plan()
-    try:
-        numbers = tuple(int(one) for one in ranks.split(","))
-    except ValueError:
-        message = f"{shown(ranks)} is not a list of numbers"
-        raise RecipeError(Problem("profile.ranks", "--ranks", message, "--ranks 0,1")) from None
-    if others := [one for one in numbers if not 0 <= one < plan.workers]:
-        message = f"the run has no rank {', '.join(map(str, others))}"
-        raise RecipeError(Problem("profile.ranks", "--ranks", message, f"its ranks are 0 to {plan.workers - 1}"))
-    folder.profile.mkdir(exist_ok=True)
-    write_json(folder.profile_request, ProfileConfig(steps=steps, ranks=numbers, memory=memory).model_dump(mode="json"))
-    every = plan.recipe.logging.every_steps
-    print(f"recording begins after the next logged step (every {every}) and is written to {folder.profile}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
+from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption, errors_as_json
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.host import MOST_WORKERS, busy, cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import MAX_WORKERS, available_cores, busy, cores_used_by_others, max_cores_used_by_others
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def tune_kernels(
         typer.Option(
             help="Number of workers that share this machine; default: one per GPU, or one on a CPU.",
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -44,13 +43,8 @@ def tune_kernels(
 
     from llmtrain.plan.described import kernel_choice_lines, model_line
 
-    try:
+    with errors_as_json(as_json):
         plan, choice = _measured(recipe, assignments, nproc)
-    except RecipeError as error:
-        if as_json:
-            print(json.dumps(error.as_dict(), indent=2))
-            sys.exit(error.exit_code)
-        raise
     if as_json:
         print(json.dumps(choice.model_dump(mode="json"), indent=2))
         return
@@ -60,10 +54,10 @@ def tune_kernels(
 def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules import resolve
-    from llmtrain.tune.choice import KERNELS, open_kernels
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import local_cluster
+    from llmtrain.train.tune.choice import KERNELS, open_kernels
 
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)
@@ -77,8 +71,8 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
             _check_quiet()
     with console.status("starting torch") as status:
         from llmtrain.data import Progress, prepare
-        from llmtrain.tune.choice import threads_of_a_rank
-        from llmtrain.tune.request import NotMeasuredError, measure
+        from llmtrain.train.tune.choice import threads_of_a_rank
+        from llmtrain.train.tune.request import NotMeasuredError, measure
 
         prepare(plan.recipe, Progress(console))
         device = "cpu" if cluster.spec.on_cpu else "cuda:0"
@@ -90,8 +84,8 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
 
 def _check_quiet() -> None:
     """Raises RecipeError if other processes use the cores so much that every measurement would be discarded."""
-    others, cores = cores_of_others(LOOK_S), own_cores()
-    if others > most_cores_of_others(cores):
+    others, cores = cores_used_by_others(LOOK_S), available_cores()
+    if others > max_cores_used_by_others(cores):
         raise RecipeError(_not_measured(busy(others, cores)))
 
 

@@ -3,32 +3,32 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
-from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, compare_with_hashes, find_prepared, prepare
+from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare, verify_prepared
 from llmtrain.data.progress import Progress
 from llmtrain.data.prompts import encode_prompts
 from llmtrain.data.report import data_summary, notes, report
-from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
+from llmtrain.data.sampler import BatchLoader, Completions, Documents, MicroBatch, StepBatch, with_max_steps
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.store import TokenStore
 
 __all__ = [
     "MAIN_SET",
     "NO_TARGET",
+    "BatchLoader",
     "Completions",
     "Documents",
     "MicroBatch",
     "Prepared",
     "PreparedSource",
     "Progress",
-    "Schedule",
     "StepBatch",
     "TokenStore",
-    "compare_with_hashes",
     "data_summary",
     "encode_prompts",
     "find_prepared",
     "notes",
     "prepare",
     "report",
-    "with_steps",
+    "verify_prepared",
+    "with_max_steps",
 ]

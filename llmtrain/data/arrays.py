@@ -58,13 +58,13 @@ class ArrayWriter:
 
 
 def chunk_hashes(data: bytes | memoryview) -> NDArray[np.uint64]:
-    """Returns [chunks]: the hash of each chunk of `CHUNK_BYTES`, the last of which may be shorter."""
+    """Returns the hash of each chunk of `CHUNK_BYTES`, [chunks]. The last chunk may be shorter."""
     view = memoryview(data)
     chunks = (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
     return np.fromiter(map(xxhash.xxh3_64_intdigest, chunks), np.uint64)
 
 
-class _Mapping(mmap.mmap):
+class _HashedMap(mmap.mmap):
     """A memory map that knows the hashes of its file."""
 
     path: Path
@@ -78,27 +78,27 @@ def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArra
     """Memory-maps `FOLDER/NAME.bin` read-only. Raises DataError if it does not have `length` items."""
     path = folder / f"{name}.bin"
     size = np.dtype(dtype).itemsize * length
-    mapped = _mapped(path, size)
+    mapped = _map_file(path, size)
     if mapped is None:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     if path.with_suffix(HASHES).exists():
         chunks = -(-size // CHUNK_BYTES)
-        mapped.hashes = np.frombuffer(_mapped(path.with_suffix(HASHES), chunks * 8) or b"", np.uint64)
+        mapped.hashes = np.frombuffer(_map_file(path.with_suffix(HASHES), chunks * 8) or b"", np.uint64)
         mapped.intact = np.zeros(chunks, np.bool_)
     # Not an np.memmap: indexing one makes an np.memmap each time, which is slow.
     return np.frombuffer(mapped, dtype)
 
 
-def _mapped(path: Path, expected: int) -> _Mapping | None:
+def _map_file(path: Path, expected: int) -> _HashedMap | None:
     """Maps a file of a size in bytes; None if this is 0. Raises DataError for another size."""
-    found = path.stat().st_size if path.exists() else -1
-    if found != expected:
-        state = "is missing" if found < 0 else f"has {found:,} bytes, but {expected:,} were written"
+    size = path.stat().st_size if path.exists() else -1
+    if size != expected:
+        state = "is missing" if size < 0 else f"has {size:,} bytes, but {expected:,} were written"
         raise _damaged(path, state)
     if not expected:
         return None
     with path.open("rb") as file:
-        mapped = _Mapping(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = _HashedMap(file.fileno(), 0, access=mmap.ACCESS_READ)
     mapped.path = path
     return mapped
 
@@ -121,11 +121,11 @@ def require_intact(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray
 
     Raises DataError for a chunk that is not as it was written.
     """
-    mapped = _mapping(array)
+    mapped = _map_of(array)
     if mapped is None or mapped.hashes is None or not len(starts):
         return
     first = starts * array.itemsize // CHUNK_BYTES
-    chunks = runs(first, np.maximum((ends * array.itemsize - 1) // CHUNK_BYTES + 1 - first, 0))
+    chunks = concatenated_ranges(first, np.maximum((ends * array.itemsize - 1) // CHUNK_BYTES + 1 - first, 0))
     unknown = chunks[~mapped.intact[chunks]]
     if not unknown.size:
         return
@@ -147,7 +147,7 @@ def has_hashes(folder: Path) -> bool:
     return any(folder.glob(f"*{HASHES}"))
 
 
-def compare(folder: Path, look: Callable[[int], None]) -> list[Problem]:
+def compare(folder: Path, on_read: Callable[[int], None]) -> list[Problem]:
     """Compares all arrays in a folder with their hashes, and returns the faults, at most one for each.
 
     look: called with the number of bytes of each part that has been read.
@@ -156,46 +156,46 @@ def compare(folder: Path, look: Callable[[int], None]) -> list[Problem]:
     for path in sorted(folder.glob("*.bin")):
         try:
             if path.with_suffix(HASHES).exists():
-                _compare(path, look)
+                _compare(path, on_read)
         except DataError as error:
             problems += error.problems
     return problems
 
 
-def _compare(path: Path, look: Callable[[int], None]) -> None:
-    known = open_array(path.parent, path.stem, np.uint8, path.stat().st_size)
-    mapped = _mapping(known)
+def _compare(path: Path, on_read: Callable[[int], None]) -> None:
+    array = open_array(path.parent, path.stem, np.uint8, path.stat().st_size)
+    mapped = _map_of(array)
     with path.open("rb") as file:
         while mapped is not None and mapped.hashes is not None and (data := file.read(COMPARED_BYTES)):
             first = (file.tell() - len(data)) // CHUNK_BYTES
-            found = chunk_hashes(data)
-            different = np.flatnonzero(found != mapped.hashes[first : first + len(found)])
+            hashes = chunk_hashes(data)
+            different = np.flatnonzero(hashes != mapped.hashes[first : first + len(hashes)])
             if different.size:
                 raise _changed(path, first + int(different[0]))
-            look(len(data))
+            on_read(len(data))
 
 
-def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the runs start, start + 1, ... of each length, concatenated."""
+def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the ranges start, start + 1, ... of the given lengths, concatenated: [sum of lengths]."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
-def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+def prefetch_ranges(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
     """Starts reading the ranges starts[i] to ends[i] (items, none empty) of an array from disk, without waiting.
 
     All ranges are read in parallel, and nothing else. Other pages are read one after another when they are touched,
     each with the disk's readahead: often megabytes for a sequence of 4 KiB. Does nothing for ranges in memory, and for
     arrays that `open_array` has not opened.
     """
-    mapped = _mapping(array)
+    mapped = _map_of(array)
     if mapped is None or not len(starts):
         return
     if mapped.hashes is not None:
         chunks = starts * array.itemsize // CHUNK_BYTES
         unknown = ~mapped.intact[chunks]
-        will_need(mapped.hashes, chunks[unknown], (ends[unknown] * array.itemsize - 1) // CHUNK_BYTES + 1)
+        prefetch_ranges(mapped.hashes, chunks[unknown], (ends[unknown] * array.itemsize - 1) // CHUNK_BYTES + 1)
     first, end = starts * array.itemsize // mmap.PAGESIZE, (ends * array.itemsize - 1) // mmap.PAGESIZE + 1
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(end[order])
@@ -208,14 +208,14 @@ def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.i
             mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, size)
 
 
-def will_search(array: NDArray[Any]) -> None:
+def disable_readahead(array: NDArray[Any]) -> None:
     """Disables readahead for an array that `open_array` opened, for searches across all of it."""
-    mapped = _mapping(array)
+    mapped = _map_of(array)
     if mapped is not None:
         mapped.madvise(mmap.MADV_RANDOM)
 
 
-def _mapping(array: NDArray[Any]) -> _Mapping | None:
+def _map_of(array: NDArray[Any]) -> _HashedMap | None:
     """Returns the memory map of a whole array of `open_array`, or None for parts of it and for other arrays."""
     mapped = getattr(array.base, "obj", None)
-    return mapped if isinstance(mapped, _Mapping) else None
+    return mapped if isinstance(mapped, _HashedMap) else None

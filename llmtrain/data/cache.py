@@ -19,7 +19,7 @@ from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
 from llmtrain.system.durable import DISK_FULL, flush_tree, remove_tree, rename
 from llmtrain.system.host import cache_root
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_json
 
 META = "meta.json"
 
@@ -74,14 +74,14 @@ class Cache:
         """
         final = self.folder / kind / key
         if not (final / META).exists():
-            self.require_making(str(final))
+            self.require_writable(str(final))
             with self._writing(final.parent), self._lock(final):
                 if not (final / META).exists():
                     self._sweep(final.parent, keep=final)
                     return Entry(final, self._make(final, build), made=True)
         return Entry(final, _meta_of(final / META), made=False)
 
-    def require_making(self, what: str) -> None:
+    def require_writable(self, what: str) -> None:
         """Raises NotPreparedError if the cache is read-only."""
         if self.read_only:
             raise NotPreparedError(what)
@@ -155,7 +155,10 @@ def _meta_of(file: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         raise DataError(
             Problem(
-                "data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it will be created again"
+                "data.cache",
+                str(file),
+                f"cannot be read: {file_fault(error)}",
+                "delete its folder; it will be created again",
             )
         ) from None
 

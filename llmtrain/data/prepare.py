@@ -14,20 +14,20 @@ import numpy as np
 from llmtrain.data import packing
 from llmtrain.data.arrays import compare
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
-from llmtrain.data.chat.store import ChatReading
+from llmtrain.data.chat.store import ChatOptions
 from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, open_corpora
-from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
+from llmtrain.data.store import SPLITS, TokenizeOptions, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
-from llmtrain.rules.model import packed_conversations
 from llmtrain.system.streams import short_names
-from llmtrain.system.untrusted import why
+from llmtrain.system.untrusted import file_fault
 
 EVAL_FIELD = "evaluation.sources"
 MAIN_SET = ""
@@ -155,7 +155,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     return _prepare(recipe, Cache(cache_folder(recipe.data), progress or Progress()))
 
 
-def compare_with_hashes(prepared: Prepared, progress: Progress) -> int:
+def verify_prepared(prepared: Prepared, progress: Progress) -> int:
     """Reads all prepared data, and returns the number of bytes that are as they were written.
 
     Training itself compares what it reads, when it first reads it. Raises DataError with every file that has changed.
@@ -165,12 +165,12 @@ def compare_with_hashes(prepared: Prepared, progress: Progress) -> int:
     done = 0
     with progress.task("Comparing the data with their hashes") as task:
 
-        def look(size: int) -> None:
+        def on_read(size: int) -> None:
             nonlocal done
             done += size
             task.update(done / max(1, total), f"{done:,} bytes")
 
-        problems = [problem for folder in folders for problem in compare(folder, look)]
+        problems = [problem for folder in folders for problem in compare(folder, on_read)]
     if problems:
         raise DataError(problems)
     return done
@@ -186,29 +186,32 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
     try:
-        return _made(recipe, cache)
+        return _prepare_all(recipe, cache)
     except OSError as error:  # for example, a folder on the path to a file is not accessible
-        raise DataError(Problem("data.read", str(error.filename or "data"), f"cannot be used: {why(error)}")) from error
+        raise DataError(
+            Problem("data.read", str(error.filename or "data"), f"cannot be used: {file_fault(error)}")
+        ) from error
 
 
-def _made(recipe: Recipe, cache: Cache) -> Prepared:
+def _prepare_all(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data, held_out = recipe.data, recipe.held_out_fraction
-    corpora = open_corpora(_as_compared(recipe, data.sources), cache)
+    corpora = open_corpora(_with_objective_format(recipe, data.sources), cache)
     declared = {MAIN_SET: recipe.evaluation.sources, **recipe.evaluation.sets}
     eval_corpora = {
-        name: open_corpora(_as_compared(recipe, listed), cache, _eval_field(name)) for name, listed in declared.items()
+        name: open_corpora(_with_objective_format(recipe, listed), cache, _eval_field(name))
+        for name, listed in declared.items()
     }
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
-    chat = _chat_reading(recipe, [*corpora, *chain(*eval_corpora.values())], tokenizer)
-    reading = Reading(tokenizer, data.special_tokens, held_out, chat)
-    sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
+    chat = _chat_options(recipe, [*corpora, *chain(*eval_corpora.values())], tokenizer)
+    options = TokenizeOptions(tokenizer, data.special_tokens, held_out, chat)
+    sources = _prepare_sources(data, "data.sources", data.sources, corpora, options, cache)
     if recipe.train.epochs:
-        sources = tuple(replace(one, weight=max(1, len(one.train))) for one in sources)
-    reading = replace(reading, eval_fraction=1.0)
+        sources = tuple(replace(source, weight=max(1, len(source.train))) for source in sources)
+    options = replace(options, eval_fraction=1.0)
     sets = {
-        name: _prepare_sources(data, _eval_field(name), listed, eval_corpora[name], reading, cache)
+        name: _prepare_sources(data, _eval_field(name), listed, eval_corpora[name], options, cache)
         for name, listed in declared.items()
     }
     made = tokenizer.made or any(source.made for source in (*sources, *chain(*sets.values())))
@@ -223,14 +226,14 @@ def _eval_field(name: str) -> str:
     return f"evaluation.sets.{name}" if name else EVAL_FIELD
 
 
-def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
+def _with_objective_format(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.of_completions:
+    if not recipe.objective.is_preference:
         return sources
     return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
 
 
-def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:
+def _chat_options(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatOptions | None:
     """Returns how conversations are read; None if there are none."""
     data = recipe.data
     if not any(isinstance(corpus, ConversationCorpus) for corpus in corpora):
@@ -239,13 +242,20 @@ def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: Prepared
         message = "`concat` cuts sequences anywhere, but a conversation is never split"
         raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=best_fit"))
     if data.packing == "best_fit" and (faults := list(packed_conversations(family_of(recipe.model)))):
-        raise DataError([Problem("data.conversations_mixed", one.field, one.message, one.fix) for one in faults])
+        raise DataError(
+            [Problem("data.conversations_mixed", fault.field, fault.message, fault.fix) for fault in faults]
+        )
     template = load_template(data.chat_template, tokenizer.folder)
-    return ChatReading(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
+    return ChatOptions(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
 
 
 def _prepare_sources(
-    data: DataConfig, field: str, declared: Sequence[Source], corpora: Sequence[Corpus], reading: Reading, cache: Cache
+    data: DataConfig,
+    field: str,
+    declared: Sequence[Source],
+    corpora: Sequence[Corpus],
+    options: TokenizeOptions,
+    cache: Cache,
 ) -> tuple[PreparedSource, ...]:
     """Prepares every source of a field, and raises all faults together."""
     sources: list[PreparedSource] = []
@@ -253,8 +263,8 @@ def _prepare_sources(
     names = unique_names(declared)
     for number, (source, corpus) in enumerate(zip(declared, corpora, strict=True)):
         try:
-            store = token_store(corpus, f"{field}.{number}.name", reading, cache)
-            sources.append(packed_source(data, names[number], source.weight, store, reading.tokenizer, cache))
+            store = token_store(corpus, f"{field}.{number}.name", options, cache)
+            sources.append(packed_source(data, names[number], source.weight, store, options.tokenizer, cache))
         except DataError as error:
             problems += error.problems
             if any(problem.rule in ("data.disk", "data.cache") for problem in error.problems):
@@ -267,7 +277,9 @@ def _prepare_sources(
 def unique_names(sources: Sequence[Source]) -> list[str]:
     """Returns a unique name for each source."""
     plain = [source.name for source in sources]
-    full = [" ".join(filter(None, (one.name, one.subset, one.split, one.text_column))) for one in sources]
+    full = [
+        " ".join(filter(None, (source.name, source.subset, source.split, source.text_column))) for source in sources
+    ]
     names: list[str] = []
     for number, name in enumerate(plain):
         if plain.count(name) > 1:
@@ -280,7 +292,7 @@ def packed_source(
     data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """Returns the sequences of a source over its tokens."""
-    length, mask = data.sequence_length, data.keeps_apart
+    length, mask = data.sequence_length, data.has_document_mask
     views: dict[str, Samples]
     folders: tuple[Path, ...]
     if data.packing == "concat":
@@ -291,7 +303,7 @@ def packed_source(
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task(f"Packing {short_names([name])[name]}"):
-                return packing.pack_documents(folder, store, length, alone=data.packing == "none")
+                return packing.pack_documents(folder, store, length, one_per_sequence=data.packing == "none")
 
         entry = cache.entry("packs", key, build)
         made, folders = store.made or entry.made, (store.path, entry.path)
@@ -325,11 +337,11 @@ def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
     if not recipe.evaluation.every_steps:
         return
     never = "--set evaluation.every_steps=0"
-    own = [MAIN_SET, *prepared.sets] if prepared.evaluation_sources else [*prepared.sets]
+    separate_sets = [MAIN_SET, *prepared.sets] if prepared.evaluation_sources else [*prepared.sets]
     message = f"contain too little text for one sequence of {prepared.sequence_length:,} tokens"
     problems = [
         Problem("data.eval", _eval_field(name), message, f"add more text, or {never}")
-        for name in own
+        for name in separate_sets
         if not prepared.eval_sequences(name)
     ]
     if problems:
@@ -337,9 +349,9 @@ def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
     if prepared.eval_sequences():
         return
     splits = [source.store.meta["splits"] for source in prepared.sources]
-    documents, held = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
+    documents, held_out = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
     message = (
-        f"{recipe.data.eval_fraction} held out {held:,} of {documents + held:,} documents, which is "
+        f"{recipe.data.eval_fraction} held out {held_out:,} of {documents + held_out:,} documents, which is "
         "too little to evaluate on"
     )
     fix = f"increase it, add more documents (a text file is one), set evaluation.sources, or {never}"

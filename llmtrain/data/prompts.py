@@ -41,7 +41,7 @@ def encode_prompts(recipe: Recipe, prepared: Prepared) -> list[list[int]]:
 
 def _questions(prompts: Sequence[str], prepared: Prepared) -> list[list[int]]:
     from llmtrain.data.chat.encode import ChatEncoder
-    from llmtrain.plan.template_limits import limited_templates
+    from llmtrain.plan.facts.template_limits import limited_templates
 
     assert prepared.chat_template is not None
     encoder = ChatEncoder(prepared.tokenizer_dir, prepared.chat_template)
@@ -51,7 +51,7 @@ def _questions(prompts: Sequence[str], prepared: Prepared) -> list[list[int]]:
             try:
                 encoded.append(encoder.prompt([{"role": "user", "content": prompt}]))
             except RecipeError as error:
-                problems += [replace(one, field=f"{FIELD}.{number}") for one in error.problems]
+                problems += [replace(problem, field=f"{FIELD}.{number}") for problem in error.problems]
     if problems:
         raise DataError(problems)
     return encoded

@@ -15,7 +15,7 @@ from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
-from llmtrain.data.samples import filled_share
+from llmtrain.data.samples import fill_fraction
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import short_names, visible
 
@@ -69,7 +69,7 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
     for name, sources in prepared.sets.items():
         for source in sources:
             add(source, "eval", f" {name}")
-    whole = [f"{one} is {name}" for name, one in sorted(short.items()) if one != name]
+    whole = [f"{short_name} is {name}" for name, short_name in sorted(short.items()) if short_name != name]
     return Group(title, table, *(Text(visible(line)) for line in (*whole, *notes(prepared, recipe))))
 
 
@@ -116,15 +116,15 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
     streams = source.store.streams
     where, stream = " or ".join(chats["columns"]), streams["train"]
     what, sizes = "pairs" if stream.holds_pairs else "conversations", np.diff(stream.documents.astype(np.int64))
-    examples, one = len(sizes) // 2, "pairs"
+    examples, unit = len(sizes) // 2, "pairs"
     if stream.desirable is not None:
         share, sizes = float(np.mean(stream.desirable)) if stream.desirable.size else 0.0, sizes[0::2]
-        what, one = f"completions, {share:.0%} of them desirable", "completions"
+        what, unit = f"completions, {share:.0%} of them desirable", "completions"
     of_step = ""
-    if recipe.objective.of_completions and len(source.train):
+    if recipe.objective.is_preference and len(source.train):
         mean = examples / len(source.train)
         of_step = (
-            f"; {mean:.3g} {one} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"
+            f"; {mean:.3g} {unit} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"
         )
     middle, most, longest = np.percentile(sizes, (50, 90, 100)).astype(int).tolist() if sizes.size else (0, 0, 0)
     return (
@@ -161,6 +161,6 @@ def _source(source: PreparedSource) -> dict[str, Any]:
         "store": str(source.store.path),
         "tokens_per_second": tokens / max(source.store.seconds, 1e-9),
         "unused_tokens": source.train.unused(),
-        "train": {**splits["train"], "sequences": len(source.train), "fill": filled_share(source.train)},
-        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": filled_share(source.eval)},
+        "train": {**splits["train"], "sequences": len(source.train), "fill": fill_fraction(source.train)},
+        "eval": {**splits["eval"], "sequences": len(source.eval), "fill": fill_fraction(source.eval)},
     }

@@ -1,4 +1,4 @@
-"""Selects the sequences of each step, and returns this rank's part of them as tensors.
+"""The batches of each step: the global batch's sequences are selected, and this rank's micro-batches are read.
 
 The order depends only on the seed and the number of samples consumed: neither the number of ranks nor the batch size
 changes it, and any position in it is reached in constant time.
@@ -71,8 +71,8 @@ class Completions:
     """The completions in a micro-batch. In pairs, conversation 2·p of a row is the chosen one of its pair p, and
     conversation 2·p + 1 the rejected one."""
 
-    segments: torch.Tensor
-    """[micro_batch_size, T], int64: the conversation of each token that has a target."""
+    segment_ids: torch.Tensor
+    """[micro_batch_size, T], int64: the index, in its row, of the conversation of each token that has a label."""
     lengths: torch.Tensor
     """[micro_batch_size, conversations], int64: targets of each conversation; 0 if a row has no such conversation."""
     references: torch.Tensor
@@ -82,22 +82,22 @@ class Completions:
 
     @classmethod
     def of(
-        cls, segments: torch.Tensor, labels: torch.Tensor, references: torch.Tensor, desirable: torch.Tensor
+        cls, segment_ids: torch.Tensor, labels: torch.Tensor, references: torch.Tensor, desirable: torch.Tensor
     ) -> Self:
         """Counts the targets; whole sequences, on the host."""
         import torch
 
-        lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segments, (labels >= 0).long())
-        return cls(segments, lengths, references, desirable)
+        lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segment_ids, (labels >= 0).long())
+        return cls(segment_ids, lengths, references, desirable)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors, in the order in which they are given."""
-        return self.segments, self.lengths, self.references, self.desirable
+        return self.segment_ids, self.lengths, self.references, self.desirable
 
     def to(self, device: torch.device) -> Completions:
         """Returns a copy on a device."""
-        return Completions(*(one.to(device, non_blocking=True) for one in self.tensors))
+        return Completions(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class StepBatch:
     """For labelled completions, micro-batches with the same prompts and the completions of others."""
 
     @property
-    def terms(self) -> int:
-        """Number of terms of which the loss is the mean: examples, or else target tokens."""
+    def num_items(self) -> int:
+        """Number of items that the loss is a mean over: pairs or completions (`examples`), or else target tokens."""
         return self.examples or self.target_tokens
 
 
@@ -152,7 +152,7 @@ def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) 
     return slice(start, start + micro_batch_size)
 
 
-def with_steps(plan: Plan, prepared: Prepared) -> Plan:
+def with_max_steps(plan: Plan, prepared: Prepared) -> Plan:
     """Returns a plan with the number of steps that its epochs take."""
     epochs = plan.recipe.train.epochs
     if epochs is None:
@@ -161,8 +161,8 @@ def with_steps(plan: Plan, prepared: Prepared) -> Plan:
     return plan.model_copy(update={"recipe": plan.recipe.with_(**{"train.max_steps": max(1, steps)})})
 
 
-class Schedule:
-    """The batches of one rank, distributed as in `rows_of`."""
+class BatchLoader:
+    """Loads the batches of one data parallel rank; `rows_of` says which rows of a global batch are its own."""
 
     def __init__(
         self,
@@ -220,8 +220,8 @@ class Schedule:
         sources, numbers = self._mixture.locate(np.arange(cursor, cursor + samples))
         sequences = np.empty_like(numbers)
         for number, source in enumerate(self._prepared.sources):
-            mine = sources == number
-            sequences[mine] = _shuffled(numbers[mine], source, self._seed)
+            in_source = sources == number
+            sequences[in_source] = _permuted(numbers[in_source], source, self._seed)
         return sources, sequences
 
     def train_batch(self, cursor: int) -> StepBatch:
@@ -230,7 +230,7 @@ class Schedule:
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
         """Yields batches from sample `cursor` on, without end, prefetched in a thread; close it to stop."""
-        with closing(prefetched(self._reads(cursor))) as reads:
+        with closing(prefetched(self._read_ahead(cursor))) as reads:
             for steps in reads:
                 yield from steps
 
@@ -249,14 +249,18 @@ class Schedule:
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
-        asked = (max_sequences, name)
-        if asked not in self._eval_bytes:
+        key = (max_sequences, name)
+        if key not in self._eval_bytes:
             tokenizer = self._prepared.tokenizer
-            of_token = token_bytes(tokenizer.folder, tokenizer.vocab_size)
+            token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
             rows = self._prepared.eval_order(name).read(max_sequences)
-            known = None if of_token is None else sum(int(of_token[one.labels[one.labels >= 0]].sum()) for one in rows)
-            self._eval_bytes[asked] = known
-        return self._eval_bytes[asked]
+            total = (
+                None
+                if token_sizes is None
+                else sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
+            )
+            self._eval_bytes[key] = total
+        return self._eval_bytes[key]
 
     def _eval_batches(self, max_sequences: int | None, name: str) -> Iterator[StepBatch]:
         step = self._micro * self._size
@@ -265,10 +269,10 @@ class Schedule:
         views = [source.eval for source in evaluated]
         for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
             for start in range(0, len(sequences), step):
-                own = sequences[start : start + step]
-                sources = np.full_like(own, number)
-                _announce(views, sources, own)
-                (batch,) = self._step_batches(views, sources, own, 1, 1, first)
+                batch_sequences = sequences[start : start + step]
+                sources = np.full_like(batch_sequences, number)
+                _prefetch_counts(views, sources, batch_sequences)
+                (batch,) = self._step_batches(views, sources, batch_sequences, 1, 1, first)
                 first += batch.samples
                 yield replace(batch, evaluated=evaluated[number].name)
 
@@ -276,12 +280,12 @@ class Schedule:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""
         step = self._micro * self._size
         for start in range(0, len(sequences), step):
-            own = sequences[start : start + step]
-            sources = np.zeros_like(own)
-            (batch,) = self._step_batches([view], sources, own, 1, 1, start)
-            yield own[rows_of(0, self._rank, self._size, self._micro)], batch
+            batch_sequences = sequences[start : start + step]
+            sources = np.zeros_like(batch_sequences)
+            (batch,) = self._step_batches([view], sources, batch_sequences, 1, 1, start)
+            yield batch_sequences[rows_of(0, self._rank, self._size, self._micro)], batch
 
-    def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
+    def _read_ahead(self, cursor: int) -> Iterator[list[StepBatch]]:
         """Yields the batches of several steps at a time; first that of one step, because training waits for it.
 
         This avoids waking the reading thread in every step, since it would compete with training for the interpreter
@@ -305,7 +309,8 @@ class Schedule:
             samples = min(samples, self._end - cursor)
             steps = -(-samples // self._global)
         sources, sequences = self.sample_ids(cursor, samples)
-        _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
+        # The disk reads the rest while this rank's rows are assembled.
+        _prefetch_counts(self._train, sources, sequences)
         return self._step_batches(self._train, sources, sequences, steps, self._steps, cursor)
 
     def _step_batches(
@@ -314,10 +319,10 @@ class Schedule:
         """Reads the batches of `steps` steps, each of which has `micro_steps` micro steps."""
         size = micro_steps * self._micro * self._size
         micro_batches = self._micro_batches(views, sources, sequences, steps * micro_steps)
-        others = [one.mismatched for one in views if isinstance(one, PackedSamples) and one.mismatched is not None]
+        others = [view.mismatched for view in views if isinstance(view, PackedSamples) and view.mismatched is not None]
         mismatched = self._micro_batches(others, sources, sequences, steps * micro_steps) if others else []
         targets, examples = (
-            np.add.reduceat(one, np.arange(steps) * size).tolist() for one in _counts(views, sources, sequences)
+            np.add.reduceat(counts, np.arange(steps) * size).tolist() for counts in _counts(views, sources, sequences)
         )
         return [
             StepBatch(
@@ -339,14 +344,14 @@ class Schedule:
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
         of_completions = [view for view in views if isinstance(view, PackedSamples) and view.of_completions]
-        most = max((view.most_pieces for view in of_completions), default=0)
+        most = max((view.most_segments for view in of_completions), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
-            mine = np.flatnonzero(sources == number)
-            if mine.size:
-                for target, values in zip(batch, view.read(sequences[mine]), strict=True):
+            rows_of_source = np.flatnonzero(sources == number)
+            if rows_of_source.size:
+                for target, values in zip(batch, view.read(sequences[rows_of_source]), strict=True):
                     if target is not None and values is not None:
-                        target[mine, : values.shape[1]] = values
+                        target[rows_of_source, : values.shape[1]] = values
         return _tensors(batch, steps, self._shortens)
 
     def _check_sizes(self) -> None:
@@ -364,28 +369,31 @@ class Schedule:
             raise DataError(problems)
 
 
-def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
+def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """Returns the n-th sequence drawn from a source for each n; each epoch has its own order."""
     size = len(source.train)
     epochs, places = np.divmod(numbers, size)
     # Epochs are sorted. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
-        mine = epochs == epoch
-        places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
+        in_epoch = epochs == epoch
+        places[in_epoch] = permute(places[in_epoch], size, permutation_key(seed, source.key, epoch))
     return places
 
 
-def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
+def _prefetch_counts(views: list[Samples], sources: Index, sequences: Index) -> None:
     for number, view in enumerate(views):
-        view.announce(sequences[sources == number])
+        view.prefetch_counts(sequences[sources == number])
 
 
 def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
     """Returns the number of labels other than `NO_TARGET` in each sequence, and of its examples."""
     targets, examples = np.zeros((2, len(sequences)), np.int64)
     for number, view in enumerate(views):
-        mine = sources == number
-        targets[mine], examples[mine] = view.targets(sequences[mine]), view.examples(sequences[mine])
+        in_source = sources == number
+        targets[in_source], examples[in_source] = (
+            view.count_targets(sequences[in_source]),
+            view.count_examples(sequences[in_source]),
+        )
     return targets, examples
 
 
@@ -394,16 +402,16 @@ def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:
     # Imported here: preparing data, in a launcher, must not load torch.
     import torch
 
-    columns = [[None] * steps if one is None else torch.from_numpy(one).chunk(steps) for one in rows]
-    found = []
+    columns = [[None] * steps if array is None else torch.from_numpy(array).chunk(steps) for array in rows]
+    batches = []
     for inputs, positions, labels, segments, *others in zip(*columns, strict=True):
         completions = None if segments is None else Completions.of(segments, labels, *others)
         if shortens:
             targets = (labels >= 0).any(dim=0).nonzero()
             used = int(targets[-1]) + 1 if len(targets) else 1
             size = -(-used // SHORTENED_TO) * SHORTENED_TO
-            inputs, positions, labels = (one[:, :size].contiguous() for one in (inputs, positions, labels))
-        found.append(MicroBatch(inputs, positions, labels, completions))
-    for batch in found:
+            inputs, positions, labels = (tensor[:, :size].contiguous() for tensor in (inputs, positions, labels))
+        batches.append(MicroBatch(inputs, positions, labels, completions))
+    for batch in batches:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
-    return found
+    return batches

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import open_array, require_all_intact, require_intact, runs, will_need, will_search
+from llmtrain.data.arrays import (
+    concatenated_ranges,
+    disable_readahead,
+    open_array,
+    prefetch_ranges,
+    require_all_intact,
+    require_intact,
+)
 from llmtrain.data.order import permutation_key, permute
 from llmtrain.data.store import Split, Stream
 
@@ -26,8 +33,8 @@ class Rows(NamedTuple):
     position_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     """The target of the input at the same position, already shifted; `NO_TARGET` if there is none."""
-    segments: NDArray[np.int64] | None = None
-    """For an objective of completions, the number of each token's conversation in its row. The chosen one of a pair
+    segment_ids: NDArray[np.int64] | None = None
+    """For an objective of completions, the index of each token's conversation in its row. The chosen one of a pair
     comes first."""
     references: NDArray[np.float64] | None = None
     """Likewise, [rows, conversations]: the log-probability of each completion under the reference; NaN if it is
@@ -45,16 +52,16 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def announce(self, index: NDArray[np.int64]) -> None:
-        """Starts reading from disk what `targets` of `index` needs, without waiting."""
+    def prefetch_counts(self, index: NDArray[np.int64]) -> None:
+        """Starts reading from disk what `count_targets` of `index` needs, without waiting."""
 
-    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_inputs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of inputs, without padding, in each sequence of `index`."""
 
-    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
-    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`; 0 for others."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
@@ -73,12 +80,12 @@ class ConcatSamples:
     mask_documents: bool
 
     def __post_init__(self) -> None:
-        will_search(self.stream.documents)
+        disable_readahead(self.stream.documents)
 
     def __len__(self) -> int:
         return max(0, len(self.stream) - 1) // self.sequence_length
 
-    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_inputs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns T for each sequence, since none has padding."""
         return np.full(len(index), self.sequence_length)
 
@@ -86,21 +93,21 @@ class ConcatSamples:
         """Returns the size of the rest at the end of the stream."""
         return len(self.stream) - (len(self) * self.sequence_length + 1 if len(self) else 0)
 
-    def announce(self, index: NDArray[np.int64]) -> None:
+    def prefetch_counts(self, index: NDArray[np.int64]) -> None:
         """Does nothing, since counting targets reads nothing."""
 
-    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns T for each sequence, since every position has a target."""
         return np.full(len(index), self.sequence_length)
 
-    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns 0 for each sequence, since completions are never cut."""
         return np.zeros(len(index), np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each document."""
         length = self.sequence_length
-        will_need(self.stream.tokens, index * length, (index + 1) * length + 1)
+        prefetch_ranges(self.stream.tokens, index * length, (index + 1) * length + 1)
         place = index[:, None] * length + np.arange(length)
         positions = np.tile(np.arange(length), (len(index), 1))
         if self.mask_documents:
@@ -110,8 +117,10 @@ class ConcatSamples:
         return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
 
     def _document_starts(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [windows, T]: for each token of the windows that begin at these places, the offset of its document's
-        beginning."""
+        """Returns where the document of each token of some windows begins, as an offset in its window, [windows, T].
+
+        windows: the index in the stream of the first token of each window, [windows].
+        """
         documents = self.stream.documents
         bounds = np.stack([windows, windows + self.sequence_length]).astype(np.uint64)
         first, end = np.searchsorted(documents, bounds, side="left")
@@ -126,7 +135,7 @@ class ConcatSamples:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Sequence i is pieces offsets[i] to offsets[i + 1] of the index that `pack_documents` wrote, then padding.
+    """Sequence i is segments offsets[i] to offsets[i + 1] of the index that `pack_documents` wrote, then padding.
 
     Positions of the padding start from 0, as if it were another document.
     """
@@ -140,17 +149,17 @@ class PackedSamples:
     offsets: NDArray[np.uint64]
     target_counts: NDArray[np.uint32]
     references: NDArray[np.float64] | None = None
-    """[pieces]: the log-probability of each completion under the reference; None if they are unknown."""
+    """[segments]: the log-probability of each completion under the reference; None if they are unknown."""
     desirable: NDArray[np.bool_] | None = None
-    """[pieces]: whether a labelled completion is desirable; None for others."""
+    """[segments]: whether a labelled completion is desirable; None for others."""
     mismatched: PackedSamples | None = None
     """For labelled completions, sequences with the same prompts and the completions of others."""
 
     def __len__(self) -> int:
         return len(self.target_counts)
 
-    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the sums of the lengths of the sequences' pieces."""
+    def count_inputs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sums of the lengths of the sequences' segments."""
         before = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
         sizes: NDArray[np.int64] = before[end] - before[first]
@@ -160,21 +169,21 @@ class PackedSamples:
         """Returns 0, since every token is used."""
         return 0
 
-    def announce(self, index: NDArray[np.int64]) -> None:
+    def prefetch_counts(self, index: NDArray[np.int64]) -> None:
         """Starts reading the target counts, each of which is on a page of its own in a large corpus."""
-        will_need(self.target_counts, index, index + 1)
+        prefetch_ranges(self.target_counts, index, index + 1)
 
-    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of inputs with a target: all that are not padding, unless the stream says otherwise."""
         require_intact(self.target_counts, index, index + 1)
         return self.target_counts[index].astype(np.int64)
 
     @property
     def of_completions(self) -> bool:
-        """Whether the pieces are pairs, or labelled completions."""
+        """Whether the segments are pairs, or labelled completions."""
         return self.stream.holds_pairs or self.desirable is not None
 
-    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`."""
         if not self.of_completions:
             return np.zeros(len(index), np.int64)
@@ -182,67 +191,67 @@ class PackedSamples:
         return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
 
     @cached_property
-    def most_pieces(self) -> int:
-        """The largest number of pieces of a sequence."""
+    def most_segments(self) -> int:
+        """The largest number of segments of a sequence."""
         require_all_intact(self.offsets)
         return int(np.diff(self.offsets).max(initial=0))
 
     def read(self, index: NDArray[np.int64]) -> Rows:
-        """Reads the sequences of `index`; with `mask_documents`, positions restart at each piece."""
+        """Reads the sequences of `index`; with `mask_documents`, positions restart at each segment."""
         shape = (len(index), self.sequence_length)
-        will_need(self.offsets, index, index + 2)
+        prefetch_ranges(self.offsets, index, index + 2)
         require_intact(self.offsets, index, index + 2)
         first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
-        will_need(self.starts, first, end)
-        will_need(self.lengths, first, end)
+        prefetch_ranges(self.starts, first, end)
+        prefetch_ranges(self.lengths, first, end)
         require_intact(self.starts, first, end)
         require_intact(self.lengths, first, end)
-        piece = runs(first, end - first)
-        starts, lengths = self.starts[piece].astype(np.int64), self.lengths[piece].astype(np.int64)
-        will_need(self.stream.tokens, starts, starts + lengths + 1)
-        token = runs(starts, lengths)
-        # The pieces fill a row from the left.
-        inputs_of = self.targets(index)
-        if self.stream.trained is not None and len(index):  # then not every input has a target
-            inputs_of = np.add.reduceat(lengths, np.cumsum(end - first) - (end - first))
-        filled = np.arange(self.sequence_length) < inputs_of[:, None]
+        segment = concatenated_ranges(first, end - first)
+        starts, lengths = self.starts[segment].astype(np.int64), self.lengths[segment].astype(np.int64)
+        prefetch_ranges(self.stream.tokens, starts, starts + lengths + 1)
+        token = concatenated_ranges(starts, lengths)
+        # The segments fill a row from the left; the rest is padding.
+        input_counts = self.count_targets(index)
+        if self.stream.loss_mask is not None and len(index):  # then not every input has a target
+            input_counts = np.add.reduceat(lengths, np.cumsum(end - first) - (end - first))
+        filled = np.arange(self.sequence_length) < input_counts[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)
         require_intact(self.stream.tokens, starts, starts + lengths + 1)
         inputs[filled] = self.stream.tokens[token]
         labels[filled] = self.stream.tokens[token + 1]
-        if self.stream.trained is not None:
-            will_need(self.stream.trained, starts, starts + lengths + 1)
-            require_intact(self.stream.trained, starts, starts + lengths + 1)
-            labels[filled] = np.where(self.stream.trained[token + 1], labels[filled], NO_TARGET)
+        if self.stream.loss_mask is not None:
+            prefetch_ranges(self.stream.loss_mask, starts, starts + lengths + 1)
+            require_intact(self.stream.loss_mask, starts, starts + lengths + 1)
+            labels[filled] = np.where(self.stream.loss_mask[token + 1], labels[filled], NO_TARGET)
         positions = np.tile(np.arange(self.sequence_length), (len(index), 1))
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)
-            positions[filled] = runs(np.zeros_like(lengths), lengths)
+            positions[filled] = concatenated_ranges(np.zeros_like(lengths), lengths)
         if not self.of_completions:
             return Rows(inputs, positions, labels)
-        segments = np.zeros(shape, np.int64)
-        segments[filled] = np.repeat(runs(np.zeros_like(first), end - first), lengths)
-        for judged in (self.references, self.desirable):
-            if judged is not None:
-                require_intact(judged, first, end)
-        references = np.zeros((len(index), self.most_pieces))
-        held = np.arange(self.most_pieces) < (end - first)[:, None]
-        references[held] = np.nan if self.references is None else self.references[piece]
-        desirable = np.tile(np.arange(self.most_pieces) % 2 == 0, (len(index), 1))
+        segment_ids = np.zeros(shape, np.int64)
+        segment_ids[filled] = np.repeat(concatenated_ranges(np.zeros_like(first), end - first), lengths)
+        for array in (self.references, self.desirable):
+            if array is not None:
+                require_intact(array, first, end)
+        references = np.zeros((len(index), self.most_segments))
+        filled_segments = np.arange(self.most_segments) < (end - first)[:, None]
+        references[filled_segments] = np.nan if self.references is None else self.references[segment]
+        desirable = np.tile(np.arange(self.most_segments) % 2 == 0, (len(index), 1))
         if self.desirable is not None:
-            desirable[held] = self.desirable[piece]
-        return Rows(inputs, positions, labels, segments, references, desirable)
+            desirable[filled_segments] = self.desirable[segment]
+        return Rows(inputs, positions, labels, segment_ids, references, desirable)
 
 
 def packed_samples(
     folder: Path, meta: dict[str, Any], split: Split, stream: Stream, sequence_length: int, mask: bool, pad_id: int
 ) -> PackedSamples:
     """Opens one split of the index that `pack_documents` wrote to a folder."""
-    sequences, pieces = meta[split]["sequences"], meta[split]["pieces"]
+    sequences, segments = meta[split]["sequences"], meta[split]["pieces"]
     labelled = stream.desirable is not None
     offsets = open_array(folder, f"{split}_offsets", np.uint64, sequences + 1)
-    desirable = open_array(folder, f"{split}_desirable", np.bool_, pieces) if labelled else None
+    desirable = open_array(folder, f"{split}_desirable", np.bool_, segments) if labelled else None
 
     def opened(name: str, mismatched: PackedSamples | None = None) -> PackedSamples:
         return PackedSamples(
@@ -250,8 +259,8 @@ def packed_samples(
             sequence_length,
             mask,
             pad_id,
-            starts=open_array(folder, f"{name}_starts", np.uint64, pieces),
-            lengths=open_array(folder, f"{name}_lengths", np.uint32, pieces),
+            starts=open_array(folder, f"{name}_starts", np.uint64, segments),
+            lengths=open_array(folder, f"{name}_lengths", np.uint32, segments),
             offsets=offsets,
             target_counts=open_array(folder, f"{name}_targets", np.uint32, sequences),
             desirable=desirable,
@@ -261,10 +270,10 @@ def packed_samples(
     return opened(split, opened(f"{split}_mismatched") if labelled else None)
 
 
-def filled_share(samples: Samples) -> float:
+def fill_fraction(samples: Samples) -> float:
     """Returns the fraction of slots that are not padding; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
-    return int(samples.inputs_of(np.arange(len(samples))).sum()) / slots if slots else 0.0
+    return int(samples.count_inputs(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:
@@ -276,7 +285,7 @@ def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int 
         return empty
     of_each = (rows, conversations)
     return empty._replace(
-        segments=np.zeros(shape, np.int64), references=np.zeros(of_each), desirable=np.zeros(of_each, np.bool_)
+        segment_ids=np.zeros(shape, np.int64), references=np.zeros(of_each), desirable=np.zeros(of_each, np.bool_)
     )
 
 
@@ -313,12 +322,12 @@ class EvalOrder:
         """Yields each source with the indices of its sequences among the first `max_sequences` (default all)."""
         sources, index = self.sources[:max_sequences], self.index[:max_sequences]
         for number in range(len(self._views)):
-            mine = index[sources == number]
-            if mine.size:
-                yield number, mine
+            indices = index[sources == number]
+            if indices.size:
+                yield number, indices
 
     def read(self, max_sequences: int | None = None) -> Iterator[Rows]:
         """Reads the first `max_sequences` sequences (default all), in batches of one source at a time."""
-        for number, mine in self.by_source(max_sequences):
-            for start in range(0, len(mine), READ_ROWS):
-                yield self._views[number].read(mine[start : start + READ_ROWS])
+        for number, indices in self.by_source(max_sequences):
+            for start in range(0, len(indices), READ_ROWS):
+                yield self._views[number].read(indices[start : start + READ_ROWS])

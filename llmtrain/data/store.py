@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from llmtrain.data.arrays import ArrayWriter, open_array, require_all_intact
 from llmtrain.data.cache import Cache, Entry, key_of
 from llmtrain.data.chat.encode import ChatEncoder
-from llmtrain.data.chat.store import ChatReading, tokenize_conversations
+from llmtrain.data.chat.store import ChatOptions, tokenize_conversations
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, split_documents, split_identity
-from llmtrain.data.sources.special import Finder, Found, check_handful
-from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
+from llmtrain.data.sources.special import SpecialTokenCounter, SpecialTokenCounts, refuse_many
+from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, split_text
 from llmtrain.errors import DataError, Problem
 from llmtrain.system.streams import short_names
 
@@ -29,7 +29,7 @@ FORMAT = 1
 """Version of the layout of a store; part of its key."""
 BATCH_CHARACTERS = 4_000_000
 """Number of characters that are encoded together: enough for many cores, with some 100 MB of memory."""
-BATCH_PIECES = 8192
+BATCH_CHUNKS = 8192
 BUFFER_TOKENS = 1 << 18
 
 Split = Literal["train", "eval"]
@@ -49,8 +49,8 @@ class Stream:
     """[tokens], uint16 or uint32."""
     documents: NDArray[np.uint64]
     """[documents + 1]: the start of each document, and the end of the last one."""
-    trained: NDArray[np.bool_] | None = None
-    """[tokens]: whether the loss includes the prediction of a token; None if it includes all."""
+    loss_mask: NDArray[np.bool_] | None = None
+    """[tokens]: whether a token is a label, so that the loss includes its prediction; None if all are."""
     holds_pairs: bool = False
     """Whether each two documents are a pair: the chosen conversation, then the rejected one."""
     desirable: NDArray[np.bool_] | None = None
@@ -77,13 +77,13 @@ class TokenStore:
         return float(self.meta["seconds"])
 
     @property
-    def special(self) -> Found | None:
+    def special(self) -> SpecialTokenCounts | None:
         """Texts of special tokens in the documents; None in a store of an earlier version, which did not count them."""
         found = self.meta.get("special_tokens")
-        return None if found is None else Found(**found)
+        return None if found is None else SpecialTokenCounts(**found)
 
     def counts(self) -> NDArray[np.int64]:
-        """Returns [vocab]: how many times each token occurs in the training split."""
+        """Returns how many times each token occurs in the training split, [vocabulary]."""
         counts = open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
         require_all_intact(counts)
         return counts
@@ -100,7 +100,7 @@ class TokenStore:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizeOptions:
     """The options for tokenizing the documents of a corpus and splitting them."""
 
     tokenizer: PreparedTokenizer
@@ -108,7 +108,7 @@ class Reading:
     """As in `DataConfig`."""
     eval_fraction: float
     """Fraction of the documents held out; 1 for an evaluation corpus."""
-    chat: ChatReading | None = None
+    chat: ChatOptions | None = None
     """The options for reading conversations, if there are any."""
 
     @property
@@ -122,13 +122,13 @@ class Reading:
         chat = self.chat.key() if self.chat and isinstance(corpus, ConversationCorpus) else []
         return key_of("tokens", FORMAT, *parts, *(["parse"] if self.parses else []), *chat)
 
-    def check(self, found: Found, corpus: Corpus, field: str, encoder: Encoder) -> None:
+    def check(self, counts: SpecialTokenCounts, corpus: Corpus, field: str, encoder: Encoder) -> None:
         """Raises DataError if there are more texts of special tokens than may be read without asking."""
         if self.special_tokens == "refuse":
-            check_handful(found, corpus.name, field, encoder.text_of(self.tokenizer.eos_id))
+            refuse_many(counts, corpus.name, field, encoder.text_of(self.tokenizer.eos_id))
 
 
-def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> TokenStore:
+def token_store(corpus: Corpus, field: str, options: TokenizeOptions, cache: Cache) -> TokenStore:
     """Returns the token store of a corpus, made if it is not in the cache.
 
     Raises DataError for an unreadable or empty corpus (`field` is its recipe field), texts of special tokens that are
@@ -140,58 +140,58 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
         gc.freeze()  # the rows of a corpus start many collections, and each would scan the objects of all libraries
         with cache.progress.task(f"Tokenizing {short_names([corpus.name])[corpus.name]}") as task:
             if isinstance(corpus, ConversationCorpus):
-                meta = _tokenize_conversations(folder, corpus, field, reading, task)
+                meta = _tokenize_conversations(folder, corpus, field, options, task)
             else:
-                meta = _tokenize(folder, corpus, field, reading, task)
-        train, held = (meta["splits"][split]["documents"] for split in SPLITS)
-        if not train + held:
-            raise DataError(_nothing(corpus, field, meta, reading))
-        if not train and reading.eval_fraction < 1:
+                meta = _tokenize(folder, corpus, field, options, task)
+        train, held_out = (meta["splits"][split]["documents"] for split in SPLITS)
+        if not train + held_out:
+            raise DataError(_nothing(corpus, field, meta, options))
+        if not train and options.eval_fraction < 1:
             fix = "lower data.eval_fraction, or set evaluation.sources"
-            raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
+            raise DataError(Problem("data.empty", field, f"all {held_out} documents were held out of training", fix))
         return meta
 
-    store = TokenStore(cache.entry("tokens", reading.key(corpus), build))
-    if not store.made and reading.special_tokens == "refuse":
-        found = store.special or _look(corpus, reading, cache)
-        if not found.is_handful:
-            reading.check(found, corpus, field, Encoder(reading.tokenizer.folder))
+    store = TokenStore(cache.entry("tokens", options.key(corpus), build))
+    if not store.made and options.special_tokens == "refuse":
+        found = store.special or _count_special_tokens(corpus, options, cache)
+        if not found.are_few:
+            options.check(found, corpus, field, Encoder(options.tokenizer.folder))
     return store
 
 
-def _nothing(corpus: Corpus, field: str, meta: dict[str, Any], reading: Reading) -> Problem:
+def _nothing(corpus: Corpus, field: str, meta: dict[str, Any], options: TokenizeOptions) -> Problem:
     """Returns why a store has no documents."""
-    if reading.chat and (dropped := meta.get("conversations", {}).get("dropped")):
+    if options.chat and (dropped := meta.get("conversations", {}).get("dropped")):
         message = f"all {dropped:,} rows of '{corpus.name}' are longer than a sequence of"
         fix = "increase data.sequence_length"
-        if reading.chat.too_long == "drop" and not meta["pairs"] and not meta["judged"]:
+        if options.chat.too_long == "drop" and not meta["pairs"] and not meta["judged"]:
             fix += ", or --set data.too_long=cut_turns keeps the turns that fit"
-        return Problem("data.too_long", field, f"{message} {reading.chat.sequence_length:,} tokens", fix)
+        return Problem("data.too_long", field, f"{message} {options.chat.sequence_length:,} tokens", fix)
     return Problem("data.empty", field, f"'{corpus.name}' contains no text")
 
 
-def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
+def _count_special_tokens(corpus: Corpus, options: TokenizeOptions, cache: Cache) -> SpecialTokenCounts:
     """Counts the special tokens of a corpus whose store was made by a version that did not."""
 
     def build(_: Path) -> dict[str, Any]:
-        finder = Finder(Encoder(reading.tokenizer.folder).special_tokens())
+        counter = SpecialTokenCounter(Encoder(options.tokenizer.folder).special_tokens())
         with cache.progress.task(f"Looking for special tokens in {corpus.name}") as task:
             for text, fraction, *_others in corpus.documents():
-                finder.look(text)
+                counter.count(text)
                 task.update(fraction)
-        return asdict(finder.found())
+        return asdict(counter.counts())
 
-    key = key_of("special", corpus.identity, reading.tokenizer.identity)
-    return Found(**cache.entry("special", key, build).meta)
+    key = key_of("special", corpus.identity, options.tokenizer.identity)
+    return SpecialTokenCounts(**cache.entry("special", key, build).meta)
 
 
-class _Piece(NamedTuple):
+class _TextChunk(NamedTuple):
     """A part of a document that is tokenized at once."""
 
     text: str
     split: Split
     last: bool
-    """Whether it is the last piece of the document."""
+    """Whether it is the last chunk of the document."""
     fraction: float
     """Fraction of the corpus read."""
 
@@ -199,14 +199,14 @@ class _Piece(NamedTuple):
 class _SplitWriter:
     """Writes the stream of one split."""
 
-    def __init__(self, folder: Path, split: Split, reading: Reading, stack: ExitStack) -> None:
-        tokenizer = reading.tokenizer
+    def __init__(self, folder: Path, split: Split, options: TokenizeOptions, stack: ExitStack) -> None:
+        tokenizer = options.tokenizer
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
         self._tokens = stack.enter_context(ArrayWriter(folder, f"{split}_tokens", dtype))
         self._documents = stack.enter_context(ArrayWriter(folder, f"{split}_documents", np.uint64))
         self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         self._after = [tokenizer.eos_id]
-        self._parses = reading.parses
+        self._parses = options.parses
         self._buffer: list[int] = []
         self._ends = [0]
         self._last: int | None = None
@@ -219,7 +219,7 @@ class _SplitWriter:
         return self._tokens.length + len(self._buffer)
 
     def add(self, ids: list[int], last: bool) -> None:
-        """Appends a piece; a document without tokens adds nothing.
+        """Appends a chunk; a document without tokens adds nothing.
 
         If special tokens are parsed, a document that already has the first or last token does not get it twice.
         """
@@ -250,21 +250,21 @@ class _SplitWriter:
         return {"documents": self.documents, "tokens": self.tokens}
 
 
-def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: Task) -> dict[str, Any]:
+def _tokenize(folder: Path, corpus: Corpus, field: str, options: TokenizeOptions, task: Task) -> dict[str, Any]:
     """Writes both splits of a store in one pass over the corpus; returns its metadata."""
     started = time.perf_counter()
-    encoder = Encoder(reading.tokenizer.folder, reading.parses)
-    finder = Finder(encoder.special_tokens())
+    encoder = Encoder(options.tokenizer.folder, options.parses)
+    counter = SpecialTokenCounter(encoder.special_tokens())
     characters = 0
     with ExitStack() as stack:
-        writers = {split: _SplitWriter(folder, split, reading, stack) for split in SPLITS}
-        batches = prefetched(_batches(corpus, reading.eval_fraction, finder))
+        writers = {split: _SplitWriter(folder, split, options, stack) for split in SPLITS}
+        batches = prefetched(_batches(corpus, options.eval_fraction, counter))
         stack.callback(batches.close)
         for batch, found in batches:
-            reading.check(found, corpus, field, encoder)
-            texts = [piece.text for piece in batch]
-            for piece, ids in zip(batch, encoder.encode(texts), strict=True):
-                writers[piece.split].add(ids, piece.last)
+            options.check(found, corpus, field, encoder)
+            texts = [chunk.text for chunk in batch]
+            for chunk, ids in zip(batch, encoder.encode(texts), strict=True):
+                writers[chunk.split].add(ids, chunk.last)
             characters += sum(map(len, texts))
             task.update(batch[-1].fraction, _detail(writers, time.perf_counter() - started))
         for writer in writers.values():
@@ -274,53 +274,55 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: 
     return {
         "corpus": corpus.name,
         "dtype": writers["train"].dtype,
-        "vocab_size": reading.tokenizer.vocab_size,
+        "vocab_size": options.tokenizer.vocab_size,
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
-        "special_tokens": asdict(finder.found()),
+        "special_tokens": asdict(counter.counts()),
         "seconds": time.perf_counter() - started,
     }
 
 
 def _tokenize_conversations(
-    folder: Path, corpus: ConversationCorpus, field: str, reading: Reading, task: Task
+    folder: Path, corpus: ConversationCorpus, field: str, options: TokenizeOptions, task: Task
 ) -> dict[str, Any]:
     """As `_tokenize`, for conversations."""
-    assert reading.chat is not None, "conversations are read with a template"
-    tokenizer, chat = reading.tokenizer, reading.chat
+    assert options.chat is not None, "conversations are read with a template"
+    tokenizer, chat = options.tokenizer, options.chat
     plain = Encoder(tokenizer.folder)
-    finder = Finder(plain.special_tokens())
-    encoder = ChatEncoder(tokenizer.folder, chat.template, train_on=chat.train_on, parse_special=reading.parses)
+    counter = SpecialTokenCounter(plain.special_tokens())
+    encoder = ChatEncoder(tokenizer.folder, chat.template, train_on=chat.train_on, parse_special=options.parses)
     meta = tokenize_conversations(
         folder,
         corpus,
         field,
-        reading=chat,
+        options=chat,
         encoder=encoder,
-        finder=finder,
-        eval_fraction=reading.eval_fraction,
+        counter=counter,
+        eval_fraction=options.eval_fraction,
         vocab_size=tokenizer.vocab_size,
         task=task,
     )
-    reading.check(finder.found(), corpus, field, plain)
+    options.check(counter.counts(), corpus, field, plain)
     return meta
 
 
-def _batches(corpus: Corpus, eval_fraction: float, finder: Finder) -> Iterator[tuple[list[_Piece], Found]]:
-    """Yields the corpus in batches of pieces, large enough for all cores, with what `finder` has found so far."""
-    batch: list[_Piece] = []
+def _batches(
+    corpus: Corpus, eval_fraction: float, counter: SpecialTokenCounter
+) -> Iterator[tuple[list[_TextChunk], SpecialTokenCounts]]:
+    """Yields the corpus in batches of chunks, large enough for all cores, with what `counter` has found so far."""
+    batch: list[_TextChunk] = []
     characters = 0
-    for text, fraction, is_held_out in split_documents(corpus, eval_fraction, finder.look):
+    for text, fraction, is_held_out in split_documents(corpus, eval_fraction, counter.count):
         split: Split = "eval" if is_held_out else "train"
-        pieces = list(cut(text))
-        for number, piece in enumerate(pieces, start=1):
-            batch.append(_Piece(piece, split, number == len(pieces), fraction))
-            characters += len(piece)
-            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-                yield batch, finder.found()
+        chunks = list(split_text(text))
+        for number, chunk in enumerate(chunks, start=1):
+            batch.append(_TextChunk(chunk, split, number == len(chunks), fraction))
+            characters += len(chunk)
+            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
+                yield batch, counter.counts()
                 batch, characters = [], 0
     if batch:
-        yield batch, finder.found()
+        yield batch, counter.counts()
 
 
 def _detail(writers: dict[Split, _SplitWriter], seconds: float) -> str:

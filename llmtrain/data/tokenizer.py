@@ -18,9 +18,9 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.hub import hub_has, is_path, stored_file
-from llmtrain.plan.vocabulary import control_tokens, named_template, read_template, wanted_tokens
+from llmtrain.plan.facts.vocabulary import control_tokens, named_template, read_template, tokens_to_add
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
+from llmtrain.system.hub import hub_has, is_path, stored_file
 from llmtrain.system.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"
@@ -45,8 +45,8 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 TRAINING_CHARACTERS = 64_000_000
 """Largest number of characters to train a tokenizer on: more take memory and minutes, but hardly change the merges."""
-PIECE_CHARACTERS = 1 << 17
-"""Longer documents are tokenized in pieces, to bound the memory and to use all cores."""
+CHUNK_CHARACTERS = 1 << 17
+"""Longer documents are tokenized in chunks, to bound the memory and to use all cores."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -159,15 +159,15 @@ def prepare_tokenizer(
     return PreparedTokenizer(entry.path, made=entry.made, **entry.meta)
 
 
-def cut(text: str) -> Iterator[str]:
-    """Yields the text in pieces of at most `PIECE_CHARACTERS`.
+def split_text(text: str) -> Iterator[str]:
+    """Yields the text in chunks of at most `CHUNK_CHARACTERS`.
 
     They are cut at a single line end or before a single space, which does not change the tokens. A long stretch without
-    either is cut elsewhere. A tokenizer that marks the start of a text marks each piece.
+    either is cut elsewhere. A tokenizer that marks the start of a text marks each chunk.
     """
     start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        lowest, highest = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+    while len(text) - start > CHUNK_CHARACTERS:
+        lowest, highest = start + CHUNK_CHARACTERS // 2, start + CHUNK_CHARACTERS
         stop = first_break(text, lowest, highest) or highest
         yield text[start:stop]
         start = stop
@@ -223,7 +223,7 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
                 text = (corpus.text_of(text) if isinstance(corpus, ConversationCorpus) else text)[: int(left) + 1]
                 left -= len(text)
                 for part in text.split(END_OF_TEXT) if data.special_tokens == "parse" else [text]:
-                    yield from cut(part)
+                    yield from split_text(part)
 
 
 def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None, is_generic: bool) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None
     difference = _difference(file, fast, type(tokenizer).__name__) if file else ""
     known = tokenizer.get_vocab()
     if new_tokens:
-        wanted = wanted_tokens(new_tokens, template or read_template(None, name))
+        wanted = tokens_to_add(new_tokens, template or read_template(None, name))
         lacking = [AddedToken(token, normalized=False) for token in wanted if token not in known]
         tokenizer.add_tokens(lacking, special_tokens=new_tokens == "template")
     tokenizer.save_pretrained(folder)
@@ -268,18 +268,18 @@ def _difference(file: Path, fast: Any, name: str) -> str:
     """
     from tokenizers import Tokenizer
 
-    both = [Tokenizer.from_file(str(file)), Tokenizer.from_str(fast.to_str())]
-    for one in both:
-        one.no_truncation()
-        one.no_padding()
+    tokenizers = [Tokenizer.from_file(str(file)), Tokenizer.from_str(fast.to_str())]
+    for tokenizer in tokenizers:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     for text in PROBES:
-        of_file, of_class = (one.encode(text, add_special_tokens=False) for one in both)
+        of_file, of_class = (tokenizer.encode(text, add_special_tokens=False) for tokenizer in tokenizers)
         if of_file.ids != of_class.ids:
             pairs = zip(of_file.ids, of_class.ids, strict=False)
             same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs))
             read = [
-                " ".join(repr(text[start:end]) for start, end in one.offsets[same : same + SHOWN_PIECES])
-                for one in (of_class, of_file)
+                " ".join(repr(text[start:end]) for start, end in tokenizer.offsets[same : same + SHOWN_PIECES])
+                for tokenizer in (of_class, of_file)
             ]
             return f"in {text!r}, its class {name} reads {read[0]}, but its tokenizer.json {read[1]}"
     return ""
@@ -314,7 +314,7 @@ def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, 
 
 
 def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
-    """Returns [size]: the number of UTF-8 bytes that each token stands for, 0 for special tokens.
+    """Returns the number of UTF-8 bytes that each token stands for, [vocabulary]; 0 for special tokens.
 
     None if this is unknown, because the tokens are neither sequences of bytes nor texts with `▁` for spaces.
     """

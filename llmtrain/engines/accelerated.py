@@ -30,9 +30,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.guard import Measured, over_ranks
+from llmtrain.engines.guard import LossAndNorm, reduce_loss_and_norm
 from llmtrain.engines.optim import schedule, torch_optimizer
-from llmtrain.engines.plain import Distribution
+from llmtrain.engines.plain import PlainLoop, plain_model
+from llmtrain.engines.state.shards import Replica
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models.precision import weight_dtype
@@ -40,67 +41,66 @@ from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
 from llmtrain.overrides.deepspeed import use_schedule
 from llmtrain.plan import Plan
-from llmtrain.predict import flat
+from llmtrain.plan.predict import flat
 
 NAME = f"accelerate {accelerate.__version__}, "
 """Beginning of the description of what accelerate prepares."""
 
 
-class Accelerated(Distribution):
+class Accelerated(PlainLoop):
     """DistributedDataParallel or FSDP2: every rank reads different samples, and torch's optimizer takes the step."""
 
     keeps_masters = False  # FSDP2 computes with bf16 copies of fp32 weights
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
+        """Raises RecipeError if decoder layers share weights under FSDP2."""
         self._plan = plan
-        self._device = device
         self._weight_dtype = weight_dtype(plan.recipe.parallel.precision)
         self.is_sharded = plan.recipe.parallel.strategy == "fsdp2"
-        self.place = dist.get_rank(), dist.get_world_size()
+        self.replica = Replica.of_rank(None)
+        super().__init__(plain_model(plan, device), plan.recipe)
 
-    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+    def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Lets accelerate wrap or shard the model. It would advance a schedule once for each process."""
-        self.model = model
-        with _undisturbed():
+        with _only_plan_decides():
             self._accelerator = (
-                _accelerator_sharded(self._plan, model, self._device)
+                _accelerator_sharded(self._plan, self.model, self.device)
                 if self.is_sharded
-                else _accelerator_ddp(self._plan, self._device)
+                else _accelerator_ddp(self._plan, self.device)
             )
-            self.module, prepared = self._accelerator.prepare(model, optimizer)
-        own: Optimizer = prepared.optimizer
-        return own
+            self.module, prepared = self._accelerator.prepare(self.model, optimizer)
+        inner: Optimizer = prepared.optimizer
+        return inner
 
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+    def _passes(self, is_last: bool) -> AbstractContextManager[object]:
         """Synchronizes gradients in the passes of the last micro-batch only."""
         context: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
         return nullcontext() if is_last else context
 
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
-        return loss_sum * (self.place[1] / terms)
+    def _loss_to_reduce(self, loss_sum: Tensor, num_items: int) -> Tensor:
+        """Multiplies the loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
+        return loss_sum * (self.replica.count / num_items)
 
-    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
+    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clips by the norm of all shards."""
-        return _whole(self._accelerator.clip_grad_norm_(self.module.parameters(), limit))
+        return _full_tensor(self._accelerator.clip_grad_norm_(self.module.parameters(), limit))
 
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines the loss and the norm of all ranks."""
-        return over_ranks(loss, grad_norm)
+    def _reduce_loss_and_norm(self, loss: Tensor, grad_norm: Tensor) -> LossAndNorm:
+        """Reduces the loss and the norm over all ranks."""
+        return reduce_loss_and_norm(loss, grad_norm)
 
-    def sum(self, total: Tensor) -> Tensor:
+    def _all_reduce(self, total: Tensor) -> Tensor:
         """Sums over ranks."""
-        self._free()
+        self._reshard()
         dist.all_reduce(total)
         return total
 
-    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
-        """Returns what `Engine.next_logits` returns."""
-        found = super().next_logits(batch, device)
-        self._free()
-        return found
+    def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        logits = super()._next_logits(batch)
+        self._reshard()
+        return logits
 
-    def _free(self) -> None:
+    def _reshard(self) -> None:
         """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass.
 
         Otherwise a checkpoint would contain them in place of the shards.
@@ -109,13 +109,13 @@ class Accelerated(Distribution):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def _full_tensor(self, weight: Tensor) -> Tensor:
         """Gathers the shards of a weight."""
-        return _whole(weight).to(self._weight_dtype).cpu().clone()
+        return _full_tensor(weight).to(self._weight_dtype).cpu().clone()
 
     def describe(self) -> dict[str, Any]:
         """Returns accelerate's version, the class of the module and the backend."""
-        return {"engine": f"{NAME}{type(self.module).__name__}", "backend": dist.get_backend()}
+        return super().describe() | {"engine": f"{NAME}{type(self.module).__name__}", "backend": dist.get_backend()}
 
 
 def initialise_deepspeed(
@@ -123,7 +123,7 @@ def initialise_deepspeed(
 ) -> Engine:
     """Prepares a model, its parameter groups and its schedule with accelerate, in place of `deepspeed.initialize`."""
     optim = plan.recipe.optim
-    with _undisturbed():
+    with _only_plan_decides():
         accelerator = _accelerator_deepspeed(plan, ds_config, device)
         engine: Engine
         if "optimizer" in ds_config:
@@ -189,8 +189,8 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
 
 def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
     """Raises RecipeError if units share a weight; FSDP2 would fail with a TypeError in its first pass."""
-    holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
-    if any(number > 1 for number in holders.values()):
+    layers_of = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    if any(number > 1 for number in layers_of.values()):
         message = (
             f"'fsdp2' is not supported for '{model_type}': some of its decoder layers share weights, "
             "but FSDP2 shards each layer separately"
@@ -220,7 +220,7 @@ def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _only_plan_decides() -> Iterator[None]:
     """Hides the variables that `accelerate launch` or a shell has set, and removes those that accelerate sets itself.
 
     Only the plan decides. A variable that one engine leaves behind, such as ACCELERATE_USE_FSDP, would change the next
@@ -236,5 +236,5 @@ def _undisturbed() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value

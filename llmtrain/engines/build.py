@@ -15,16 +15,11 @@ from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.engines.deepspeed.tensor import TensorAxis
 from llmtrain.engines.engine import Engine
-from llmtrain.engines.forward import install_kernels
-from llmtrain.engines.plain import Distribution, PlainLoop
-from llmtrain.models import build_model
-from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import use_recomputation
+from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
-from llmtrain.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
@@ -48,27 +43,15 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
         from llmtrain.engines.accelerated import NAME, initialise_deepspeed
 
         return DeepSpeedEngine(plan, ds_config, device, initialise=initialise_deepspeed, prepared_by=NAME)
-    distribution: Distribution
     if backend == "accelerate":
         from llmtrain.engines.accelerated import Accelerated
 
-        distribution = Accelerated(plan, device)
-    elif backend == "horovod":
+        return Accelerated(plan, device)
+    if backend == "horovod":
         from llmtrain.engines.horovod import Horovod
 
-        distribution = Horovod(plan, device)
-    else:
-        distribution = DataParallel(plan, device)
-    return plain_loop(plan, device, distribution)
-
-
-def plain_loop(plan: Plan, device: torch.device, distribution: Distribution) -> PlainLoop:
-    """Returns the loop of a plan, with the whole model."""
-    recipe = plan.recipe
-    model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
-    use_recomputation(model, recipe.parallel)
-    install_kernels(model, plan)
-    return PlainLoop(model, recipe, distribution)
+        return Horovod(plan, device)
+    return DataParallel(plan, device)
 
 
 def _axes(plan: Plan, device: torch.device) -> list[EngineAxis]:

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import Completions, MicroBatch
 from llmtrain.engines.forward import forward, next_logits
-from llmtrain.engines.plain import Distribution
+from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.models import Objective
 from llmtrain.plan import Plan
 
 
-class DataParallel(Distribution):
+class DataParallel(PlainLoop):
     """Distributes each forward pass over the devices of the process.
 
     A pass reads the joined micro-batches of all devices. Each replica computes its own loss, so each device returns
@@ -29,24 +29,25 @@ class DataParallel(Distribution):
         # On a CPU there is nothing to distribute over; by default, DataParallel would use any visible GPUs.
         on_gpus = [torch.device("cuda", index) for index in range(plan.cluster.devices_per_node)]
         self.devices = on_gpus if device.type == "cuda" else [device]
+        super().__init__(plain_model(plan, device), plan.recipe)
 
-    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+    def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Wraps the model with its loss; the optimizer remains as it is."""
-        super().distribute(model, optimizer, trained)
-        self.module = _Losses(model, self.objective)
+        self.module = _Losses(self.model, self.objective)
         if self.devices[0].type == "cuda":
             self.module = nn.DataParallel(self.module, device_ids=self.devices)
         return optimizer
 
-    def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        held = micro_batch.completions.tensors if micro_batch.completions else ()
-        loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *held)
+        completions = micro_batch.completions.tensors if micro_batch.completions else ()
+        inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *completions)
+        loss_sums, auxiliaries = self.module(*inputs)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
-    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
+    def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Runs the model itself, on the first device."""
-        return next_logits(self.model, self.model, batch, device)
+        return next_logits(self.model, self.model, batch, self.device)
 
     def describe(self) -> dict[str, Any]:
         """Adds all devices."""

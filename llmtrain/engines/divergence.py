@@ -20,19 +20,19 @@ from llmtrain.engines.engine import Engine
 def estimate_divergence(
     engine: Engine, batches: Iterable[StepBatch], beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Sets the divergence of the engine's objective, if that is KTO, from the batches of one step or evaluation.
+    """Sets the divergence of the engine's objective from the batches of one step or evaluation.
 
-    All ranks call it. beat: called after each pass.
+    Called by all ranks if the objective needs it (`Objective.needs_divergence`). beat: called after each pass.
     """
-    if engine.objective is None or engine.objective.config.name != "kto":
-        return
-    total = torch.zeros(5)
+    objective = engine.objective
+    assert objective is not None
+    total = torch.zeros(5)  # as `Engine.rewards`
     for batch in batches:
         engine.eval_step(replace(batch, micro_batches=batch.mismatched, mismatched=[]))
         sums = engine.rewards()
-        assert sums is not None, "there is an objective"
+        assert sums is not None
         total = total.to(sums.device) + sums
         beat()
-    desirable, undesirable, _, *numbers = total
-    beta = engine.objective.config.beta
-    engine.objective.divergence = ((desirable + undesirable) / sum(numbers).clamp(min=1) / beta).clamp(min=0).double()
+    desirable_rewards, undesirable_rewards, _, *counts = total
+    mean = (desirable_rewards + undesirable_rewards) / sum(counts).clamp(min=1)
+    objective.divergence = (mean / objective.config.beta).clamp(min=0).double()

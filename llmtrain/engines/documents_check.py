@@ -10,8 +10,8 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import documents_known
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model
 from llmtrain.recipe import Recipe
 
 ALONE = 1e-4
@@ -34,11 +34,12 @@ def influences(config: PreTrainedConfig) -> bool:
         positions = torch.cat([torch.arange(FIRST), torch.arange(BOTH - FIRST)])[None]
         other = tokens.clone()
         other[:, :FIRST] = 3 + (other[:, :FIRST] + 7) % 80
-        model = reference(config, "eager").eval()
-        one, another = (_logits(model, given, positions)[FIRST:] for given in (tokens, other))
+        model = build_tiny_model(config, "eager").eval()
+        after_first, after_other = (_logits(model, given, positions)[FIRST:] for given in (tokens, other))
         alone = _logits(model, tokens[:, FIRST:], positions[:, FIRST:])
-    scale = one.abs().max()
-    return bool((one - another).abs().max() > TOLERANCE * scale or (one - alone).abs().max() > ALONE * scale)
+    scale = after_first.abs().max()
+    depends_on_other = (after_first - after_other).abs().max() > TOLERANCE * scale
+    return bool(depends_on_other or (after_first - alone).abs().max() > ALONE * scale)
 
 
 def check_documents(recipe: Recipe) -> str:
@@ -47,7 +48,7 @@ def check_documents(recipe: Recipe) -> str:
     Returns a note if that cannot be tried, or an empty text. Raises RecipeError if documents influence each other.
     """
     config = model_configuration(recipe)
-    if not recipe.data.keeps_apart or type(config).__module__.startswith("transformers."):
+    if not recipe.data.has_document_mask or type(config).__module__.startswith("transformers."):
         return ""
     fix = "--set data.packing=none, or --set data.mask_documents=false"
     try:

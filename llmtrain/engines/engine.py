@@ -24,7 +24,7 @@ class StepResult:
     """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
 
     loss: Tensor
-    """Mean over the terms of the global batch, in nats; a scalar, equal on all ranks."""
+    """Mean over the items of the global batch, in nats; a scalar, equal on all ranks."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
@@ -36,10 +36,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What is known after the passes of a step, besides the gradients."""
+    """What the passes of a step return besides the gradients, which they accumulate."""
 
     loss: Tensor
-    """This rank's share of the mean loss over the terms of the global batch; a scalar."""
+    """This rank's part of the mean loss over the items of the global batch; a scalar."""
     router_loss: Tensor | None
     """As in `StepResult`."""
 
@@ -63,7 +63,7 @@ class Engine(HasState, Protocol):
         """
 
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
+        """Returns the mean loss over the items of the global batch, without gradients; a scalar."""
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the next token by row of the batch, each [vocab] in fp32.
@@ -73,8 +73,11 @@ class Engine(HasState, Protocol):
         """
 
     def rewards(self) -> Tensor | None:
-        """Returns [5]: sums over the completions of the batch that was trained or evaluated last, which
-        `reward_metrics` reads; None if the loss is a mean over tokens."""
+        """Returns sums over the completions of the batch that was trained or evaluated last, on all ranks: [sums].
+
+        In this order: rewards of desirable ones, rewards of undesirable ones, right decisions, and the numbers of
+        desirable and of undesirable ones. `reward_metrics` reads them. None if the loss is a mean over tokens.
+        """
 
     objective: Objective | None
     """The objective, if its loss is not a mean over tokens."""
@@ -91,5 +94,5 @@ class Engine(HasState, Protocol):
 
 def with_router_loss(total: Tensor | None, auxiliary: Tensor) -> Tensor:
     """Returns `StepResult.router_loss` with that of one more micro-batch."""
-    own = torch.stack([auxiliary.detach().float().reshape(()), torch.ones((), device=auxiliary.device)])
-    return own if total is None else total + own
+    of_micro_batch = torch.stack([auxiliary.detach().float().reshape(()), torch.ones((), device=auxiliary.device)])
+    return of_micro_batch if total is None else total + of_micro_batch

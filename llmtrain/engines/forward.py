@@ -28,7 +28,7 @@ from llmtrain.models import (
     liger,
     precision,
     router_loss_weight,
-    takes_bounds,
+    takes_cu_seq_lens,
     target_loss_sum,
     target_losses,
 )
@@ -39,10 +39,10 @@ from llmtrain.models.compiled import (
     compile_for_cpu,
     compile_layers,
     compiled_loss,
-    share_processors,
+    share_compiler_threads,
 )
-from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
+from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
@@ -74,7 +74,7 @@ def bounds_for(
 
     batch: whole sequences; positions are copied from the device only if neither `known` nor the batch has documents.
     """
-    if not takes_bounds(attention_of(model)):
+    if not takes_cu_seq_lens(attention_of(model)):
         return {}
     return (known or batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
 
@@ -143,11 +143,11 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)
     if "compiled" in (kernels.blocks, kernels.loss):
-        share_processors(plan.cluster.devices_per_node)
+        share_compiler_threads(plan.cluster.devices_per_node)
     if kernels.blocks == "compiled":
         compile_layers(model, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
-        liger.use_blocks(model)
+        liger.use_liger_layers(model)
     if recipe.parallel.tiled_mlp:
         use_tiles(model, plan.model.hidden_size)
     if not has_head:
@@ -155,7 +155,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
-        of_tokens = recipe.objective.of_completions
+        of_tokens = recipe.objective.is_preference
         plain = target_losses if of_tokens else target_loss_sum
         on_cpu = plan.cluster.spec.on_cpu
         loss = compiled_loss(on_cpu, of_tokens) if kernels.loss == "compiled" else plain
@@ -258,7 +258,7 @@ def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objectiv
 
     slices: the ranks that share this rank's sequences.
     """
-    return Objective(recipe.objective, slices) if recipe.objective.of_completions else None
+    return Objective(recipe.objective, slices) if recipe.objective.is_preference else None
 
 
 def loss_of(

@@ -2,7 +2,7 @@
 
 Loss and gradient norm of a step are known on all ranks before torch's optimizer begins. Its fused kernels read
 `found_inf`: if that is 1, they leave weights, moments and their count of updates unchanged, bit for bit. The device
-itself writes the verdict there; the host reads it every few steps.
+itself writes the guard's decision there; the host reads it every few steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from llmtrain.recipe import GuardConfig
 
 SMALLEST_SIGMA = 1e-3
-"""Lower bound on the standard deviation of a logarithm. Without it, values that hardly move would be judged by the
+"""Lower bound on the standard deviation of a logarithm. Without it, values that hardly move would exceed it by the
 rounding of the next one."""
 LARGEST = sys.float_info.max
 """The largest finite number."""
@@ -29,11 +29,11 @@ COLUMNS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Measurements of a step over all ranks: scalars on the device, bitwise equal on every rank."""
+class LossAndNorm:
+    """Loss and gradient norm of a step over all ranks: scalars on the device, bitwise equal on every rank."""
 
     loss: Tensor
-    """Mean over the terms of the global batch."""
+    """Mean over the items of the global batch."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping."""
 
@@ -82,7 +82,7 @@ class Skipped:
 
 
 class Guard:
-    """Judges each update of an engine. Every rank has a guard, and all reach the same verdict."""
+    """Decides for each update of an engine whether to skip it. Every rank has a guard, and all decide alike."""
 
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self._config = config
@@ -96,8 +96,8 @@ class Guard:
         self._always = torch.tensor([0.0, math.log(config.spike_norm_ratio)], dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def judge(self, measured: Measured, overflowed: Tensor | None = None) -> Tensor:
-        """Decides on a step before its update; returns 1 to skip the update, or 0: a scalar on the device.
+    def should_skip(self, measured: LossAndNorm, overflowed: Tensor | None = None) -> Tensor:
+        """Returns 1 to skip the update of a step, else 0: a scalar on the device. Called before each update.
 
         It takes few operations, because their overhead counts on a small model. overflowed: whether a loss scaler drops
         the step by itself; None without a loss scaler.
@@ -164,29 +164,29 @@ def check_fused(optimizer: Optimizer) -> None:
         )
 
 
-def skip_if(verdict: Tensor, optimizer: Optimizer) -> None:
-    """Makes the next step of a fused optimizer change nothing if the guard's verdict is 1."""
+def skip_if(skip: Tensor, optimizer: Optimizer) -> None:
+    """Makes the next step of a fused optimizer change nothing if `skip`, a scalar, is 1."""
     if isinstance(optimizer, torch.optim.SGD):
         _make_momentum(optimizer)
     # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
-    held = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    optimizer.found_inf = verdict.to(next(held, verdict.device))  # type: ignore[attr-defined]
+    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.found_inf = skip.to(next(devices, skip.device))  # type: ignore[attr-defined]
 
 
-def over_ranks(loss: Tensor, grad_norm: Tensor, copies: int = 1) -> Measured:
+def reduce_loss_and_norm(loss: Tensor, grad_norm: Tensor, replicas: int = 1) -> LossAndNorm:
     """Sums the loss over all ranks, and averages their norms, each of which is the norm of the whole gradient.
 
-    copies: number of ranks that have the same part of the loss. A NaN on one rank becomes NaN on all ranks. The reduced
-    norm is bitwise equal on all ranks, even if each rank computed its own with other bits.
+    replicas: number of ranks that have the same part of the loss. A NaN on one rank becomes NaN on all ranks. The
+    reduced norm is bitwise equal on all ranks, even if each rank computed its own with other bits.
     """
     world = dist.get_world_size()
     both = torch.stack([loss, finite_or_infinite(grad_norm)])
     if world > 1:
         both = both.double()
-        both[0] /= copies
+        both[0] /= replicas
         both[1] /= world
         dist.all_reduce(both)
-    return Measured(*both.float().unbind())
+    return LossAndNorm(*both.float().unbind())
 
 
 def finite_or_infinite(grad_norm: Tensor) -> Tensor:

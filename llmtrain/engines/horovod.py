@@ -9,18 +9,17 @@ import horovod
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
-from llmtrain.engines.guard import Measured
-from llmtrain.engines.plain import Distribution
+from llmtrain.engines.guard import LossAndNorm
+from llmtrain.engines.plain import PlainLoop, plain_model
+from llmtrain.engines.runtime.horovod_ranks import start_horovod
+from llmtrain.engines.state.shards import Replica
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
-from llmtrain.runtime.horovod_ranks import start_horovod
 
 
-class Horovod(Distribution):
+class Horovod(PlainLoop):
     """A replica on each rank.
 
     Gradients are summed and not averaged, because each rank's loss is already divided by the target tokens of the
@@ -37,45 +36,46 @@ class Horovod(Distribution):
             message = "this build of 'horovod' supports CPUs only, not GPUs"
             fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"
             raise RecipeError(Problem("backend.device", "parallel.backend", message, fix))
-        self.place = dist.get_rank(), dist.get_world_size()
+        self.replica = Replica.of_rank(None)
         self._backend = "nccl" if device.type == "cuda" and hvd.nccl_built() else "gloo"
         self._accumulation = plan.batch.gradient_accumulation_steps
+        super().__init__(plain_model(plan, device), plan.recipe)
 
-    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+    def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Broadcasts rank 0's weights to all ranks; returns the optimizer wrapped by Horovod."""
-        super().distribute(model, optimizer, trained)
         hvd.broadcast_parameters([(name, weight.detach()) for name, weight in trained.items()], root_rank=0)
-        self._optimizer: Any = hvd.DistributedOptimizer(
+        wrapped: Any = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=list(trained.items()),
             op=hvd.Sum,
             backward_passes_per_step=self._accumulation,
         )
-        wrapped: Optimizer = self._optimizer
-        return wrapped
+        self._wrapped = wrapped
+        optimizer = wrapped
+        return optimizer
 
-    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns this rank's share of the mean: Horovod sums gradients."""
-        share: Tensor = auxiliary / hvd.size()
-        return share
+    def _auxiliary_loss_to_reduce(self, auxiliary: Tensor) -> Tensor:
+        """Divides the auxiliary loss by the number of ranks, because Horovod sums gradients."""
+        loss: Tensor = auxiliary / hvd.size()
+        return loss
 
-    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
+    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Waits for the sums before it clips the gradients."""
-        self._optimizer.synchronize()
-        return super().clip(trained, limit, device)
+        self._wrapped.synchronize()
+        return super()._clip(trained, limit)
 
-    def step(self, optimizer: Optimizer) -> None:
+    def _update(self) -> None:
         """Updates the weights from the gradients that are reduced already."""
-        with self._optimizer.skip_synchronize():
-            optimizer.step()
+        with self._wrapped.skip_synchronize():
+            super()._update()
 
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Sums this rank's share of the loss over all ranks, and averages the norm of the reduced gradients."""
+    def _reduce_loss_and_norm(self, loss: Tensor, grad_norm: Tensor) -> LossAndNorm:
+        """Sums the loss over all ranks, and averages the norm of the reduced gradients."""
         both = torch.stack([loss.double(), grad_norm.double() / hvd.size()])
         loss, grad_norm = hvd.allreduce(both, op=hvd.Sum, name="measured").float()
-        return Measured(loss, grad_norm)
+        return LossAndNorm(loss, grad_norm)
 
-    def sum(self, total: Tensor) -> Tensor:
+    def _all_reduce(self, total: Tensor) -> Tensor:
         """Sums over all ranks."""
         summed: Tensor = hvd.allreduce(total, op=hvd.Sum, name="loss")
         return summed

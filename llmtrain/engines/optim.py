@@ -17,8 +17,8 @@ from llmtrain.engines.optimizers.adafactor import Adafactor
 from llmtrain.engines.optimizers.adamw_8bit import AdamW8bit
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
-from llmtrain.engines.state.held import trained_tensors
-from llmtrain.engines.state.save_load import HeldLists, PlaceOf, shape_of
+from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained_tensors
+from llmtrain.engines.state.save_load import Locate, shape_of
 from llmtrain.overrides.torch import ShardedSGD
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
@@ -50,14 +50,14 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
         return [{**group, "factored": len(shape_of(group["params"][0])) > 1} for group in groups]
     if row.layer_states is None:
         return groups
-    named = (one for model in models for one in model.named_parameters())
-    apart = {id(one) for name, one in named if is_matrix_of_layer(name, len(shape_of(one)))}
-    split = [
-        {**group, "params": [one for one in group["params"] if (id(one) in apart) is inside], "muon": inside}
-        for group in groups
-        for inside in (True, False)
-    ]
-    return [group for group in split if group["params"]]
+    named = (item for model in models for item in model.named_parameters())
+    matrices = {id(weight) for name, weight in named if is_matrix_of_layer(name, len(shape_of(weight)))}
+    divided = []
+    for group in groups:
+        for by_muon in (True, False):
+            if weights := [weight for weight in group["params"] if (id(weight) in matrices) is by_muon]:
+                divided.append({**group, "params": weights, "muon": by_muon})
+    return divided
 
 
 def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False) -> Optimizer:
@@ -72,18 +72,23 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
     return optimizer
 
 
-def locate_matrices(
-    optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
+def locate_shards(
+    optimizer: Optimizer,
+    outer: Any,
+    lists: OptimizerShardLists,
+    locate: Locate,
+    recipe: Recipe,
+    device: torch.device,
 ) -> None:
-    """Tells an optimizer that needs whole matrices, or sums over them, which parts of them this rank holds.
+    """Tells an optimizer that needs whole matrices, or sums over them, which shards of them this rank holds.
 
-    outer: DeepSpeed's optimizer around it, or itself. lists, place: what this rank holds, and where in whole weights.
+    outer: DeepSpeed's optimizer around it, or itself. lists, locate: as for `matrices.located_shards`.
     """
     if isinstance(optimizer, Muon):
         dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
-        optimizer.find_matrices(trained_tensors(outer), lists, place, dtype, device)
+        optimizer.locate_shards(trained_tensors(outer), lists, locate, dtype, device)
     elif isinstance(optimizer, Adafactor | AdamW8bit):
-        optimizer.find_parts(trained_tensors(outer), lists, place, device)
+        optimizer.locate_shards(trained_tensors(outer), lists, locate, device)
 
 
 @contextmanager
@@ -115,22 +120,23 @@ def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
         extras = {"min_lr_rate": optim.min_lr_ratio}
     elif optim.schedule == "wsd":
         extras = {"num_decay_steps": optim.decay_steps, "min_lr_ratio": optim.min_lr_ratio, "decay_type": "linear"}
-    made: LRScheduler = get_scheduler(
+    scheduler: LRScheduler = get_scheduler(
         names.get(optim.schedule, optim.schedule),
         optimizer,
         num_warmup_steps=optim.warmup_steps,
         num_training_steps=recipe.train.steps,
         scheduler_specific_kwargs=extras,
     )
-    return made
+    return scheduler
 
 
 def resume_schedule(schedule: LRScheduler, steps: int) -> None:
     """Sets a schedule to its state after `steps` steps. Its rates are functions of the step."""
     schedule.last_epoch = steps
-    rates: Any = schedule  # every schedule of ours is a LambdaLR
-    for group, base, rate in zip(schedule.optimizer.param_groups, rates.base_lrs, rates.lr_lambdas, strict=True):
-        group["lr"] = base * rate(steps)
+    lambda_lr: Any = schedule  # as every schedule of ours
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, lambda_lr.base_lrs, lambda_lr.lr_lambdas, strict=True):
+        group["lr"] = base * factor(steps)
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -40,9 +40,9 @@ def measure_own_time(plan: Plan, engine: Engine, heartbeat: Heartbeat) -> None:
     if plan.cluster.spec.on_cpu:
         waits = Waits(heartbeat)
         waits.attach()
-        heartbeat.own = waits
+        heartbeat.work_timer = waits
     if not plan.cluster.spec.on_cpu or plan.recipe.parallel.strategy in WAITS_IN_C:
-        heartbeat.own = Forwards(_modules_of(engine))
+        heartbeat.work_timer = Forwards(_modules_of(engine))
 
 
 class Waits:

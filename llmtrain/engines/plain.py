@@ -1,8 +1,8 @@
-"""A plain PyTorch loop, and the part that distributes it: Accelerate, Horovod and nn.DataParallel have one each."""
+"""A plain PyTorch loop on one device, which Accelerate, Horovod and nn.DataParallel extend to several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,103 +14,29 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
-from llmtrain.engines.forward import forward, next_logits, objective_of
-from llmtrain.engines.guard import Guard, Measured, check_fused, skip_if
+from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of
+from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
     groups_for,
-    locate_matrices,
+    locate_shards,
     parameter_groups,
     resume_schedule,
     schedule,
     torch_optimizer,
 )
-from llmtrain.engines.state.held import held
-from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import HasState, Place, pieces_of, untrained_pieces
-from llmtrain.models import Objective
+from llmtrain.engines.state.optimizer_shards import optimizer_shards
+from llmtrain.engines.state.save_load import HasState, Locate, checkpoint_shards, untrained_shards
+from llmtrain.engines.state.shards import CheckpointShard, Replica, ShardLocation, WeightSlice
+from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
-from llmtrain.models.precision import autocast
+from llmtrain.models.precision import autocast, weight_dtype
+from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.overrides.torch import squared_norm
+from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
-
-
-class Distribution:
-    """Distributes the loop. This base class does nothing: it is for a single rank with a single device.
-
-    All ranks call every method.
-    """
-
-    name = "plain PyTorch"
-    is_sharded = False
-    """Whether each rank trains shards of the weights, which are DTensors."""
-    keeps_masters = True
-    """Whether the loop keeps fp32 master weights for a model in a lower precision."""
-    place = (0, 1)
-    """(index, number) of this rank among those that read different samples."""
-    objective: Objective | None = None
-    """The objective, if its loss is not a mean over tokens."""
-
-    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
-        """Distributes a model; returns the optimizer that trains this rank's part of it.
-
-        trained: what the optimizer trains, by the name of the weight: the weight or its fp32 master.
-        """
-        self.model = model
-        self.module: nn.Module = model
-        """The module whose forward passes and modes are those of the model."""
-        return optimizer
-
-    def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
-        return nullcontext()
-
-    def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
-        return forward(self.module, self.model, micro_batch, device, self.objective)
-
-    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
-        """Returns what `Engine.next_logits` returns."""
-        return next_logits(self.module, self.model, batch, device)
-
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms.
-
-        Gradients are summed over ranks here.
-        """
-        return loss_sum / terms
-
-    def weigh_auxiliary(self, auxiliary: Tensor) -> Tensor:
-        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
-        return auxiliary
-
-    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
-        """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
-        grad_norm = squared_norm(gradients_of(trained), device).sqrt().float()
-        nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
-        return grad_norm
-
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines this rank's share of the loss, and the norm of the reduced gradients, over all ranks."""
-        return Measured(loss, grad_norm)
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Updates the weights."""
-        optimizer.step()
-
-    def sum(self, total: Tensor) -> Tensor:
-        """Returns the sum of a scalar over all ranks, after forward passes without backward passes."""
-        return total
-
-    def whole(self, weight: Tensor) -> Tensor:
-        """Returns a whole weight on the CPU, in the dtype of the forward pass."""
-        return weight.cpu()
-
-    def describe(self) -> dict[str, Any]:
-        """Returns what a run records in addition to the optimizer and the device."""
-        return {"engine": self.name}
 
 
 class PlainLoop(HasState):
@@ -119,72 +45,139 @@ class PlainLoop(HasState):
     An fp32 model is trained as it is, or under autocast. For a model in a lower precision, the loop keeps fp32 master
     weights, as mixed precision training does (arXiv 1710.03740). They start from the rounded weights and accumulate the
     gradients of each micro-batch in fp32. After each step they are rounded into the model's weights.
+
+    A subclass distributes the loop over ranks or devices: it overrides the attributes and the methods up to
+    `train_step`, which all ranks call together.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, distribution: Distribution | None = None) -> None:
+    name = "plain PyTorch"
+    is_sharded = False
+    """Whether each rank trains shards of the weights, which are DTensors."""
+    keeps_masters = True
+    """Whether the loop keeps fp32 master weights for a model in a lower precision."""
+    replica = Replica()
+    """This rank's replica of the model; each replica reads different samples."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.model = model
+        self.module: nn.Module = model
+        """The module whose forward passes and modes are those of the model."""
         self.recipe = recipe
-        self.distribution = distribution or Distribution()
-        self.objective = self.distribution.objective = objective_of(recipe)
+        self.objective = objective_of(recipe)
         self.device = next(model.parameters()).device
         groups = groups_for(recipe.optim, [model], parameter_groups(model, recipe.optim.weight_decay))
         self.masters = {
             weight: nn.Parameter(weight.detach().float())
             for weight in model.parameters()
-            if self.distribution.keeps_masters and weight.requires_grad and weight.dtype != torch.float32
+            if self.keeps_masters and weight.requires_grad and weight.dtype != torch.float32
         }
         for group in groups:
             group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
         trained = {
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
-        optimizer = torch_optimizer(groups, recipe.optim, self.distribution.is_sharded)
-        self.optimizer = self.distribution.distribute(model, optimizer, trained)
+        self.optimizer = self._distribute(torch_optimizer(groups, recipe.optim, self.is_sharded), trained)
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
-        own = held(self.optimizer, self.masters)
-        locate_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
+        shards = optimizer_shards(self.optimizer, self.masters)
+        locate_shards(self.optimizer, self.optimizer, shards, self._locate(), recipe, self.device)
         self.guard = Guard(recipe.guard, self.device)
         check_fused(self.optimizer)
 
+    def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+        """Distributes the model; returns the optimizer that trains this rank's part of it.
+
+        trained: what the optimizer trains, by the name of the weight: the weight or its fp32 master.
+        """
+        return optimizer
+
+    def _passes(self, is_last: bool) -> AbstractContextManager[object]:
+        """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
+        return nullcontext()
+
+    def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
+        return forward(self.module, self.model, micro_batch, self.device, self.objective)
+
+    def _loss_to_reduce(self, loss_sum: Tensor, num_items: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all items.
+
+        This class sums gradients over ranks. num_items: of the global batch.
+        """
+        return loss_sum / num_items
+
+    def _auxiliary_loss_to_reduce(self, auxiliary: Tensor) -> Tensor:
+        """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
+        return auxiliary
+
+    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
+        grad_norm = squared_norm(gradients_of(trained), self.device).sqrt().float()
+        nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
+        return grad_norm
+
+    def _reduce_loss_and_norm(self, loss: Tensor, grad_norm: Tensor) -> LossAndNorm:
+        """Reduces this rank's part of the mean loss, and the norm of the reduced gradients, over all ranks."""
+        return LossAndNorm(loss, grad_norm)
+
+    def _update(self) -> None:
+        """Updates the weights."""
+        self.optimizer.step()
+
+    def _all_reduce(self, total: Tensor) -> Tensor:
+        """Returns the sum of a scalar over all ranks, after forward passes without backward passes."""
+        return total
+
+    def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        return next_logits(self.module, self.model, batch, self.device)
+
+    def _full_tensor(self, weight: Tensor) -> Tensor:
+        """Returns a whole weight on the CPU, in the dtype of the forward pass."""
+        return weight.cpu()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what distributes the loop, the optimizer's class and the device."""
+        return {"engine": self.name, "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
+
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank among those that read different samples."""
-        return self.distribution.place[0]
+        """Index of this rank's replica, which determines the samples that the rank reads."""
+        return self.replica.index
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Makes one update, if the guard allows it, from the mean over all terms of all micro-batches of all ranks."""
-        estimate_divergence(self, [batch])
+        """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
+        if self.objective and self.objective.needs_divergence:
+            estimate_divergence(self, [batch])
         lr = self.learning_rate
-        passed = self._accumulate(batch)
+        accumulated = self._accumulate(batch)
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         limit = self.recipe.optim.clip_grad_norm or float("inf")
-        grad_norm = self.distribution.clip(trained, limit, self.device)
-        measured = self.distribution.measure(passed.loss, grad_norm)
-        skip_if(self.guard.judge(measured), self.optimizer)
-        self.distribution.step(self.optimizer)
+        grad_norm = self._clip(trained, limit)
+        measured = self._reduce_loss_and_norm(accumulated.loss, grad_norm)
+        skip_if(self.guard.should_skip(measured), self.optimizer)
+        self._update()
         self._round_masters()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return StepResult(measured.loss, measured.grad_norm, lr, passed.router_loss)
+        return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
         """Accumulates the gradients of this rank's micro-batches."""
         if not self.model.training:  # visiting every module costs as much as a small update
-            self.distribution.module.train()
+            self.module.train()
         if self.objective:
             self.objective.begin()
         total, router_loss = torch.zeros((), device=self.device), None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            with self.distribution.passing(is_last=index == len(batch.micro_batches)):
+            with self._passes(is_last=index == len(batch.micro_batches)):
                 loss_sum, auxiliary = self._forward(micro_batch)
-                loss = self.distribution.weigh(loss_sum, batch.terms)
+                loss = self._loss_to_reduce(loss_sum, batch.num_items)
                 if auxiliary is not None:
-                    loss = loss + self.distribution.weigh_auxiliary(auxiliary) / len(batch.micro_batches)
+                    loss = loss + self._auxiliary_loss_to_reduce(auxiliary) / len(batch.micro_batches)
                     router_loss = with_router_loss(router_loss, auxiliary)
                 self._backward(loss)
             total += loss_sum.detach()
-        return Accumulated(total / batch.terms, router_loss)
+        return Accumulated(total / batch.num_items, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -193,9 +186,9 @@ class PlainLoop(HasState):
         return rate
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
+        """Runs `_losses` in the recipe's precision."""
         with autocast(self.recipe.parallel.precision, self.device.type):
-            return self.distribution.forward(micro_batch, self.device)
+            return self._losses(micro_batch)
 
     def _backward(self, loss: Tensor) -> None:
         """Accumulates the gradients of a micro-batch; those of master weights in fp32."""
@@ -208,65 +201,69 @@ class PlainLoop(HasState):
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean loss over the terms of all ranks."""
-        self.distribution.module.eval()
+        """Returns the mean loss over the items of all ranks."""
+        self.module.eval()
         if self.objective:
             self.objective.begin()
         total = torch.zeros((), device=self.device)
         with self.averaged():
             for micro_batch in batch.micro_batches:
                 total += self._forward(micro_batch)[0]
-            return self.distribution.sum(total) / batch.terms
+            return self._all_reduce(total) / batch.num_items
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row."""
-        self.distribution.module.eval()
+        self.module.eval()
         with autocast(self.recipe.parallel.precision, self.device.type):
-            return self.distribution.next_logits(batch, self.device)
+            return self._next_logits(batch)
 
     def rewards(self) -> Tensor | None:
-        """Returns the sums of the last batch's rewards over all ranks."""
-        return None if self.objective is None else self.distribution.sum(self.objective.rewards(self.device))
+        """Returns the sums over the completions of the last batch, of all ranks: as `Engine.rewards`."""
+        return None if self.objective is None else self._all_reduce(self.objective.rewards(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
         with self.averaged():
             for name, parameter in named_weights(self.model):
-                yield weight_name(name), self.distribution.whole(parameter.detach())
+                yield weight_name(name), self._full_tensor(parameter.detach())
 
     def averaged(self) -> AbstractContextManager[None]:
         """Returns the context of an evaluation."""
         return averaged_weights(self.optimizer, self.optimizer, self._round_masters)
 
-    def pieces(self) -> Iterator[list[Piece]]:
-        """Yields live pieces of all trained tensors, then of the untrained ones."""
-        yield from pieces_of(held(self.optimizer, self.masters), self._place_of())
-        yield untrained_pieces(self.model, self.distribution.place, self.recipe.model.leaves_base, weight_name)
+    def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:
+        """Yields the trained tensors as shards, then the untrained ones."""
+        yield from checkpoint_shards(optimizer_shards(self.optimizer, self.masters), self._locate())
+        yield untrained_shards(self.model, self.replica, self.recipe.model.omits_base_weights, weight_name)
 
-    def _place_of(self) -> Callable[[nn.Parameter], Place]:
-        """Returns a function that maps a parameter to its place."""
+    def _locate(self) -> Locate:
+        """Returns the function that locates what this rank holds of a parameter in the whole weight."""
         names = {parameter: weight_name(name) for name, parameter in self.model.named_parameters()}
-        copy = (0, 1) if self.distribution.is_sharded else self.distribution.place  # shards are not copies
-        return lambda parameter: (names[parameter], Region.whole(parameter.shape), copy)
+        replica = Replica() if self.is_sharded else self.replica  # shards are not replicas of each other
+        return lambda parameter: ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), replica)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""
         return {"schedule": self.scheduler.last_epoch}
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Restores the model's weights and the schedule after the pieces have been loaded."""
+        """Restores the model's weights and the schedule after the shards have been loaded."""
         self._round_masters()
         resume_schedule(self.scheduler, progress["schedule"])
 
     def close(self) -> None:
         """Does nothing: no hook refers to the loop."""
 
-    def describe(self) -> dict[str, Any]:
-        """Returns what distributes the loop, the optimizer's class and the device."""
-        own = {"optimizer": type(self.optimizer).__name__, "device": str(self.device)}
-        return own | self.distribution.describe()
-
     @torch.no_grad()
     def _round_masters(self) -> None:
         for weight, master in self.masters.items():
             weight.copy_(master)
+
+
+def plain_model(plan: Plan, device: torch.device) -> PreTrainedModel:
+    """Returns the whole model of a plan, with its kernels and recomputation."""
+    recipe = plan.recipe
+    model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
+    use_recomputation(model, recipe.parallel)
+    install_kernels(model, plan)
+    return model

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.data import Prepared, PreparedSource, Schedule
+from llmtrain.data import BatchLoader, Prepared, PreparedSource
 from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import META, Cache, cache_folder, key_of
 from llmtrain.data.progress import Progress
@@ -23,13 +23,13 @@ from llmtrain.data.samples import PackedSamples, Samples
 from llmtrain.data.sources.files import fingerprints
 from llmtrain.data.store import SPLITS, Split
 from llmtrain.engines.engine import Engine
+from llmtrain.engines.runtime.agree import all_reduce_max, broadcast, gather
+from llmtrain.engines.runtime.distributed import rank
 from llmtrain.models.adapter import ADAPTER_FILE
 from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
-from llmtrain.plan.hub import stored_file
 from llmtrain.recipe import Recipe
-from llmtrain.runtime.agree import broadcast, gather, highest
-from llmtrain.runtime.distributed import rank
+from llmtrain.system.hub import stored_file
 
 FORMAT = 1
 """Version of their computation and format; part of their key."""
@@ -49,7 +49,7 @@ def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat =
     cache = Cache(cache_folder(plan.recipe.data), Progress())
     weights = broadcast(_identity(plan.recipe, cache) if rank() == 0 else {})
 
-    def kept(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
+    def cached(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
         name, values = "" if view is getattr(source, split) else "mismatched", np.empty(0)
         key = key_of(KIND, FORMAT, source.key, split, weights, *([name] if name else []))
         if not all(gather((cache.folder / KIND / key / META).exists())):
@@ -63,7 +63,7 @@ def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat =
         entry = cache.entry(KIND, key, build)
         return open_array(entry.path, KIND, np.float64, len(view.starts))
 
-    return attach(prepared, kept)
+    return attach(prepared, cached)
 
 
 def attach(prepared: Prepared, values_of: Callable[[PreparedSource, Split, PackedSamples], Values]) -> Prepared:
@@ -98,22 +98,22 @@ def log_probs(
     sequences: NDArray[np.int64] | None = None,
     beat: Beat = lambda: None,
 ) -> Values:
-    """Returns [pieces] on all ranks: the log-probability of each completion in some sequences (default: all), else NaN.
+    """Returns the log-probability of each completion of a view, [completions], on all ranks, which all call it.
 
-    All ranks call it.
+    sequences: indices of those to compute, by default all; completions of the others have NaN.
     """
     assert isinstance(view, PackedSamples), "completions are packed"
     assert engine.objective is not None, "the loss is one of completions"
-    schedule = Schedule.of(plan, prepared, engine.data_parallel_rank)
+    schedule = BatchLoader.of(plan, prepared, engine.data_parallel_rank)
     values = torch.full((len(view.starts),), -torch.inf, dtype=torch.float64)
-    for mine, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):
+    for indices, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):
         engine.eval_step(batch)
-        for found in engine.objective.log_probs:  # only the last stage of a pipeline has seen any
-            for row, sequence in zip(found.cpu(), mine.tolist(), strict=False):
-                first, end = (int(one) for one in view.offsets[sequence : sequence + 2])
+        for log_probs_of_rows in engine.objective.log_probs:  # only the last stage of a pipeline has any
+            for row, sequence in zip(log_probs_of_rows.cpu(), indices.tolist(), strict=False):
+                first, end = (int(offset) for offset in view.offsets[sequence : sequence + 2])
                 values[first:end] = row[: end - first]
         beat()
-    values = highest(values, engine.device)  # ranks that share a sequence have equal values
+    values = all_reduce_max(values, engine.device)  # ranks that share a sequence have equal values
     return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 
@@ -127,4 +127,6 @@ def _identity(recipe: Recipe, cache: Cache) -> dict[str, Any]:
         file = stored_file(lora.pretrained, ADAPTER_FILE, lora.revision)
         assert file is not None, "the engine has read it"
         files.append(file)
-    return identity | {"files": [one.hash for one in fingerprints(cache, recipe.model.pretrained, files)]}
+    return identity | {
+        "files": [fingerprint.hash for fingerprint in fingerprints(cache, recipe.model.pretrained, files)]
+    }

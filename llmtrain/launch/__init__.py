@@ -1,8 +1,8 @@
-"""Starts workers, and determines which worker a process is; pure."""
+"""Starts workers, and determines the rank of a worker."""
 
+from llmtrain.launch.discovery.discover import discover, without_local_rank
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.local import run_workers
-from llmtrain.launch.place.discovery import discover, without_local_rank
-from llmtrain.launch.place.rank import Rank
 
 __all__ = ["Failure", "Rank", "discover", "run_workers", "without_local_rank"]

@@ -81,17 +81,17 @@ def has_libaio() -> bool:
             return False
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Returns the absolute path of a folder, or of its nearest existing parent."""
     there = folder.absolute()
-    return next(one for one in (there, *there.parents) if one.exists())
+    return next(path for path in (there, *there.parents) if path.exists())
 
 
 def _folder_problems(folder: Path) -> list[Problem]:
     """Checks that states can be written below a folder, which is created if it does not exist."""
-    there = existing(folder)
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    existing = nearest_existing(folder)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []
-    reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"
+    reason = f"{existing} cannot be written to" if existing.is_dir() else f"{existing} is not a folder"
     message = f"'{folder}' cannot be used: {reason}"
     return [Problem("nvme.path", "parallel.nvme_path", message, "name a folder on a local disk of each node")]

@@ -1,4 +1,4 @@
-"""Hosts of a job in DeepSpeed's format (`host slots=N` on each line), and the choice among them; pure."""
+"""Hosts of a job in DeepSpeed's format (`host slots=N` on each line), and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
 
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
 _FIX = "write one `HOST slots=N` per line, and each host once"
@@ -39,7 +39,7 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     chosen = []
     for name, count in slots.items():
         listed = named.get(name, set())
-        devices = [one for one in range(count) if (one in listed) == bool(include)]
+        devices = [device for device in range(count) if (device in listed) == bool(include)]
         if devices:
             chosen.append(Host(name, tuple(devices)))
     if not chosen:
@@ -47,13 +47,13 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     return chosen
 
 
-def hostfile_of(hosts: Iterable[Host]) -> str:
+def render_hostfile(hosts: Iterable[Host]) -> str:
     """Returns a hostfile with exactly these hosts, for DeepSpeed."""
     return "".join(f"{host.name} slots={max(host.devices) + 1}\n" for host in hosts)
 
 
-def include_of(hosts: Iterable[Host]) -> str:
-    """Returns the devices of `hostfile_of` to use, as DeepSpeed's `--include`."""
+def include_option(hosts: Iterable[Host]) -> str:
+    """Returns the devices of `render_hostfile` to use, as DeepSpeed's `--include`."""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
 
 
@@ -62,7 +62,9 @@ def _parse(path: Path) -> dict[str, int]:
     try:
         lines = read_text(path).splitlines()
     except UNREADABLE as error:
-        raise RecipeError(Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {why(error)}", _FIX)) from None
+        raise RecipeError(
+            Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {file_fault(error)}", _FIX)
+        ) from None
     slots: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):
@@ -71,15 +73,15 @@ def _parse(path: Path) -> dict[str, int]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            found = f"'{text[:60]}' is not HOST slots=N"
+            message = f"'{text[:60]}' is not HOST slots=N"
         elif match["host"] in slots:
-            found = f"names '{match['host']}' twice"
+            message = f"names '{match['host']}' twice"
         elif int(match["slots"]) == 0:
-            found = f"'{match['host']}' has no slots; leave it out"
+            message = f"'{match['host']}' has no slots; leave it out"
         else:
             slots[match["host"]] = int(match["slots"])
             continue
-        problems.append(Problem("launch.hostfile", f"{path}:{number}", found, _FIX))
+        problems.append(Problem("launch.hostfile", f"{path}:{number}", message, _FIX))
     if not slots and not problems:
         problems.append(Problem("launch.hostfile", str(path), "names no host", _FIX))
     if problems:

@@ -3,7 +3,7 @@
 DeepSpeed 0.19.8 passes variables and paths to the hosts' shells unquoted, ends workers with `pkill -f`, and compares
 nothing between hosts (`launcher/multinode_runner.py`, `launcher/runner.py`). Therefore runners only receive paths that
 we create. Everything else is sent to each host beforehand over ssh's standard input, into a file that only the user can
-read; and workers are signalled and ended by their process ids (`llmtrain.launch.on_host`).
+read; and workers are signalled and ended by their process ids (`llmtrain.launch.host_agent`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from threading import Thread
 from typing import IO, Any
 
 from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
+from llmtrain.launch.authentication import Secret
+from llmtrain.launch.discovery.rank import RankReader
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.host_agent import job_folder, version_facts
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.on_host import folder_of, version_facts
-from llmtrain.launch.place.rank import RankReader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
-from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
 from llmtrain.system.stops import QUIT, caught_signals
-from llmtrain.system.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
 
 PREPARE_S = 120
 """Longest time in seconds for a host to describe itself, which includes imports over a network file system."""
@@ -46,7 +46,7 @@ FORWARDED = re.compile(
     r"|HOROVOD)_\w+|PYTHON\w*|PATH|LD_LIBRARY_PATH|CUDA_(?!VISIBLE_DEVICES)\w+"
 )
 """Variables that are forwarded to workers; those of ~/.deepspeed_env override them."""
-SAFE = re.compile(r"[A-Za-z0-9_./-]+")
+SHELL_SAFE = re.compile(r"[A-Za-z0-9_./-]+")
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,27 @@ def run_on_hosts(job: HostsJob) -> int:
     A stop signal is passed to every worker, which then saves; a Ctrl-C after it ends them. Raises RecipeError if a host
     does not answer or differs in versions, and otherwise the error of the worker that failed first.
     """
-    _check_here(job.runner)
+    _check_launch_host(job.runner)
     first = _prepare(job)
-    launch = Launch(job.hosts, folder_of(job.token) / "start.py", *_meeting(job, first))
+    launch = Launch(job.hosts, job_folder(job.token) / "start.py", *_rendezvous(job, first))
     log = job.run_dir.logs / "launcher.log"
-    said = log.stat().st_size if log.exists() else 0
+    log_offset = log.stat().st_size if log.exists() else 0
     try:
         with _started(job, launch) as process:
             code = _wait(job, process)
     finally:
-        _everywhere(job, "end")
-        _everywhere(job, "forget")
-    return code if code == Exit.INTERRUPTED else _outcome(job, code, said)
+        _on_all_hosts(job, "end")
+        _on_all_hosts(job, "forget")
+    return code if code == Exit.INTERRUPTED else _outcome(job, code, log_offset)
 
 
-def _check_here(runner: RunnerName) -> None:
+def _check_launch_host(runner: RunnerName) -> None:
     problems = [
         Problem("launch.program", program, "is not installed here", f"apt-get install {package}")
         for program, package in RUNNERS[runner].packages.items()
         if (mpirun() if program == "mpirun" else shutil.which(program)) is None
     ]
-    if not (RUNNERS[runner].takes_any_path or SAFE.fullmatch(sys.executable)):
+    if not (RUNNERS[runner].takes_any_path or SHELL_SAFE.fullmatch(sys.executable)):
         message = f"{sys.executable} would be passed unquoted to the hosts' shells by DeepSpeed's launcher"
         fix = "use a Python whose path has only letters, digits and ._/-, or --runner openmpi"
         problems.append(Problem("launch.python", "python", message, fix))
@@ -96,7 +96,7 @@ def _check_here(runner: RunnerName) -> None:
         raise RecipeError(problems)
 
 
-def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
+def _rendezvous(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
     """Returns the rendezvous of workers: MASTER_ADDR and MASTER_PORT, or a free port of the first host.
 
     first: the first host's description of itself.
@@ -112,9 +112,9 @@ def _address(job: HostsJob, first: dict[str, Any]) -> str:
     """Returns the address that the first host's name resolves to here, or else one of its own addresses."""
     if len(job.hosts) == 1:
         return "127.0.0.1"
-    asked = ["ssh", "-G", job.hosts[0].name]  # resolves aliases of ssh's own configuration
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    name = next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), job.hosts[0].name)
+    command = ["ssh", "-G", job.hosts[0].name]  # resolves aliases of ssh's own configuration
+    options = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    name = next((line.split()[1] for line in options.splitlines() if line.startswith("hostname ")), job.hosts[0].name)
     with suppress(OSError):
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         if not ip_address(address).is_loopback:  # as a machine's own name often does
@@ -130,7 +130,7 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
 
     Raises RecipeError.
     """
-    found = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
+    variables = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     for folder in (home, Path.cwd()):
         file = folder / ".deepspeed_env"
         try:
@@ -138,7 +138,7 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except UNREADABLE as error:
-            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {why(error)}")) from None
+            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {file_fault(error)}")) from None
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -149,8 +149,8 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
                         "launch.env_file", f"{file}:{number}", f"'{line[:60]}' is not NAME=VALUE", "correct the line"
                     )
                 )
-            found[name.strip()] = value
-    return found
+            variables[name.strip()] = value
+    return variables
 
 
 def _prepare(job: HostsJob) -> dict[str, Any]:
@@ -160,52 +160,56 @@ def _prepare(job: HostsJob) -> dict[str, Any]:
     """
     env = forwarded(os.environ, Path.home()) | Secret.new().environment
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
-    own = version_facts(job.recipe)
-    answers = _everywhere(job, "prepare", text=json.dumps(content), seconds=PREPARE_S)
+    expected = version_facts(job.recipe)
+    answers = _on_all_hosts(job, "prepare", text=json.dumps(content), seconds=PREPARE_S)
     problems = [
-        problem for host, answer in zip(job.hosts, answers, strict=True) for problem in _judge(host, answer, own)
+        problem
+        for host, answer in zip(job.hosts, answers, strict=True)
+        for problem in _host_problems(host, answer, expected)
     ]
     if problems:
-        _everywhere(job, "forget")
+        _on_all_hosts(job, "forget")
         raise RecipeError(problems)
     first: dict[str, Any] = json.loads(answers[0].stdout)
     return first
 
 
-def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dict[str, Any]) -> Iterator[Problem]:
+def _host_problems(
+    host: Host, answer: subprocess.CompletedProcess[str] | None, expected: dict[str, Any]
+) -> Iterator[Problem]:
     name = host.name
     if answer is None:
         yield Problem("launch.host", name, f"did not answer within {PREPARE_S} s", f"ssh {name} true")
         return
     if answer.returncode:
-        said = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
+        last_line = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
         what = "does not answer ssh" if answer.returncode == 255 else "cannot run llmtrain"
-        yield Problem("launch.host", name, f"{what}: {said}", f"ssh {name} {sys.executable} -m llmtrain --help")
+        yield Problem("launch.host", name, f"{what}: {last_line}", f"ssh {name} {sys.executable} -m llmtrain --help")
         return
-    theirs = json.loads(answer.stdout)
-    pairs = [("Python", own["python"], theirs["python"])]
-    names = sorted(own["packages"].keys() | theirs["packages"].keys())
-    pairs += [(name, own["packages"].get(name, "none"), theirs["packages"].get(name, "none")) for name in names]
+    actual = json.loads(answer.stdout)
+    pairs = [("Python", expected["python"], actual["python"])]
+    names = sorted(expected["packages"].keys() | actual["packages"].keys())
+    pairs += [(name, expected["packages"].get(name, "none"), actual["packages"].get(name, "none")) for name in names]
     different = [f"{name} {there} instead of {here}" for name, here, there in pairs if here != there]
-    if theirs["llmtrain"] != own["llmtrain"]:
+    if actual["llmtrain"] != expected["llmtrain"]:
         different.append("different code of llmtrain")
-    if theirs["recipe"] != own["recipe"]:
-        different.append("a different recipe file" if theirs["recipe"] else "no such recipe file")
+    if actual["recipe"] != expected["recipe"]:
+        different.append("a different recipe file" if actual["recipe"] else "no such recipe file")
     if different:
         yield Problem(
             "launch.versions", name, f"differs from this machine: {', '.join(different)}", "install the same there"
         )
 
 
-def _everywhere(job: HostsJob, verb: str, *more: int, text: str = "", seconds: float = 30.0) -> list[Any]:
-    """Runs a verb of `on_host` on every host. Returns the ended processes; None for one that does not end in time."""
+def _on_all_hosts(job: HostsJob, verb: str, *more: int, text: str = "", seconds: float = 30.0) -> list[Any]:
+    """Runs a verb of `host_agent` on each host. Returns the ended processes; None for one that does not end in time."""
     path = os.environ.get("PYTHONPATH", "")
-    program = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.on_host", verb, job.token]
+    program = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.host_agent", verb, job.token]
 
     def ask(node: int) -> Any:
         numbers = () if verb in ("prepare", "forget") else (node, *more)
-        there = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
-        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, there]
+        remote_command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
+        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, remote_command]
         try:
             return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
@@ -242,8 +246,8 @@ def _started(job: HostsJob, launch: Launch) -> Iterator[subprocess.Popen[str]]:
 def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
     """Prints the launcher's lines until it ends. Returns its exit code, or 130 for an impatient user."""
     assert process.stdout is not None
-    log, is_chatter = job.run_dir.logs / "launcher.log", RUNNERS[job.runner].chatter()
-    reader = Thread(target=_pass_on, args=(process.stdout, log, is_chatter), daemon=True)
+    log, is_launcher_line = job.run_dir.logs / "launcher.log", RUNNERS[job.runner].launcher_line_filter()
+    reader = Thread(target=_forward_output, args=(process.stdout, log, is_launcher_line), daemon=True)
     stopped_by: int | None = None
     with caught_signals() as events:
         reader.start()
@@ -256,42 +260,46 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
             if event == QUIT:
                 return Exit.INTERRUPTED
             if stopped_by is None:
-                _everywhere(job, "signal", event)
+                _on_all_hosts(job, "signal", event)
             stopped_by = stopped_by or event
     reader.join(timeout=5)
     return process.returncode
 
 
-def _pass_on(lines: IO[str], log: Path, is_chatter: Callable[[str], bool]) -> None:
+def _forward_output(lines: IO[str], log: Path, is_launcher_line: Callable[[str], bool]) -> None:
     """Prints lines of workers on the terminal, and writes lines of the launchers to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
-            if is_chatter(line):
+            if is_launcher_line(line):
                 file.write(line)
                 file.flush()
             else:
                 print(line, end="", flush=True)
 
 
-def _outcome(job: HostsJob, code: int, said: int) -> int:
+def _outcome(job: HostsJob, code: int, log_offset: int) -> int:
     """Returns the exit code of a job that ended well.
 
-    Raises the error of the worker that failed first, as far as the run directory shows it. said: the offset in the
+    Raises the error of the worker that failed first, as far as the run directory shows it. log_offset: offset in the
     runner's log at which this launch begins.
     """
     if code in (Exit.DONE, Exit.RESUME):
         return code
     log = job.run_dir.logs / "launcher.log"
-    output = log.read_bytes()[said:].decode(errors="replace") if log.exists() else ""
+    output = log.read_bytes()[log_offset:].decode(errors="replace") if log.exists() else ""
     runner, lost = RUNNERS[job.runner], []
     if match := runner.lost.search(output):
         message = "the connection to it was lost, or the host went down"
         lost = [Problem("worker.host", match["host"], message, f"see {log}")]
-    elif runner.struck and (match := runner.struck.search(output)):
+    elif runner.killed and (match := runner.killed.search(output)):
         lost = [Problem("worker.died", f"rank {match['rank']}", f"killed by signal {match['signal']}", f"see {log}")]
     failures = [Failure.read(path) for path in job.run_dir.logs.glob("rank_*.error.json")]
-    first = min((one for one in failures if one is not None), key=lambda one: (one.is_cut_off, one.time), default=None)
+    first = min(
+        (failure for failure in failures if failure is not None),
+        key=lambda failure: (failure.is_cut_off, failure.time),
+        default=None,
+    )
     if first is not None and not (first.is_cut_off and lost):
         error: UserError | None = first.user_error()
         died = Problem("worker.died", f"rank {first.rank}", first.summary, f"see {job.run_dir.log_file(first.rank)}")

@@ -1,53 +1,51 @@
-"""Workers on this machine: started together, ended together, and the first error is reported first.
+"""Starts the workers of this machine, and ends all of them if one fails. The first error is reported.
 
 Linux: it relies on `prctl` and `waitid`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, Problem, WorkerError
+from llmtrain.launch.authentication import Secret
+from llmtrain.launch.discovery.discover import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
-from llmtrain.launch.place.discovery import LAUNCHER_VARIABLE
-from llmtrain.launch.seal import Secret
-from llmtrain.launch.standstill import ALLOWED_S, LOOK_S, Standstill
+from llmtrain.launch.hang_detector import CHECK_INTERVAL_S, DEFAULT_TIMEOUT_S, HangDetector
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.heartbeat import Board
-from llmtrain.system.host import limit_spinning, own_cores
+from llmtrain.system.heartbeat import HeartbeatPages
+from llmtrain.system.host import available_cores, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.stops import QUIT, STOP_SIGNALS, before_the_first_step, caught_signals, say
 from llmtrain.system.streams import plain_console
 
 if TYPE_CHECKING:
-    from llmtrain.launch.template import Forked, Template
+    from llmtrain.launch.fork_server import ForkedWorker, ForkServer
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for workers that are left after one died."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 _POLL_S = 0.05
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would make a process that a rank starts a rank itself."""
 # Signals that kill a worker without warning, before it can write an error file. SIGABRT is not among them: libraries
 # raise it on purpose, often because another worker is gone.
-SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def run_workers(
@@ -55,21 +53,21 @@ def run_workers(
     world_size: int,
     run_dir: RunDir,
     env: Mapping[str, str] | None = None,
-    board: Board | None = None,
-    template: Template | None = None,
-    allowed_s: float = ALLOWED_S,
+    board: HeartbeatPages | None = None,
+    fork_server: ForkServer | None = None,
+    hang_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
-    SIGKILL `GRACE_S` later. The first of `STOPS` is passed on to the workers; if none has begun a step yet, it ends
-    them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
+    SIGKILL `GRACE_S` later. The first of `STOP_SIGNALS` is passed on to the workers; if none has begun a step yet, it
+    ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
     batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
     env: variables for the workers, which override those of this process. board: where they write their heartbeats.
-    template: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
-    allowed_s: how long a child may be stopped, as in `Standstill`.
+    fork_server: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
+    hang_timeout_s: as for `HangDetector`.
 
     Returns the exit code: 0, 75 (stopped, after saving if a step was begun) or 130 (ended at once). Raises the error of
     the worker that failed first: the `UserError` that it raised, or WorkerError if it died or is stopped.
@@ -77,17 +75,22 @@ def run_workers(
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
     with caught_signals() as events, reserved_port() as port:
-        standstill = Standstill(allowed_s)
-        pool = _Pool(run_dir, events, standstill, board, template)
+        hang_detector = HangDetector(hang_timeout_s)
+        pool = _Pool(run_dir, events, hang_detector, board, fork_server)
         common = common_environment(world_size, env)
-        if template:
-            if (stopped_by := _settle(template, common, events, standstill)) is not None:
-                return ended_early(stopped_by)
+        if fork_server:
+            if (stopped_by := _start_fork_server(fork_server, common, events, hang_detector)) is not None:
+                return exit_code_before_first_step(stopped_by)
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
-                log.write(template.said())  # as the imports of each worker would have done
+                log.write(fork_server.output())  # as the imports of each worker would have done
         size = str(world_size)
-        meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env = {**common, **Secret.new().environment, **(board.environment if board else {}), **meeting}
+        rendezvous = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        env = {**common, **Secret.new().environment, **(board.environment if board else {}), **rendezvous}
         try:
             for rank in range(world_size):
                 pool.start(rank, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -97,6 +100,11 @@ def run_workers(
             if any(worker.failed for worker in pool.workers) and sys.stdout.isatty():
                 print()  # rank 0 may have left the cursor at the end of its progress line
     return _outcome(pool)
+
+
+def environment_without_rank() -> dict[str, str]:
+    """Returns the environment for a process that a rank starts and that is not a rank itself."""
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
 def clear_failures(run_dir: RunDir) -> None:
@@ -127,21 +135,24 @@ def common_environment(world_size: int, env: Mapping[str, str] | None = None) ->
     Raises RecipeError if others could store compiled code for the workers.
     """
     # By default every worker would start as many threads as there are cores.
-    threads = max(1, own_cores() // world_size)
+    threads = max(1, available_cores() // world_size)
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
     limit_spinning(common)  # a program that imports llmtrain has not done so
     use_kernel_caches(common)
     return common
 
 
-def _settle(
-    template: Template, env: Mapping[str, str], events: SimpleQueue[_LocalWorker | int], standstill: Standstill
+def _start_fork_server(
+    fork_server: ForkServer,
+    env: Mapping[str, str],
+    events: SimpleQueue[_LocalWorker | int],
+    hang_detector: HangDetector,
 ) -> int | None:
     """Waits until workers can be forked. Returns the signal that arrived before, if any."""
-    template.start(env)
+    fork_server.start(env)
     with plain_console().status("starting workers"):
-        while not template.settled(_POLL_S):
-            standstill.look(template.process)
+        while not fork_server.wait_until_ready(_POLL_S):
+            hang_detector.check(fork_server.process)
             if not events.empty():
                 event = events.get()
                 assert isinstance(event, int), "there are no workers"
@@ -154,7 +165,7 @@ class _LocalWorker:
     """One process. `returncode` is None while it runs, and negative after a signal, as in `subprocess`."""
 
     rank: int
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | ForkedWorker
     log: Path
     log_start: int
     """Size of the log before the worker started; the part before belongs to earlier attempts."""
@@ -193,10 +204,10 @@ class _LocalWorker:
         self.process.wait()
 
     @property
-    def struck_down(self) -> bool:
+    def was_killed(self) -> bool:
         """Whether it crashed or was killed, except by us or while it was exiting after our signal."""
         number = -(self.returncode or 0)
-        return number in SUDDEN and (number not in self.sent if number == signal.SIGKILL else not self.sent)
+        return number in KILL_SIGNALS and (number not in self.sent if number == signal.SIGKILL else not self.sent)
 
     def send(self, number: int) -> None:
         """Sends a signal, unless the worker has ended."""
@@ -221,10 +232,10 @@ class _Pool:
 
     run_dir: RunDir
     events: SimpleQueue[_LocalWorker | int]
-    standstill: Standstill
-    board: Board | None
+    hang_detector: HangDetector
+    board: HeartbeatPages | None
     """Where the workers write their heartbeats, if they do."""
-    template: Template | None
+    fork_server: ForkServer | None
     stopped_by: int | None = None
     """The signal that stopped the launcher, if one did."""
     had_begun: bool = True
@@ -233,7 +244,7 @@ class _Pool:
     workers: list[_LocalWorker] = field(default_factory=list)
 
     @property
-    def inherited(self) -> tuple[int, ...]:
+    def inherited_descriptors(self) -> tuple[int, ...]:
         return (self.board.descriptor,) if self.board else ()
 
     @property
@@ -254,20 +265,20 @@ class _Pool:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                pass_fds=self.inherited,
-                preexec_fn=dying_with_us(),
+                pass_fds=self.inherited_descriptors,
+                preexec_fn=kill_with_parent(),
             )
         finally:
             if output is not None:
                 os.close(output)
         self.workers.append(_LocalWorker(rank, process, log, log_start))
 
-    def _forked(self, command: list[str], env: dict[str, str], output: int | None) -> Forked | None:
-        if self.template is None:
+    def _forked(self, command: list[str], env: dict[str, str], output: int | None) -> ForkedWorker | None:
+        if self.fork_server is None:
             return None
         streams = {number: number if output is None else output for number in (1, 2)}
-        descriptors = streams | {number: number for number in self.inherited}
-        return self.template.fork(command, env, descriptors, self.standstill)
+        descriptors = streams | {number: number for number in self.inherited_descriptors}
+        return self.fork_server.fork(command, env, descriptors, self.hang_detector)
 
     def wait(self) -> None:
         """Waits for all workers."""
@@ -275,7 +286,7 @@ class _Pool:
             Thread(target=worker.wait, args=(self.events,), daemon=True).start()
         deadline: float | None = None
         while self.running:
-            self.standstill.look({f"rank {worker.rank}": worker.process.pid for worker in self.running})
+            self.hang_detector.check({f"rank {worker.rank}": worker.process.pid for worker in self.running})
             event = self._next(deadline)
             if deadline is not None and time.monotonic() > deadline:
                 self.kill()
@@ -285,9 +296,9 @@ class _Pool:
                     self.send(signal.SIGTERM)
                     deadline = time.monotonic() + GRACE_S
             elif event is not None:
-                self._hear(event)
+                self._handle_signal(event)
 
-    def _hear(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """Handles a signal that the launcher received."""
         if number == QUIT:
             self.was_interrupted = True
@@ -314,27 +325,14 @@ class _Pool:
 
     def _next(self, deadline: float | None) -> _LocalWorker | int | None:
         """Returns the next event, or None if there is none for a while, or before the deadline."""
-        left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
+        left = CHECK_INTERVAL_S if deadline is None else min(CHECK_INTERVAL_S, max(0.0, deadline - time.monotonic()))
         try:
             return self.events.get(timeout=left)
         except Empty:
             return None
 
 
-def dying_with_us() -> Callable[[], None]:
-    """Returns the `preexec_fn` of a process that the kernel kills when this one dies, in whatever way."""
-    # Safe in a process with threads, since it takes no lock; `prctl` is looked up before the fork.
-    return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
-
-
-def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
-    """Makes the kernel kill this process when the launcher dies, in whatever way. Runs in the forked child."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the request
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def ended_early(number: int) -> int:
+def exit_code_before_first_step(number: int) -> int:
     """Returns the exit code of a run that a signal ended before its first step."""
     if number == QUIT:
         return Exit.INTERRUPTED
@@ -347,39 +345,39 @@ def _outcome(pool: _Pool) -> int:
     if pool.was_interrupted:
         return Exit.INTERRUPTED
     if pool.stopped_by is not None and not pool.had_begun:
-        return ended_early(pool.stopped_by)
+        return exit_code_before_first_step(pool.stopped_by)
     failed = [worker for worker in pool.workers if worker.failed]
     if not failed:
         return Exit.RESUME if any(worker.returncode == Exit.RESUME for worker in pool.workers) else Exit.DONE
     failures = {worker.rank: Failure.read(pool.run_dir.error_file(worker.rank)) for worker in failed}
-    first = min(failed, key=lambda worker: _blame(worker, failures[worker.rank]))
+    first = min(failed, key=lambda worker: _failure_order(worker, failures[worker.rank]))
     failure = failures[first.rank]
-    if failure and failure.is_cut_off and pool.standstill.still:
-        raise WorkerError(pool.standstill.still)
+    if failure and failure.is_cut_off and pool.hang_detector.stopped:
+        raise WorkerError(pool.hang_detector.stopped)
     user_error = failure.user_error() if failure else None
     if user_error is not None:
         raise user_error
     code = first.returncode or 0
-    if pool.stopped_by is not None and -code in STOPS:
-        return ended_early(pool.stopped_by)  # it did not handle signals yet
-    message, fix = (failure.summary, f"see {first.log}") if failure else (death(code), _last_lines(first))
+    if pool.stopped_by is not None and -code in STOP_SIGNALS:
+        return exit_code_before_first_step(pool.stopped_by)  # it did not handle signals yet
+    message, fix = (failure.summary, f"see {first.log}") if failure else (describe_exit(code), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 
 
-def _blame(worker: _LocalWorker, failure: Failure | None) -> tuple[int, float]:
+def _failure_order(worker: _LocalWorker, failure: Failure | None) -> tuple[int, float]:
     """Orders failures: the cause comes before its consequences.
 
     An error file has the time of the exception. A worker without one has the time of its end, which is noticed late on
-    a busy machine; but a worker that was struck down cannot have been brought down by another.
+    a busy machine; but a worker that was killed cannot have been brought down by another.
     """
-    if worker.struck_down:
+    if worker.was_killed:
         return 0, worker.ended_at
     if failure is not None:
         return 1, failure.time
-    return (2 if worker.sent else 1), _last_word(worker)
+    return (2 if worker.sent else 1), _end_time(worker)
 
 
-def _last_word(worker: _LocalWorker) -> float:
+def _end_time(worker: _LocalWorker) -> float:
     """Returns when a worker without an error file ended.
 
     A worker that aborts writes its stack before others are affected.
@@ -391,7 +389,7 @@ def _last_word(worker: _LocalWorker) -> float:
     return worker.ended_at
 
 
-def death(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describes how a worker without an error file ended. code: as in `subprocess`, negative after a signal."""
     if code >= 0:
         return f"exited with code {code} without an error message"

@@ -1,4 +1,4 @@
-"""The programs that start workers on several hosts: DeepSpeed's launcher over pdsh, or Open MPI's mpirun; pure."""
+"""The programs that start workers on several hosts: DeepSpeed's launcher over pdsh, or Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from llmtrain.launch.hostfile import Host, hostfile_of, include_of
+from llmtrain.launch.hostfile import Host, include_option, render_hostfile
 
 RunnerName = Literal["pdsh", "openmpi"]
-ANSWER_S = 10
+SSH_TIMEOUT_S = 10
 """Seconds after which a host that does not answer ssh is reported, and nothing is started."""
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}")
-ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
+SSH_KEEPALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 """Makes ssh notice a host without power, which closes no connection."""
 
 
@@ -43,7 +43,7 @@ class Runner(Protocol):
     """Whether the path of Python may contain any character."""
     lost: re.Pattern[str]
     """Matches the lines of its log that report a lost `host`."""
-    struck: re.Pattern[str] | None
+    killed: re.Pattern[str] | None
     """Matches the lines of its log that report a `rank` that a `signal` ended, which cannot report that itself."""
 
     def command(self, launch: Launch, folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ class Runner(Protocol):
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Returns its environment: as few variables as possible, since it may pass them on in its own way."""
 
-    def chatter(self) -> Callable[[str], bool]:
+    def launcher_line_filter(self) -> Callable[[str], bool]:
         """Returns a function that recognises its own lines, which go to the log; it must see every line in order."""
 
 
@@ -62,8 +62,8 @@ class Pdsh(Runner):
     packages: Mapping[str, str] = {"pdsh": "pdsh", "ssh": "openssh-client"}
     takes_any_path = False
     lost = re.compile(r"pdsh@\S+: (?P<host>\S+): ssh exited with exit code 255")
-    struck: re.Pattern[str] | None = None  # its log names the process, not the rank
-    _CHATTER = re.compile(
+    killed: re.Pattern[str] | None = None  # its log names the process, not the rank
+    _LAUNCHER_LINE = re.compile(
         r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[(DEBUG|INFO|WARNING|ERROR)\] \["
         r"|pdsh@|ssh exited with exit code|closed by remote host"
     )
@@ -71,22 +71,22 @@ class Pdsh(Runner):
     def command(self, launch: Launch, folder: Path) -> list[str]:
         """Returns the command line. DeepSpeed sets variables that identify each worker."""
         hostfile = folder / "hostfile"
-        hostfile.write_text(hostfile_of(launch.hosts))
+        hostfile.write_text(render_hostfile(launch.hosts))
         launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
-        hosts = ["--hostfile", str(hostfile), "--include", include_of(launch.hosts)]
-        meeting = ["--master_addr", launch.address, "--master_port", str(launch.port)]
+        hosts = ["--hostfile", str(hostfile), "--include", include_option(launch.hosts)]
+        rendezvous = ["--master_addr", launch.address, "--master_port", str(launch.port)]
         options = ["--launcher", "pdsh", "--launcher_args=-N", "--no_local_rank", "--force_multi"]
-        return [*launcher, *hosts, *meeting, *options, str(launch.start)]
+        return [*launcher, *hosts, *rendezvous, *options, str(launch.start)]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Leaves out the variables that DeepSpeed's launcher would pass on by itself, unquoted."""
         exported = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
         kept = {name: value for name, value in env.items() if not name.startswith(exported)}
-        return kept | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": ALIVE}
+        return kept | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": SSH_KEEPALIVE}
 
-    def chatter(self) -> Callable[[str], bool]:
+    def launcher_line_filter(self) -> Callable[[str], bool]:
         """Recognises its lines by their form."""
-        return lambda line: self._CHATTER.search(line) is not None
+        return lambda line: self._LAUNCHER_LINE.search(line) is not None
 
 
 class OpenMpi(Runner):
@@ -97,12 +97,12 @@ class OpenMpi(Runner):
     lost = re.compile(
         r"lost communication with a remote daemon\.\s.*?Remote daemon: \S+ on node (?P<host>\S+)", re.DOTALL
     )
-    struck = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+ \(.*?\))")
+    killed = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+ \(.*?\))")
     _RULE = re.compile(r"-{20,}\s*$")
-    _KEPT = re.compile(
+    _PASSED_VARIABLES = re.compile(
         r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TERM|TMPDIR|SSH_\w+|KRB5CCNAME|(OMPI|PRTE|PMIX)_MCA_\w+"
     )
-    _NOTICE: Mapping[str, int] = {f"oob_tcp_keepalive_{name}": 3 for name in ("time", "intvl", "probes")}
+    _KEEPALIVE: Mapping[str, int] = {f"oob_tcp_keepalive_{name}": 3 for name in ("time", "intvl", "probes")}
     """Seconds after which a host without power is lost; Open MPI's own defaults are minutes."""
 
     def command(self, launch: Launch, folder: Path) -> list[str]:
@@ -112,9 +112,9 @@ class OpenMpi(Runner):
         """
         parameters = {
             "plm": "rsh",
-            "plm_rsh_args": " ".join((*SSH_OPTIONS, ALIVE)),
+            "plm_rsh_args": " ".join((*SSH_OPTIONS, SSH_KEEPALIVE)),
             "plm_rsh_no_tree_spawn": 1,  # hosts need not reach each other by ssh
-            **self._NOTICE,
+            **self._KEEPALIVE,
         }
         options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         # By default it would bind each rank, including its threads, to one core.
@@ -125,8 +125,8 @@ class OpenMpi(Runner):
         for node, host in enumerate(launch.hosts):
             count, devices = str(len(host.devices)), ",".join(map(str, host.devices))
             place = [":"] * bool(node) + ["--host", f"{host.name}:{count}", "-n", count]
-            meeting = [launch.address, str(launch.port)]
-            parts += [*place, sys.executable, str(launch.start), str(node), devices, *meeting]
+            rendezvous = [launch.address, str(launch.port)]
+            parts += [*place, sys.executable, str(launch.start), str(node), devices, *rendezvous]
         return [mpirun() or "mpirun", *options, *parts]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -134,20 +134,20 @@ class OpenMpi(Runner):
 
         Ranks on this host would inherit other variables, but ranks on other hosts would not.
         """
-        return {name: value for name, value in env.items() if self._KEPT.fullmatch(name)}
+        return {name: value for name, value in env.items() if self._PASSED_VARIABLES.fullmatch(name)}
 
-    def chatter(self) -> Callable[[str], bool]:
+    def launcher_line_filter(self) -> Callable[[str], bool]:
         """Recognises paragraphs between two lines of dashes, and single lines that begin with its own prefix."""
         inside = False
 
-        def is_chatter(line: str) -> bool:
+        def is_launcher_line(line: str) -> bool:
             nonlocal inside
             is_rule = self._RULE.match(line) is not None
-            found = inside or is_rule or re.match(r"\[\S+:\d+\] |mpirun: |Connection to \S+ closed", line) is not None
+            matches = inside or is_rule or re.match(r"\[\S+:\d+\] |mpirun: |Connection to \S+ closed", line) is not None
             inside = inside != is_rule
-            return found
+            return matches
 
-        return is_chatter
+        return is_launcher_line
 
 
 RUNNERS: Mapping[RunnerName, Runner] = {"pdsh": Pdsh(), "openmpi": OpenMpi()}
@@ -158,7 +158,7 @@ def mpirun() -> str | None:
     for name in ("mpirun", "mpirun.openmpi"):
         if shutil.which(name) is None:
             continue
-        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
-        if re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
+        version = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
+        if re.search(r"Open ?MPI|OpenRTE|PRRTE", version):
             return name
     return None

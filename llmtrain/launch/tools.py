@@ -1,7 +1,7 @@
-"""Workers of this machine started by torchrun or accelerate, and the commands that start a plan on several machines.
+"""Starts workers with torchrun or accelerate, and renders the commands that start a plan on several machines.
 
 Both tools turn every exit code into 1, die of signals that mean "save", and report the last failure first. Therefore
-they start workers through `llmtrain.launch.tool_worker`, which records what happened.
+they start workers through `llmtrain.launch.worker_wrapper`, which records what happened.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal
 
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
+from llmtrain.launch.authentication import Secret
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.hang_detector import HangDetector
 from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
-from llmtrain.launch.local import SUDDEN, clear_failures, death, dying_with_us, ended_early
-from llmtrain.launch.seal import Secret
-from llmtrain.launch.standstill import Standstill
+from llmtrain.launch.local import KILL_SIGNALS, clear_failures, describe_exit, exit_code_before_first_step
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.stops import QUIT, STOPS, caught_signals
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.stops import QUIT, STOP_SIGNALS, caught_signals
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -64,12 +65,12 @@ def run_by_tool(job: ToolJob) -> int:
         command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.train.worker", *job.arguments]
         job.run_dir.write_launch(job.tool, job.plan.workers, command)
         log = job.run_dir.logs / "launcher.log"
-        secret, standstill = Secret.new().environment, Standstill(job.plan.recipe.watchdog.min_seconds)
+        secret, hang_detector = Secret.new().environment, HangDetector(job.plan.recipe.watchdog.min_seconds)
         with caught_signals() as events, log.open("ab") as errors, started(command, errors, secret) as process:
-            stopped_by, impatient = wait(process, folder, events, standstill)
+            stopped_by, impatient = wait(process, folder, events, hang_detector)
             if impatient:
                 return Exit.INTERRUPTED
-            return _outcome(job, folder, process.returncode, stopped_by, standstill.still)
+            return _outcome(job, folder, process.returncode, stopped_by, hang_detector.stopped)
 
 
 def _tool(job: ToolJob) -> list[str]:
@@ -82,7 +83,7 @@ def _tool(job: ToolJob) -> list[str]:
 
 def worker_command(folder: Path) -> list[str]:
     """Returns the command of each worker, without the arguments of its Python. folder: where it reports its state."""
-    return ["-m", "llmtrain.launch.tool_worker", str(folder)]
+    return ["-m", "llmtrain.launch.worker_wrapper", str(folder)]
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def started(
         stdin=subprocess.DEVNULL,
         stderr=errors,
         start_new_session=True,
-        preexec_fn=dying_with_us(),
+        preexec_fn=kill_with_parent(),
     )
     try:
         yield process
@@ -109,24 +110,24 @@ def started(
 
 
 def wait(
-    process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any], standstill: Standstill | None = None
+    process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any], hang_detector: HangDetector | None = None
 ) -> tuple[int | None, bool]:
     """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait.
 
-    events: the numbers of signals, as they arrive. standstill: checks the tool and the workers that have begun.
+    events: the numbers of signals, as they arrive. hang_detector: checks the tool and the workers that have begun.
     """
     stopped_by: int | None = None
-    reported: set[str] = set()
+    signalled: set[str] = set()
     while process.poll() is None:
         with suppress(Empty):
             event: int = events.get(timeout=LOOK_S)
             if event == QUIT:
                 return stopped_by, True
             stopped_by = stopped_by or event
-        if standstill is not None:
-            standstill.look({"the launcher's process": process.pid, **_running(folder)})
+        if hang_detector is not None:
+            hang_detector.check({"the launcher's process": process.pid, **_running(folder)})
         if stopped_by is not None:
-            _tell(folder, stopped_by, reported)
+            _signal_workers(folder, stopped_by, signalled)
     return stopped_by, False
 
 
@@ -136,17 +137,17 @@ def _running(folder: Path) -> dict[str, int]:
     return {f"rank {file.stem}": int(file.read_text()) for file in begun}
 
 
-def _tell(folder: Path, number: int, reported: set[str]) -> None:
+def _signal_workers(folder: Path, number: int, signalled: set[str]) -> None:
     """Sends a signal to the workers that have begun and have not received it yet."""
     for file in folder.glob("*.pid"):
-        if file.name not in reported and not file.with_suffix(".ended.json").exists():
+        if file.name not in signalled and not file.with_suffix(".ended.json").exists():
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), number)
-        reported.add(file.name)
+        signalled.add(file.name)
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerExit:
     """The end of a worker, as seen by its parent."""
 
     rank: int
@@ -157,8 +158,8 @@ class Ended:
     """Whether the tool ended it because another worker had failed."""
 
     @classmethod
-    def all_in(cls, folder: Path) -> list[Ended]:
-        """Reads those of a folder."""
+    def read_all(cls, folder: Path) -> list[WorkerExit]:
+        """Reads the exits of all workers that have ended. folder: where their wrappers report them."""
         return [cls(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
 
     @property
@@ -167,38 +168,42 @@ class Ended:
         return self.code not in (Exit.DONE, Exit.RESUME)
 
     @property
-    def blame(self) -> tuple[int, float]:
-        """Orders failures: a worker that was struck down cannot have been brought down by another."""
-        return (0 if -self.code in SUDDEN and not self.signalled else 1), self.time
+    def failure_order(self) -> tuple[int, float]:
+        """Orders failures: a worker that was killed cannot have been brought down by another."""
+        return (0 if -self.code in KILL_SIGNALS and not self.signalled else 1), self.time
 
 
-def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, still: list[Problem]) -> int:
+def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stopped: list[Problem]) -> int:
     """Returns the exit code of the job, or raises the error of the worker that failed first.
 
-    still: the workers that were stopped.
+    stopped: the workers that were stopped.
     """
-    workers = Ended.all_in(folder)
+    workers = WorkerExit.read_all(folder)
     failed = [worker for worker in workers if worker.failed]
     if len(workers) == job.plan.workers and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
     failures = [Failure.read(job.run_dir.error_file(worker.rank)) for worker in failed]
-    written = min((failure for failure in failures if failure), key=lambda one: one.time, default=None)
-    if written is not None and written.is_cut_off and still:
-        raise WorkerError(still)
-    first = min(failed, key=lambda one: one.blame, default=None)
-    struck = first is not None and first.blame[0] == 0
-    if written is not None and (error := written.user_error()) is not None and not struck:
+    reported = min((failure for failure in failures if failure), key=lambda failure: failure.time, default=None)
+    if reported is not None and reported.is_cut_off and stopped:
+        raise WorkerError(stopped)
+    first = min(failed, key=lambda worker: worker.failure_order, default=None)
+    was_killed = first is not None and first.failure_order[0] == 0
+    if reported is not None and (error := reported.user_error()) is not None and not was_killed:
         raise error
-    if stopped_by is not None and (first is None or -first.code in STOPS):
-        return ended_early(stopped_by)  # it did not handle signals yet
+    if stopped_by is not None and (first is None or -first.code in STOP_SIGNALS):
+        return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
         raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))
-    rank, message = (written.rank, written.summary) if written and not struck else (first.rank, death(first.code))
+    rank, message = first.rank, describe_exit(first.code)
+    if reported and not was_killed:
+        rank, message = reported.rank, reported.summary
     raise WorkerError(Problem("worker.died", f"rank {rank}", message, f"see {job.run_dir.log_file(rank)}"))
 
 
-def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, planned: tuple[str, ...]) -> list[str]:
+def manual_commands(
+    tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, planned: tuple[str, ...]
+) -> list[str]:
     """Returns the shell commands that start a plan by hand; for several machines, the one that each of them runs.
 
     script: the recipe file and its arguments, with its run directory. folder: where the plan is written for accelerate,
@@ -206,19 +211,19 @@ def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, plan
     """
     nodes, each = plan.cluster.nodes, plan.cluster.devices_per_node
     head, node = '"${HEAD:?the first node}"', '"${NODE:?0 on the first node, 1 on the next}"'
-    said = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
-    where = [said] if nodes > 1 else []
+    comment = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
+    comments = [comment] if nodes > 1 else []
     if tool == "torchrun":
-        alone = f"torchrun --standalone --nproc-per-node {each}"
-        place = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
-        several = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {place}"
-        return [*where, f"{several if nodes > 1 else alone} {shlex.join(script)}"]
+        single_node = f"torchrun --standalone --nproc-per-node {each}"
+        rendezvous = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
+        multi_node = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous}"
+        return [*comments, f"{multi_node if nodes > 1 else single_node} {shlex.join(script)}"]
     write = shlex.join(["llmtrain", *planned, "--write", str(folder)])
-    place = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
+    rendezvous = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
     configuration = shlex.quote(str(folder / "accelerate.yaml"))
     return [
         "# once",
         write,
-        *where,
-        f"accelerate launch --config_file {configuration}{place} {shlex.join(script)}",
+        *comments,
+        f"accelerate launch --config_file {configuration}{rendezvous} {shlex.join(script)}",
     ]

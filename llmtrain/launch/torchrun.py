@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import ended_early
-from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
-from llmtrain.system.stops import STOPS, caught_signals
+from llmtrain.launch.local import exit_code_before_first_step
+from llmtrain.launch.tools import TORCHRUN, WorkerExit, started, wait, worker_command
+from llmtrain.system.stops import STOP_SIGNALS, caught_signals
 
-OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
+USER_ERROR_CODES = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
 
 
@@ -35,7 +35,7 @@ def main() -> None:
             stopped_by, impatient = wait(process, folder, events)
             if impatient:
                 sys.exit(Exit.INTERRUPTED)
-            sys.exit(code_of(Ended.all_in(folder), process.returncode, stopped_by))
+            sys.exit(node_exit_code(WorkerExit.read_all(folder), process.returncode, stopped_by))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -48,16 +48,16 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at:]
 
 
-def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
+def node_exit_code(workers: list[WorkerExit], tool: int, stopped_by: int | None) -> int:
     """Returns the exit code of the node. tool: the exit code of torchrun itself."""
-    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.blame)
+    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.failure_order)
     if tool == 0 and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
-    mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
+    mistake = next((worker.code for worker in failed if worker.code in USER_ERROR_CODES), None)
     if mistake is not None:
         return mistake
-    if stopped_by is not None and (not failed or -failed[0].code in STOPS):
-        return ended_early(stopped_by)  # it did not handle signals yet
+    if stopped_by is not None and (not failed or -failed[0].code in STOP_SIGNALS):
+        return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
     return Exit.WORKER
 
 

@@ -2,10 +2,10 @@
 
 from llmtrain.models.build import (
     build_model,
-    build_sliced,
+    build_tensor_parallel,
     check_trained,
     check_weights,
-    find_stages,
+    find_cut_and_split,
     model_configuration,
     stage_builder,
     stage_names,
@@ -14,7 +14,7 @@ from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import router_loss_weight, target_loss_sum, target_losses
 from llmtrain.models.objective import Objective, reward_metrics
 from llmtrain.models.stages import RankStages, Stage
-from llmtrain.models.varlen import takes_bounds
+from llmtrain.models.varlen import takes_cu_seq_lens
 
 __all__ = [
     "ChunkedLoss",
@@ -22,17 +22,17 @@ __all__ = [
     "RankStages",
     "Stage",
     "build_model",
-    "build_sliced",
+    "build_tensor_parallel",
     "check_trained",
     "check_weights",
     "chunked_loss",
-    "find_stages",
+    "find_cut_and_split",
     "model_configuration",
     "reward_metrics",
     "router_loss_weight",
     "stage_builder",
     "stage_names",
-    "takes_bounds",
+    "takes_cu_seq_lens",
     "target_loss_sum",
     "target_losses",
 ]

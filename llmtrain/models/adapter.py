@@ -26,20 +26,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError, reason, shown
+from llmtrain.errors import Problem, RecipeError, format_value, reason
 from llmtrain.models import nf4
-from llmtrain.models.hub_names import aliases, empty_model, few_of
-from llmtrain.models.initial import Gather, key
-from llmtrain.models.loss import freeze_unreached, target_loss_sum
+from llmtrain.models.hub_names import abbreviate, aliases, empty_model
+from llmtrain.models.initial import Gather, seed_for_name
+from llmtrain.models.loss import freeze_unused, target_loss_sum
 from llmtrain.models.pretrained import is_finite
-from llmtrain.models.proof.cut import COPY_ERRORS, packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
-from llmtrain.plan.built_model import without_gradient
-from llmtrain.plan.hub import stored_file
-from llmtrain.plan.trained import matches
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
+from llmtrain.plan.facts.built_model import without_gradient
+from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
+from llmtrain.system.hub import stored_file
 
 if TYPE_CHECKING:
     import peft
@@ -102,23 +102,25 @@ class Trained:
     """Names of the frozen weights that are held in 4 bits."""
 
 
-def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
+def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     """Returns the part of the model that a recipe trains; None if it freezes nothing. Nothing is allocated.
 
     Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
     """
     model = recipe.model
-    if not model.is_frozen_in_part:
+    if not model.is_partly_frozen:
         return None
-    whole = freeze_unreached(empty_model(config, torch.float32, model.trust_remote_code))
+    whole = freeze_unused(empty_model(config, torch.float32, model.trust_remote_code))
     if model.adapter is None:
-        return _by_name(model, whole)
+        return _select_by_name(model, whole)
     lora = adapter_configuration(model.adapter)
     saved, problems = saved_modules(whole, lora)
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     if problems or others:
         raise RecipeError([*others, *problems])
-    weights = frozenset(f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
+    weights = frozenset(
+        f"{name}.{parameter}" for name in saved for parameter, _ in whole.get_submodule(name).named_parameters()
+    )
     packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
     found = Trained(weights, adapted, saved, lora, packed)
     _check_used(config, found)
@@ -165,20 +167,20 @@ def apply_adapter(
         parameter.requires_grad_(is_trained and parameter.requires_grad)
     if trained.config is None:
         return
-    if own := _present(model, trained):
-        _inject(model, trained.config, own)
+    if layer_names := _adapted_layers_in(model, trained):
+        _inject_adapter(model, trained.config, layer_names)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
-    _fill(model, recipe.train.seed, gather, values, names or {})
+    _initialize_adapters(model, recipe.train.seed, gather, values, names or {})
 
 
 def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
     """Adds the adapters to a model without memory; returns the configuration with which PEFT does the same."""
-    trained = trained_part(recipe, model.config)
+    trained = select_trained(recipe, model.config)
     assert trained is not None
     assert trained.config is not None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained.weights)
-    found = _inject(model, trained.config, list(trained.modules))
+    found = _inject_adapter(model, trained.config, list(trained.modules))
     found.modules_to_save, found.inference_mode = list(trained.saved) or None, True
     return found
 
@@ -188,26 +190,28 @@ def file_name(name: str) -> str:
     return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
 
 
-def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
-    """Does what `apply_adapter` does for a pipeline stage.
+def apply_adapter_to_stage(
+    stage: Stage, trained: Trained | None, recipe: Recipe, tensor_parallel: TensorParallel | None = None
+) -> None:
+    """Applies the adapter to a pipeline stage, as `apply_adapter` does to a whole model.
 
-    slices: those of its weights, which tensor parallel ranks share.
+    tensor_parallel: if given, the stage holds this rank's shards, and so do its adapters.
     """
-    names = {own.removeprefix("model."): whole for own, whole in stage.hf_names.items()}
-    apply_adapter(stage.model, trained, recipe, slices.whole if slices else None, names)
-    if slices is not None:
-        split_adapters(stage.model, slices)
+    names = {stage_name.removeprefix("model."): whole for stage_name, whole in stage.hf_names.items()}
+    apply_adapter(stage.model, trained, recipe, tensor_parallel.whole if tensor_parallel else None, names)
+    if tensor_parallel is not None:
+        split_adapters(stage.model, tensor_parallel)
     if trained is not None:
-        stage.complete_groups()
-    own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
-    stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in own}
+        stage.add_idle_parameters()
+    plain_names = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
+    stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in plain_names}
 
 
-def split_adapters(model: PreTrainedModel, slices: TensorParallel) -> None:
+def split_adapters(model: PreTrainedModel, tensor_parallel: TensorParallel) -> None:
     """Splits the adapters of a model, or of a part of it, as the layers that they are added to."""
     for name, module in adapters(model):
         inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-        slices.adapt(name, module.get_base_layer(), inner, outer, model.config)
+        tensor_parallel.split_adapter(name, module.get_base_layer(), inner, outer, model.config)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -217,10 +221,10 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
-def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
+def _select_by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     groups = aliases(whole)
     parameters = dict(whole.named_parameters())
-    unmatched = [one for one in model.trainable if not any(fnmatchcase(name, one) for name in groups)]
+    unmatched = [pattern for pattern in model.trainable if not any(fnmatchcase(name, pattern) for name in groups)]
     if unmatched:
         message = f"{', '.join(unmatched)} matches no parameter of {_type(whole)}, whose last one is '{[*groups][-1]}'"
         raise RecipeError(
@@ -229,7 +233,8 @@ def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     weights = frozenset(
         name
         for name, parameter in parameters.items()
-        if parameter.requires_grad and any(fnmatchcase(one, p) for one in groups[name] for p in model.trainable)
+        if parameter.requires_grad
+        and any(fnmatchcase(alias, pattern) for alias in groups[name] for pattern in model.trainable)
     )
     if not weights:
         message = "names only parameters that no loss depends on"
@@ -252,34 +257,36 @@ def _adapted_modules(
     names = [
         name
         for name, _ in whole.named_modules()
-        if name and not f"{name}.".startswith(tuple(f"{one}." for one in saved))
+        if name and not f"{name}.".startswith(tuple(f"{module}." for module in saved))
     ]
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
         found = [name for name in names if check_target_module_exists(lora, name)]
-        asked = {name: [name] for name in found} or {str(lora.target_modules): []}
+        matched = {name: [name] for name in found} or {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
         found = [name for name in names if name in linear - ends - unreached]
-        asked = {"all-linear": found}
+        matched = {"all-linear": found}
     else:
-        asked = {one: [name for name in names if matches(name, [one])] for one in adapter.targets}
+        matched = {target: [name for name in names if matches(name, [target])] for target in adapter.targets}
         found = [name for name in names if name in linear - unreached and matches(name, adapter.targets)]
     problems = []
-    if unmatched := [one for one, modules in asked.items() if not modules]:
+    if unmatched := [target for target, modules in matched.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
-        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {few_of(layers)}"))
-    if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
-        message = f"{few_of(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
+        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {abbreviate(layers)}"))
+    if others := [modules[0] for modules in matched.values() if modules and linear.isdisjoint(modules)]:
+        message = (
+            f"{abbreviate(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
+        )
         fix = "name linear layers; experts that are stored as one tensor contain none"
         problems.append(Problem("adapter.linear", field, message, fix))
-    of_linear = [linear.intersection(modules) for modules in asked.values()]
+    of_linear = [linear.intersection(modules) for modules in matched.values()]
     if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
-        message = f"the loss of {_type(whole)} does not depend on an adapter of {few_of(idle)}"
+        message = f"the loss of {_type(whole)} does not depend on an adapter of {abbreviate(idle)}"
         problems.append(Problem("adapter.unused", field, message, "name the other linear layers"))
     if heads := [name for name in found if name in ends]:
-        message = f"{few_of(heads)} is the head, whose weight the chunked loss reads directly"
+        message = f"{abbreviate(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
     return tuple(found), problems
@@ -290,9 +297,9 @@ def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     head, targets = whole.get_output_embeddings(), lora.target_modules
-    linear = {name: one for name, one in whole.named_modules() if isinstance(one, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
-        return [name for name, one in linear.items() if targets and one is not head]
+        return [name for name, module in linear.items() if targets and module is not head]
     return [name for name in linear if check_target_module_exists(lora, name)]
 
 
@@ -301,13 +308,13 @@ def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[
     patterns = lora.modules_to_save or []
     found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
     field, problems = "model.adapter.modules_to_save", []
-    if unmatched := [one for one in patterns if not any(matches(name, [one]) for name in found)]:
+    if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in found)]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
-    shared = [own for own, group in aliases(whole).items() if len(group) > 1]
-    tied = [name for name in found if any(own.startswith(f"{name}.") for own in shared)]
+    shared = [alias for alias, group in aliases(whole).items() if len(group) > 1]
+    tied = [name for name in found if any(alias.startswith(f"{name}.") for alias in shared)]
     if tied:
-        message = f"{few_of(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
+        message = f"{abbreviate(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
@@ -323,9 +330,9 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
     try:
         tiny_config = shrink_configuration(config)
         with torch.random.fork_rng(devices=[]):
-            tiny = reference(tiny_config, "eager").train()
+            tiny = build_tiny_model(tiny_config, "eager").train()
             assert trained.config is not None
-            _inject(tiny, trained.config, _present(tiny, trained))
+            _inject_adapter(tiny, trained.config, _adapted_layers_in(tiny, trained))
             tokens, positions = packed_input(tiny_config)
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
             outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
@@ -336,30 +343,30 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         raise RecipeError(Problem("adapter.family", "model.adapter.targets", message, fix)) from error
     idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
-        message = f"the loss of {config.model_type} does not depend on an adapter of {few_of(idle)}"
+        message = f"the loss of {config.model_type} does not depend on an adapter of {abbreviate(idle)}"
         fix = "name the other linear layers in model.adapter.targets"
         raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
 
 
-def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
+def _inject_adapter(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
     """Puts PEFT's modules in the place of linear layers; returns their configuration.
 
     Leaves the random state as it is.
     """
     import peft
 
-    own = copy(lora)
-    own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
-    own.layers_to_transform = own.layers_pattern = None
-    own.init_lora_weights, own.inference_mode = True, False
-    own.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
-    frozen = {id(one): one.requires_grad for one in model.parameters()}
+    injected = copy(lora)
+    injected.target_modules, injected.modules_to_save, injected.exclude_modules = set(names), None, None
+    injected.layers_to_transform = injected.layers_pattern = None
+    injected.init_lora_weights, injected.inference_mode = True, False
+    injected.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
+    frozen = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        peft.inject_adapter_in_model(own, model, ADAPTER)
+        peft.inject_adapter_in_model(injected, model, ADAPTER)
     # In some mixtures of experts PEFT takes the names of other layers for those of experts.
     if others := {name for name, _ in adapters(model)} ^ set(names):
-        raise ValueError(f"PEFT adapts other modules than requested; they differ in {few_of(sorted(others))}")
+        raise ValueError(f"PEFT adapts other modules than requested; they differ in {abbreviate(sorted(others))}")
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):
@@ -368,11 +375,11 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         if dtype.is_floating_point:
             for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
                 part.to(dtype)
-    return own
+    return injected
 
 
 @torch.no_grad()
-def _fill(
+def _initialize_adapters(
     model: PreTrainedModel,
     seed: int,
     gather: Gather | None,
@@ -384,28 +391,28 @@ def _fill(
     values: those of a pretrained adapter, including the modules that it trains as a whole.
     """
     for name, parameter in model.named_parameters():
-        own = weight_name(names.get(name, name))
-        if not parameter.requires_grad or not (is_adapter(own) or values is not None):
+        weight = weight_name(names.get(name, name))
+        if not parameter.requires_grad or not (is_adapter(weight) or values is not None):
             continue
-        with nullcontext() if gather is None or is_adapter(own) else gather([parameter]):
+        with nullcontext() if gather is None or is_adapter(weight) else gather([parameter]):
             if values is not None:
-                parameter.copy_(_value(values, own, parameter))
-            elif ".lora_A." in own:
-                parameter.copy_(_drawn(parameter, key(seed, own)))
+                parameter.copy_(_pretrained_value(values, weight, parameter))
+            elif ".lora_A." in weight:
+                parameter.copy_(_draw_lora_a(parameter, seed_for_name(seed, weight)))
     if values is not None and names == {}:
-        known = {weight_name(name) for name, one in model.named_parameters() if one.requires_grad}
+        known = {weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
         if extra := sorted(values.keys() - known):
-            message = f"contains weights that the model does not have: {few_of(extra)}"
+            message = f"contains weights that the model does not have: {abbreviate(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
 
 
-def _drawn(like: Tensor, seed: int) -> Tensor:
+def _draw_lora_a(like: Tensor, seed: int) -> Tensor:
     """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, so that ranks draw alike."""
     drawn = torch.empty(like.shape, dtype=torch.float32)
     return nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
 
 
-def _value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+def _pretrained_value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     found = values.get(name)
     if found is None or found.shape != like.shape:
         message = (
@@ -429,7 +436,7 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
     except Exception as error:  # what torch and safetensors raise depends on the damage
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     if wrong := [name for name, value in stored.items() if not (value.is_floating_point() and is_finite(value))]:
-        raise _unreadable(adapter, f"{few_of(wrong)} is not of finite floating point numbers")
+        raise _unreadable(adapter, f"{abbreviate(wrong)} is not of finite floating point numbers")
     return {
         name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
@@ -469,7 +476,7 @@ def wrong_values(lora: peft.LoraConfig) -> str:
         try:
             kind.validate_python(getattr(lora, name))
         except ValidationError as error:
-            wrong.append(f"{name} = {shown(getattr(lora, name))} ({error.errors()[0]['msg']})")
+            wrong.append(f"{name} = {format_value(getattr(lora, name))} ({error.errors()[0]['msg']})")
     return "; ".join(wrong)
 
 
@@ -479,7 +486,7 @@ def _unreadable(adapter: LoraConfig, why: str) -> RecipeError:
     return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, fix))
 
 
-def _present(model: nn.Module, trained: Trained) -> list[str]:
+def _adapted_layers_in(model: nn.Module, trained: Trained) -> list[str]:
     """Returns the names of the linear layers with an adapter that a part of the whole model holds."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return [name for name in trained.modules if isinstance(modules.get(name), nn.Linear | Conv1D)]

@@ -20,18 +20,18 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
-from llmtrain.models.hub_names import empty_model, naming_own_code
+from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
-from llmtrain.models.loss import freeze_unreached
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
-from llmtrain.models.proof.cut import check_cut
-from llmtrain.models.proof.slices_check import check_slices
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
-from llmtrain.models.tensor.exchanges import Ranks
+from llmtrain.models.tensor.collectives import TensorGroup
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
+from llmtrain.models.tiny.stages_check import check_cut
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
-from llmtrain.plan.built_model import decoder_lists
-from llmtrain.plan.model_facts import (
+from llmtrain.plan.facts.built_model import decoder_lists
+from llmtrain.plan.facts.model_facts import (
     dropout_of,
     has_own_code,
     model_facts,
@@ -60,7 +60,7 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
         pretrained_folder(model)
-        with naming_own_code(str(model.pretrained)):
+        with remote_code_errors(str(model.pretrained)):
             config = pretrained_configuration(model, values)
         if values and not has_own_code(model, vars(config)):
             _check_effect(model, type(config), values)
@@ -81,7 +81,7 @@ def _check_effect(model: ModelConfig, kind: type[PreTrainedConfig], values: dict
     declared, _ = kind.get_config_dict(model.pretrained, revision=model.revision)
 
     def derived(name: str, fields: dict[str, Any]) -> Any:
-        return kind.from_dict({key: one for key, one in fields.items() if key != name}).to_dict().get(name)
+        return kind.from_dict({key: value for key, value in fields.items() if key != name}).to_dict().get(name)
 
     for name in (name for name, value in declared.items() if isinstance(value, list) and name not in values):
         before, after = derived(name, declared), derived(name, declared | values)
@@ -99,7 +99,7 @@ def training_configuration(recipe: Recipe) -> PreTrainedConfig:
     (`disable_dropout`).
     """
     config = model_configuration(recipe)
-    if recipe.objective.of_completions:
+    if recipe.objective.is_preference:
         for part in (config, config.get_text_config()):
             for name in dropout_of(part.to_dict()).keys() - recipe.model.config.keys():
                 setattr(part, name, 0.0)
@@ -120,10 +120,10 @@ def build_model(
     them, no rank ever holds the whole model, and ranks with `is_reader` read pretrained weights one tensor at a time.
     """
     config = training_configuration(recipe)
-    trained = adapter.trained_part(recipe, config)
+    trained = adapter.select_trained(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
     if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_unreached(_load_dequantized(recipe.model, config, dtype, device))
+        loaded = freeze_unused(_load_dequantized(recipe.model, config, dtype, device))
         adapter.apply_adapter(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
@@ -136,13 +136,13 @@ def build_model(
     if not packed:
         draw_all_weights(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None:
-        own = {name: one for name, one in model.named_parameters() if name not in packed}
-        weights = own | persistent_buffers(model)
+        unpacked = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
+        weights = unpacked | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
-    adapter.apply_adapter(freeze_unreached(model), trained, recipe, gather)
+    adapter.apply_adapter(freeze_unused(model), trained, recipe, gather)
     return model
 
 
@@ -157,34 +157,34 @@ def causal_lm(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) 
     return made
 
 
-def build_sliced(
+def build_tensor_parallel(
     recipe: Recipe,
     dtype: torch.dtype,
     device: torch.device,
-    slices: TensorParallel,
+    tensor_parallel: TensorParallel,
     partition: Callable[[torch.nn.Module], None] = lambda _: None,
     gather: Gather = lambda _: nullcontext(),
     is_reader: bool = True,
 ) -> PreTrainedModel:
-    """Builds a tensor parallel rank's slices of the recipe's causal LM with its initial or pretrained weights.
+    """Builds a tensor parallel rank's shards of the recipe's causal LM with its initial or pretrained weights.
 
     A parameter is whole only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds
-    more than the slices of a layer; ranks with `is_reader` read pretrained weights.
+    more than its shards of a layer; ranks with `is_reader` read pretrained weights.
     """
     config = training_configuration(recipe)
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = causal_lm(config, recipe.model, dtype)
-    freeze_unreached(model).tie_weights()
+    freeze_unused(model).tie_weights()
     for name, parameter in model.named_parameters():
-        slices.slice(name, parameter)
+        tensor_parallel.shard(name, parameter)
     for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):
         allocate(part, device)
         partition(part)
-    slices.install(model, {name: name for name, _ in model.named_parameters()})
+    tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
 
     @contextmanager
     def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        with gather(parameters), slices.whole(parameters):
+        with gather(parameters), tensor_parallel.whole(parameters):
             yield
 
     if recipe.model.pretrained is None:
@@ -192,8 +192,8 @@ def build_sliced(
     else:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, whole, is_reader)
-    adapter.apply_adapter(model, adapter.trained_part(recipe, config), recipe, whole)
-    adapter.split_adapters(model, slices)
+    adapter.apply_adapter(model, adapter.select_trained(recipe, config), recipe, whole)
+    adapter.split_adapters(model, tensor_parallel)
     return model
 
 
@@ -239,33 +239,37 @@ def check_trained(recipe: Recipe) -> None:
     The weights of a pretrained adapter are read and compared with the model's.
     """
     config = model_configuration(recipe)
-    trained = adapter.trained_part(recipe, config)
+    trained = adapter.select_trained(recipe, config)
     if recipe.model.adapter and recipe.model.adapter.pretrained is not None:
         whole = empty_model(config, torch.float32, recipe.model.trust_remote_code)
-        adapter.apply_adapter(freeze_unreached(whole), trained, recipe)
+        adapter.apply_adapter(freeze_unused(whole), trained, recipe)
 
 
 class StageBuilder(Protocol):
     """A function that builds one pipeline stage."""
 
-    def __call__(self, index: int, ranks: Ranks | None = None) -> Stage:
-        """Builds stage `index`; if tensor parallel ranks share it, only the slices of this rank."""
+    def __call__(self, index: int, group: TensorGroup | None = None) -> Stage:
+        """Builds stage `index`. group: the tensor parallel ranks that share it; then only this rank's shards."""
 
 
-def find_stages(
-    recipe: Recipe, stages: int, tensor: int = 1, regions: bool = False
+def find_cut_and_split(
+    recipe: Recipe, stages: int, tensor: int = 1, sequence_parallel: bool = False
 ) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
     Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
-    ranks that share each stage; regions: whether they hold slices of the residual stream, if the family can. Raises
-    RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
+    ranks that share each stage. sequence_parallel: whether they shard the residual stream, if the family allows it.
+    Raises RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
     """
     config = training_configuration(recipe)
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return config, cut, check_slices(config, tensor, attention, regions) if tensor > 1 else DeclaredSplit({}, {})
+    return (
+        config,
+        cut,
+        check_tensor_split(config, tensor, attention, sequence_parallel) if tensor > 1 else DeclaredSplit({}, {}),
+    )
 
 
 def stage_builder(
@@ -274,35 +278,35 @@ def stage_builder(
     dtype: torch.dtype,
     device: torch.device,
     tensor: int = 1,
-    regions: bool = False,
+    sequence_parallel: bool = False,
 ) -> StageBuilder:
     """Returns a function that builds the stages of the recipe's model with their initial or pretrained weights.
 
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
-    RecipeError like `find_stages`.
+    RecipeError like `find_cut_and_split`.
     """
-    config, cut, split = find_stages(recipe, stages, tensor, regions)
-    trained = adapter.trained_part(recipe, config)
+    config, cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
+    trained = adapter.select_trained(recipe, config)
 
-    def build(index: int, ranks: Ranks | None = None) -> Stage:
-        slices = TensorParallel(split, ranks) if ranks else None
-        whole = slices.whole if slices else None
+    def build(index: int, group: TensorGroup | None = None) -> Stage:
+        tensor_parallel = TensorParallel(split, group) if group else None
+        whole = tensor_parallel.whole if tensor_parallel else None
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
-        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, slices)
+        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, tensor_parallel)
         if recipe.model.pretrained is None:
             draw_all_weights(stage.model, recipe.train.seed, whole)
         else:
-            own: dict[str, torch.Tensor] = {
+            unpacked: dict[str, torch.Tensor] = {
                 whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed
             }
-            own |= persistent_buffers(stage.model)
-            _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+            unpacked |= persistent_buffers(stage.model)
+            _load_named(unpacked, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
-        adapter.apply_to_stage(stage, trained, recipe, slices)
+        adapter.apply_adapter_to_stage(stage, trained, recipe, tensor_parallel)
         return stage
 
     return build
@@ -311,9 +315,9 @@ def stage_builder(
 def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
     """Returns, for each stage, the names of its weights in the whole model. Nothing is allocated.
 
-    Raises RecipeError like `find_stages`.
+    Raises RecipeError like `find_cut_and_split`.
     """
-    config, cut, _ = find_stages(recipe, stages)
+    config, cut, _ = find_cut_and_split(recipe, stages)
     meta = torch.device("meta")
     built = (
         build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)

@@ -1,15 +1,15 @@
-"""Computes the loss of a language model without holding the logits of all tokens at once.
+"""Chunked cross-entropy: the loss of a causal LM without the logits of all tokens in memory at once.
 
 With a vocabulary of 128,000, the logits of 8,192 tokens, their softmax and its gradient take 12 GB. Here the head of
 any `transformers` causal LM runs on a chunk of tokens at a time. The model's own forward is called again with its
 backbone replaced by a module that returns the hidden states already computed. Whatever the family does with its logits
 (scaling, capping) is therefore still done.
 
-There are two implementations with equal results. The *fused* one computes the gradient of each chunk right away, as
-Liger's fused loss does (arXiv 2410.10989, section 3.2): nothing is computed twice, and only the gradients of the hidden
-states and of the head are kept until the backward pass. The *recomputed* one discards the logits and computes them
-again in the backward pass, which costs one more product with the head. It is needed for ZeRO-3, whose parameters are
-whole only within their module, and for fp16, whose loss must be scaled before gradients are computed.
+There are two implementations with equal results. The *fused* one computes the gradients of a chunk in the forward pass,
+as Liger's fused loss does (arXiv 2410.10989, section 3.2). Nothing is computed twice, and only the gradients of the
+hidden states and of the head are kept until the backward pass. The *recomputed* one is an activation checkpoint of the
+head: the backward pass recomputes the logits of each chunk. ZeRO-3 needs it, because parameters are whole only within
+their module, and so does fp16, because the loss must be scaled before gradients are computed.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from transformers.utils import ModelOutput
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import COPY_ERRORS, reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
 from llmtrain.models.stages import backbone
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model
 
 
 class NoChunksError(Exception):
     """The family's forward cannot be separated into backbone and head."""
 
 
-ALL = 2**31
+ONE_CHUNK = 2**31
 """A chunk size that puts all tokens into one chunk."""
 TOLERANCE = 1e-5
 """Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. The same terms are
 summed in a different order."""
 
 
-class _Given(nn.Module):
-    """Stands in for a backbone and returns a given output."""
+class _FixedOutput(nn.Module):
+    """Replaces a backbone by a module that returns a fixed output."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class ChunkedLoss:
     """Number of tokens in a chunk."""
     recomputed: bool
     loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
-    """Returns the sum of the cross-entropies of a chunk, given its logits and labels; or, if `recomputed`, each of
-    them, [1, tokens]. Those of all chunks are then joined."""
-    _whole: Callable[..., Any] = field(init=False, repr=False)
+    """Returns the summed cross-entropy of a chunk, given its logits and labels; or, if `recomputed`, the cross-entropy
+    of each token [1, tokens]. These are then concatenated over the chunks."""
+    _full_forward: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
-    _kind: type = field(init=False, repr=False)
+    _output_type: type = field(init=False, repr=False)
     """The type of the backbone's output."""
     _parent: nn.Module = field(init=False, repr=False)
     _name: str = field(init=False)
@@ -102,12 +102,12 @@ class ChunkedLoss:
         base: nn.Module = backbone(self.model)
         if isinstance(inner := getattr(base, "decoder", None), PreTrainedModel):
             base = inner  # in families derived from encoder-decoder models, the head reads the output of the decoder
-        name = next((name for name, one in self.model.named_modules() if one is base), "")
+        name = next((name for name, module in self.model.named_modules() if module is base), "")
         if not name or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             raise NoChunksError(f"{self.model.config.model_type} has no head that can be called on its own")
         parent, _, self._name = name.rpartition(".")
         self._parent = self.model.get_submodule(parent)
-        self._whole = self.model.forward
+        self._full_forward = self.model.forward
         self.model.forward = self.forward
         self.model.chunked_loss = self
 
@@ -117,19 +117,19 @@ class ChunkedLoss:
         targets: [batch, T], already shifted; NO_TARGET at positions without a target.
         """
         if targets is None:
-            return self._whole(*args, **kwargs)
+            return self._full_forward(*args, **kwargs)
         if targets.numel() <= self.tokens:  # one chunk holds them all
-            output = self._whole(*args, **kwargs)
+            output = self._full_forward(*args, **kwargs)
             return Losses(loss_sum=self.loss_of(output.logits, targets), aux_loss=getattr(output, "aux_loss", None))
         seen: list[Any] = []
         handle = getattr(self._parent, self._name).register_forward_hook(lambda *call: seen.append(call[2]))
         try:
             # Keeps one position instead of none, because some heads cannot handle an empty tensor. Its logits are not
             # used.
-            output = self._whole(*args, **kwargs, logits_to_keep=1)
+            output = self._full_forward(*args, **kwargs, logits_to_keep=1)
         finally:
             handle.remove()
-        self._kind = type(seen[0])
+        self._output_type = type(seen[0])
         loss_sum = self.loss_sum(seen[0][0], targets)
         return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
 
@@ -143,24 +143,26 @@ class ChunkedLoss:
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
-            return self._sum(self._parts(hidden, targets), self._part)
+            return self._reduce(self._chunks(hidden, targets), self._chunk_loss)
         if self.recomputed:
-            return self._sum(self._parts(hidden, targets), partial(checkpoint, self._part, use_reentrant=False))
+            return self._reduce(
+                self._chunks(hidden, targets), partial(checkpoint, self._chunk_loss, use_reentrant=False)
+            )
         loss: Tensor = _Fused.apply(self, hidden, targets, *self._head())  # type: ignore[no-untyped-call]
         return loss
 
-    def _parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def _chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(torch.split(tensor, self.tokens, dim=1) for tensor in tensors), strict=True)
 
-    def _sum(self, parts: Iterator[tuple[Tensor, ...]], loss_of: Callable[..., Tensor]) -> Tensor:
+    def _reduce(self, parts: Iterator[tuple[Tensor, ...]], loss_of: Callable[..., Tensor]) -> Tensor:
         losses = [loss_of(*part) for part in parts]
         return torch.cat(losses, dim=1) if losses[0].ndim else torch.stack(losses).sum()
 
-    def _part(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""
         base = self._parent.get_submodule(self._name)
-        with self._replaced_by(_Given(base, self._kind(last_hidden_state=hidden))):
-            logits = self._whole(input_ids=torch.zeros_like(targets), use_cache=False).logits
+        with self._replaced_by(_FixedOutput(base, self._output_type(last_hidden_state=hidden))):
+            logits = self._full_forward(input_ids=torch.zeros_like(targets), use_cache=False).logits
         return self.loss_of(logits, targets)
 
     @contextmanager
@@ -186,30 +188,36 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, loss: ChunkedLoss, hidden: Tensor, targets: Tensor, *head: Tensor) -> Tensor:
         """Returns the sum of the losses and saves the gradients."""
         total = torch.zeros((), device=hidden.device)
-        of_hidden = torch.empty_like(hidden)
+        hidden_gradient = torch.empty_like(hidden)
         # In fp32, because a sum over chunks in a lower precision would round where a single product over all tokens
         # does not.
-        of_head: list[Tensor] = [torch.zeros_like(one, dtype=torch.float32) for one in head]
-        parts = loss._parts(hidden, targets, of_hidden)
-        for part, labels, gradient in parts:
+        head_gradients: list[Tensor] = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in head]
+        parts = loss._chunks(hidden, targets, hidden_gradient)
+        for part, labels, chunk_gradient in parts:
             part = part.detach().requires_grad_()
             with torch.enable_grad():
-                loss_sum = loss._part(part, labels)
-            own, *others = torch.autograd.grad(loss_sum, (part, *head), allow_unused=True)
+                loss_sum = loss._chunk_loss(part, labels)
+            gradient_of_part, *gradients_of_head = torch.autograd.grad(loss_sum, (part, *head), allow_unused=True)
             total += loss_sum.detach()
-            gradient.copy_(own)
-            for sum_, other in zip(of_head, others, strict=True):
-                if other is not None:
-                    sum_ += other
-        ctx.save_for_backward(of_hidden, *(sum_.to(one.dtype) for sum_, one in zip(of_head, head, strict=True)))
+            chunk_gradient.copy_(gradient_of_part)
+            for total_gradient, gradient_of_parameter in zip(head_gradients, gradients_of_head, strict=True):
+                if gradient_of_parameter is not None:
+                    total_gradient += gradient_of_parameter
+        ctx.save_for_backward(
+            hidden_gradient,
+            *(
+                total_gradient.to(parameter.dtype)
+                for total_gradient, parameter in zip(head_gradients, head, strict=True)
+            ),
+        )
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Scales the saved gradients by the gradient of the sum."""
-        of_hidden, *of_head = ctx.saved_tensors
-        return (None, of_hidden * gradient, None, *(one * gradient for one in of_head))
+        hidden_gradient, *head_gradients = ctx.saved_tensors
+        return (None, hidden_gradient * gradient, None, *(head_gradient * gradient for head_gradient in head_gradients))
 
 
 def chunked_loss(model: PreTrainedModel) -> ChunkedLoss | None:
@@ -238,10 +246,10 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 
 def _deviation(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
-    model = reference(config, "eager")
+    model = build_tiny_model(config, "eager")
     comparison = Comparison(model)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False, loss_of=loss_of)
     worst = 0.0
-    for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ALL)):
+    for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ONE_CHUNK)):
         worst = max(worst, comparison.deviation(takes_targets=True))
     return worst

@@ -27,9 +27,9 @@ from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
 from llmtrain.models.loss import target_loss_sum, target_losses
-from llmtrain.models.proof.cut import COPY_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     break_graph_at,
@@ -43,12 +43,12 @@ from llmtrain.overrides.torch import (
     with_recompile_limit,
 )
 from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
-from llmtrain.system.host import own_cores
-from llmtrain.system.stops import STOPS
+from llmtrain.system.host import available_cores
+from llmtrain.system.stops import STOP_SIGNALS
 
-KINDS = 8
+MAX_LAYER_KINDS = 8
 """Largest number of kinds of layers. Each kind is compiled separately; families that alternate have two or three."""
-VARIANTS = 8 * KINDS
+MAX_COMPILED_VARIANTS = 8 * MAX_LAYER_KINDS
 """Largest number of compiled functions for one piece of code, in a process that may train several plans: kinds × with
 and without a mask × training and evaluation × two sizes of micro-batches. Beyond this limit, dynamo would fall back to
 eager execution or fail."""
@@ -57,7 +57,7 @@ MOST_THREADS = 32
 
 Compiled = Callable[..., Any]
 
-_let_through: set[str] = set()
+_accepted: set[str] = set()
 """Configurations that `check_layers` has accepted in this process."""
 
 compiling: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -82,12 +82,12 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
             layer.forward = _compiled_layer(layer.forward, attention)
 
 
-def share_processors(ranks: int) -> None:
+def share_compiler_threads(ranks: int) -> None:
     """Limits this rank's compiler threads to its share of the machine's processors, unless the user has set a number.
 
     By default torch would use all processors, up to 32, in each rank.
     """
-    limit_compiler_threads(max(1, min(MOST_THREADS, own_cores() // ranks)))
+    limit_compiler_threads(max(1, min(MOST_THREADS, available_cores() // ranks)))
 
 
 @cache
@@ -107,13 +107,15 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    forward: Compiled, attention: str, backend: Compiled | None = None, limit: int = VARIANTS
+    forward: Compiled, attention: str, backend: Compiled | None = None, limit: int = MAX_COMPILED_VARIANTS
 ) -> Compiled:
     compiled = _compiled(forward, attention in WHOLE_GRAPH, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 
 
-def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
+def _compiled(
+    function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = MAX_COMPILED_VARIANTS
+) -> Compiled:
     compiled = torch.compile(
         function,
         fullgraph=is_whole,
@@ -158,7 +160,7 @@ def compile_for_cpu(attention: str, loss: str) -> None:
     try:
         if not missing:
             with compiling(), _stops_blocked():
-                cpu.use(compile_cpp(cpu.SOURCE.read_text(encoding="utf-8")))
+                cpu.set_library(compile_cpp(cpu.SOURCE.read_text(encoding="utf-8")))
     except (RuntimeError, OSError) as error:
         missing = reason(error)
     if missing and loss == "compiled":
@@ -170,11 +172,11 @@ def compile_for_cpu(attention: str, loss: str) -> None:
 @contextmanager
 def _stops_blocked() -> Iterator[None]:
     """Blocks signals instead of ignoring them, so that a signal that arrives meanwhile is delivered afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
@@ -198,8 +200,8 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     Nothing is compiled: the traced graphs run as they are. Raises RecipeError if a layer cannot be traced as a whole,
     if nearly every layer would need its own compilation, or if the results differ.
     """
-    question = f"{attention} {config.to_json_string()}"
-    if question in _let_through:
+    key = f"{attention} {config.to_json_string()}"
+    if key in _accepted:
         return
     torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
@@ -211,7 +213,7 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
         torch.compiler.reset()
     if deviation > TOLERANCE:
         raise _refused(config, f": logits or gradients deviate by {deviation:.0e}")
-    _let_through.add(question)
+    _accepted.add(key)
 
 
 def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
@@ -221,24 +223,24 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 def _deviation(config: PreTrainedConfig, attention: str) -> float:
     """Returns the largest deviation of logits, auxiliary loss and gradients, each relative to its largest value."""
-    model = reference(config, attention)
+    model = build_tiny_model(config, attention)
     tokens, positions = packed_input(config)
     bounds = Documents.of(positions).arguments(tokens.device) if attention == VARLEN else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def computed() -> list[Tensor | None]:
         output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
-        losses = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
-        loss = torch.stack([one for one in losses if one is not None]).sum()
+        terms = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
+        loss = torch.stack([term for term in terms if term is not None]).sum()
         return [output.logits.detach(), loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True)]
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled_layer(layer.forward, attention, run_graph, KINDS)
+        layer.forward = _compiled_layer(layer.forward, attention, run_graph, MAX_LAYER_KINDS)
     worst = 0.0
-    for one, other in zip(computed(), expected, strict=True):
-        if one is not None and other is not None:
-            worst = max(worst, relative_deviation(one, other))
-        elif one is not None or other is not None:
+    for actual, eager in zip(computed(), expected, strict=True):
+        if actual is not None and eager is not None:
+            worst = max(worst, relative_deviation(actual, eager))
+        elif actual is not None or eager is not None:
             return float("inf")
     return worst

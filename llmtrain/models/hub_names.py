@@ -32,12 +32,12 @@ Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.(masked_)?bias$")
 """Patterns of tensors in old checkpoints that a model computes by itself."""
-MOST = 5
+MAX_NAMES = 5
 """Largest number of names that an error message lists."""
 
 
 @contextmanager
-def naming_own_code(model: str) -> Iterator[None]:
+def remote_code_errors(model: str) -> Iterator[None]:
     """Raises RecipeError, with the option that permits it, if `transformers` refuses to run the code of a model.
 
     model: its folder or hub name.
@@ -72,24 +72,24 @@ def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     }
 
 
-def few_of(names: Sequence[str]) -> str:
+def abbreviate(names: Sequence[str]) -> str:
     """Returns the first few of some names, for an error message."""
-    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
-class Outgoing:
+class WeightExporter:
     """The weights of a model with the names, order and layout of `save_pretrained`."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         """model: on the meta device, with the dtypes that are written. names: its weights, tied ones once."""
         self._model = model
-        self._like = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
+        self._meta = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
         self._sources: dict[str, tuple[str, ...]] = {}
         self.like: dict[str, Tensor] = {}
         """Maps each name in a file, in the order of the files, to a meta tensor of that shape and dtype."""
         for group in self._groups(names):
             for name, tensor in core_model_loading.revert_weight_conversion(
-                model, {one: self._like[one].data for one in group}
+                model, {weight: self._meta[weight].data for weight in group}
             ).items():
                 self._sources[name], self.like[name] = group, tensor
         self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
@@ -104,7 +104,8 @@ class Outgoing:
         if self._converted[0] != group:
             self._converted = ((), {})
             weights = {
-                one: read(one, self._like[one]).view(self._like[one].shape).to(self._like[one].dtype) for one in group
+                weight: read(weight, self._meta[weight]).view(self._meta[weight].shape).to(self._meta[weight].dtype)
+                for weight in group
             }
             self._converted = (group, dict(core_model_loading.revert_weight_conversion(self._model, weights)))
         return self._converted[1][name]
@@ -112,15 +113,15 @@ class Outgoing:
     def _groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """Yields the weights that are translated together, in the order of `transformers`."""
         conversions = [
-            one
-            for one in conversion_mapping.get_model_conversion_mapping(self._model, add_legacy=False)
-            if not isinstance(one, core_model_loading.PrefixChange)
+            conversion
+            for conversion in conversion_mapping.get_model_conversion_mapping(self._model, add_legacy=False)
+            if not isinstance(conversion, core_model_loading.PrefixChange)
         ]
         if not conversions:
             yield from ((name,) for name in names)
             return
-        back = [one.reverse_transform() for one in reversed(conversions)]
-        converters = [one for one in back if isinstance(one, WeightConverter)]
+        back = [conversion.reverse_transform() for conversion in reversed(conversions)]
+        converters = [conversion for conversion in back if isinstance(conversion, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in sorted(names, key=core_model_loading.dot_natural_key):
             translated, pattern = core_model_loading.apply_converters(name, converters)
@@ -129,7 +130,7 @@ class Outgoing:
 
 
 @dataclass
-class _Origin:
+class _FileTensors:
     """The tensors that a weight is made of."""
 
     target: str
@@ -139,7 +140,7 @@ class _Origin:
     """Names in the files, each with the pattern that it matches."""
 
 
-class Incoming:
+class WeightImporter:
     """The weights of a model, made from the tensors of files as `from_pretrained` does."""
 
     def __init__(self, model: PreTrainedModel, files: Mapping[str, Tensor]) -> None:
@@ -147,13 +148,13 @@ class Incoming:
         self._model = model
         self.unused: list[str] = []
         """Names in the files of what is neither a weight nor a buffer of the model, nor skipped by its class."""
-        self._origins: dict[str, _Origin] = {}
-        self._like: dict[str, Tensor] = {}
+        self._file_tensors: dict[str, _FileTensors] = {}
+        self._meta: dict[str, Tensor] = {}
         self._aliases = aliases(model)
-        for origin in self._found(files):
+        for origin in self._match_files(files):
             for name, tensor in self._converted(origin, lambda key: files[key]).items():
-                self._origins[name] = origin
-                self._like[name] = tensor
+                self._file_tensors[name] = origin
+                self._meta[name] = tensor
 
     def untie(self) -> None:
         """Lets a head that the files lack, because it is tied there, begin as a copy of the embedding."""
@@ -167,7 +168,7 @@ class Incoming:
 
     def stored(self, group: Iterable[str]) -> list[str]:
         """Returns those names of a weight under which the files hold it."""
-        return [name for name in group if name in self._origins]
+        return [name for name in group if name in self._file_tensors]
 
     def has(self, name: str) -> bool:
         """Returns whether the files hold a weight, under any of its names."""
@@ -175,7 +176,7 @@ class Incoming:
 
     def like(self, name: str) -> Tensor:
         """Returns a meta tensor like a weight that the files hold."""
-        return self._like[self._own_name(name) or name]
+        return self._meta[self._own_name(name) or name]
 
     def shape(self, name: str) -> torch.Size:
         """Returns the shape of a weight that the files hold."""
@@ -184,34 +185,34 @@ class Incoming:
     def tensor(self, name: str, read: Read) -> Tensor:
         """Returns a weight. read: returns a tensor of the files. Raises KeyError if the files lack the weight."""
         own = self._own_name(name) or name
-        return self._converted(self._origins[own], read)[own]
+        return self._converted(self._file_tensors[own], read)[own]
 
     def _own_name(self, name: str) -> str | None:
         """Returns the name under which the files hold a weight."""
-        return next((one for one in (name, *self._aliases.get(name, ())) if one in self._origins), None)
+        return next((alias for alias in (name, *self._aliases.get(name, ())) if alias in self._file_tensors), None)
 
-    def _found(self, files: Iterable[str]) -> Iterable[_Origin]:
+    def _match_files(self, files: Iterable[str]) -> Iterable[_FileTensors]:
         """Makes the same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
         mapping = conversion_mapping.get_model_conversion_mapping(self._model)
-        renamings = [one for one in mapping if isinstance(one, core_model_loading.WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [conversion for conversion in mapping if isinstance(conversion, core_model_loading.WeightRenaming)]
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+        by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         own, prefix = self._model.state_dict(), self._model.base_model_prefix
         buffers = {name for name, _ in self._model.named_buffers()}
         skipped = re.compile("|".join((*skipped_patterns(self._model), *OLD_BUFFERS)))
-        origins: dict[str, _Origin] = {}
+        origins: dict[str, _FileTensors] = {}
         for key in sorted(files, key=core_model_loading.dot_natural_key):
             target, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, own)
             if target not in own and key in own:
                 target, pattern = core_model_loading.rename_source_key(key, [], [], prefix, own)
             if target in own:
                 converter = by_pattern[pattern] if pattern is not None else None
-                origins.setdefault(target, _Origin(target, converter)).keys.append((pattern or key, key))
+                origins.setdefault(target, _FileTensors(target, converter)).keys.append((pattern or key, key))
             elif target not in buffers and not skipped.search(key):
                 self.unused.append(key)
         return origins.values()
 
-    def _converted(self, origin: _Origin, read: Read) -> dict[str, Tensor]:
+    def _converted(self, origin: _FileTensors, read: Read) -> dict[str, Tensor]:
         if origin.converter is None:
             return {origin.target: read(origin.keys[-1][1])}
         converter = deepcopy(origin.converter)

@@ -33,18 +33,22 @@ def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = 
     with torch.random.fork_rng(devices=devices):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module, owner in _children_first(model, "", model):
-            reached = _reached(name, module)
+            reached = _initialized_parameters(name, module)
             parameters = [parameter for _, parameter in reached]
             if not parameters and any(isinstance(child, AbsentModule) for child in module.children()):
                 continue  # a part that another stage has
             # A tied weight is drawn by the module under whose name the model lists it, not by every module that uses
             # it: ModernBERT would otherwise draw its head, and thus its embedding, with a smaller variance.
-            elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
-            with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
+            elsewhere = [parameter for own, parameter in reached if names[id(parameter)] != own]
+            with (
+                gather(parameters) if gather and parameters else nullcontext(),
+                _in_fp32(parameters),
+                _restoring(elsewhere),
+            ):
                 if isinstance(module, Conv1D):
-                    _start_draws(key(seed, name))
+                    _start_draws(seed_for_name(seed, name))
                     _draw_by_constructor(module)
-                _start_draws(key(seed, name))
+                _start_draws(seed_for_name(seed, name))
                 draw_weights(owner, module)
 
 
@@ -65,16 +69,16 @@ def _draw_by_constructor(module: Conv1D) -> None:
     nn.init.zeros_(module.bias)
 
 
-def _reached(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _initialized_parameters(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters, with their names, that a family's initializer may modify when it is given a module.
 
     A family may modify the children of a module (GPT-2 scales `c_proj` from its block), but nothing deeper.
     """
     children = ((_join(name, own), child) for own, child in module.named_children())
     return [
-        (key, parameter)
+        (full_name, parameter)
         for prefix, part in ((name, module), *children)
-        for key, parameter in part.named_parameters(prefix, recurse=False)
+        for full_name, parameter in part.named_parameters(prefix, recurse=False)
     ]
 
 
@@ -103,7 +107,7 @@ def _in_fp32(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(parameters: list[nn.Parameter]) -> Iterator[None]:
+def _restoring(parameters: list[nn.Parameter]) -> Iterator[None]:
     stored = [(parameter, parameter.data.clone()) for parameter in parameters]
     yield
     for parameter, data in stored:
@@ -114,6 +118,6 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def key(seed: int, name: str) -> int:
-    """Returns the seed of what is drawn under a name."""
+def seed_for_name(seed: int, name: str) -> int:
+    """Returns the seed of the generator that draws the weights of this name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

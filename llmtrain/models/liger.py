@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.data import NO_TARGET
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import ChunkedLoss, NoChunksError
-from llmtrain.models.proof.compare import deviation_of
-from llmtrain.models.proof.cut import COPY_ERRORS
+from llmtrain.models.tiny.compare import deviation_of
+from llmtrain.models.tiny.model import COPY_ERRORS
 from llmtrain.overrides.transformers import call_instead
 
 PACKAGES = ("liger_kernel", "triton")
@@ -108,7 +108,7 @@ FAMILIES = {
 stages, where layers are missing."""
 
 
-def use_blocks(model: PreTrainedModel) -> None:
+def use_liger_layers(model: PreTrainedModel) -> None:
     """Replaces the norms, rotations and gated activations in the layers of a model, or of a stage, by Liger's.
 
     Keeps the parameters and their names. Skips modules whose forward pass has been replaced already. Raises
@@ -124,15 +124,15 @@ def use_blocks(model: PreTrainedModel) -> None:
         if kernels.norm and kind.endswith("RMSNorm") and name.rpartition(".")[2] not in kernels.plain:
             _use_norm(module, kernels.norm)
         elif kernels.mlp and kind.endswith("MLP"):
-            vars(module)["forward"] = MethodType(_liger(kernels.mlp).forward, module)
+            vars(module)["forward"] = MethodType(_import_liger(kernels.mlp).forward, module)
         elif kernels.activation and kind.endswith("MLP"):
-            module.act_fn = _liger(kernels.activation)()
+            module.act_fn = _import_liger(kernels.activation)()
         elif kernels.rotation and kind.endswith("Attention"):
             name, kernel = kernels.rotation
-            call_instead(module, name, _liger(kernel))
+            call_instead(module, name, _import_liger(kernel))
 
 
-def _liger(name: str) -> Any:
+def _import_liger(name: str) -> Any:
     return resolve_name(f"liger_kernel.transformers.{name}")
 
 
@@ -140,7 +140,7 @@ def _use_norm(module: nn.Module, read: Mapping[str, Any]) -> None:
     if getattr(module, "weight", None) is None:  # Liger's kernel multiplies by it
         return
     epsilon = getattr(module, "variance_epsilon", None) or module.eps
-    forward = MethodType(_liger("rms_norm:LigerRMSNorm").forward, module)
+    forward = MethodType(_import_liger("rms_norm:LigerRMSNorm").forward, module)
     vars(module).update(read, variance_epsilon=epsilon, forward=forward)
 
 
@@ -149,7 +149,7 @@ def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:
 
     Raises RecipeError if they deviate, if Liger does not support the family, or if its kernels cannot run on `device`.
     """
-    _check(config, device, "kernels.blocks", "eager", use_blocks)
+    _check(config, device, "kernels.blocks", "eager", use_liger_layers)
 
 
 def check_loss(config: PreTrainedConfig, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import NO_TARGET
-from llmtrain.plan.built_model import without_gradient
+from llmtrain.plan.facts.built_model import without_gradient
 
 
 def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def router_loss_weight(config: PreTrainedConfig) -> float:
     return float(next(getattr(part, name) for part, name in names if hasattr(part, name)))
 
 
-def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
+def freeze_unused(model: PreTrainedModel) -> PreTrainedModel:
     """Freezes the parameters that the loss of texts does not depend on, and returns the model, which is whole."""
     for name in without_gradient(model.config):
         model.get_parameter(name).requires_grad_(False)

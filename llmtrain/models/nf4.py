@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.stages import decoder_layers
-from llmtrain.plan.weights import BLOCK, BLOCKS
+from llmtrain.plan.facts.weights import BLOCK, BLOCKS
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -48,17 +48,17 @@ class Nf4Linear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight that the packed one stands for."""
-        return dequantize(self._stored(), (self.out_features, self.in_features), self.dtype)
+        return dequantize(self._buffers_in_order(), (self.out_features, self.in_features), self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies in the type of the input, or of autocast."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        product: Tensor = _Product.apply(input, self.bias, self.out_features, *self._stored())  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(input, self.bias, self.out_features, *self._buffers_in_order())  # type: ignore[no-untyped-call]
         return product
 
-    def _stored(self) -> list[Tensor]:
+    def _buffers_in_order(self) -> list[Tensor]:
         return list(self.buffers(recurse=False))
 
 
@@ -95,7 +95,10 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_tables(device: torch.device) -> Tensor:
-    """Returns the pair of elements that each byte stands for, and the value of each scale's byte: fp32, as int32."""
+    """Returns the lookup tables of `dequantize`, concatenated: a pair of elements, and a scale, for each byte.
+
+    They are fp32 numbers, viewed as int32: [256 * 2 + 256].
+    """
     levels = torch.tensor(LEVELS)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return torch.cat([pairs.flatten(), _eight_bit()]).view(torch.int32).to(device)
@@ -173,5 +176,5 @@ def _eight_bit() -> Tensor:
     (arXiv 1511.04561; `bitsandbytes.functional.create_dynamic_map`.)
     """
     bounds = [torch.linspace(0.1, 1, 2**exponent + 1) for exponent in range(7)]
-    positive = torch.cat([10.0 ** (i - 6) * ((one[1:] + one[:-1]) / 2) for i, one in enumerate(bounds)])
+    positive = torch.cat([10.0 ** (i - 6) * ((edges[1:] + edges[:-1]) / 2) for i, edges in enumerate(bounds)])
     return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values

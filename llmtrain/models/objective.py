@@ -1,4 +1,4 @@
-"""The objectives of whole completions: sums over pairs of them, or over single ones, which the caller divides.
+"""Losses on completions: DPO, IPO and ORPO on pairs, KTO on single ones; each is a sum, which the caller divides.
 
 A loss depends on the sums of the log-probabilities of a completion's tokens, and mostly on small differences between
 such sums. A sum over a thousand tokens has an error of 1e-4 in fp32, therefore sums and differences are in fp64.
@@ -23,7 +23,7 @@ from llmtrain.recipe import ObjectiveConfig
 
 
 class Objective:
-    """An objective, and what it has seen of the completions since `begin`."""
+    """An objective, with the log-probabilities and rewards of the completions since the last `begin`."""
 
     def __init__(self, config: ObjectiveConfig, slices: dist.ProcessGroup | None = None) -> None:
         """slices: the ranks that hold slices of this rank's sequences, if there are any."""
@@ -33,6 +33,11 @@ class Objective:
         """KTO's estimate of the divergence from the reference, a constant of each batch (`engines/divergence.py`)."""
         self.begin()
 
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether `divergence` has to be estimated before each step and each evaluation."""
+        return self.config.name == "kto"
+
     def begin(self) -> None:
         """Forgets the completions seen so far."""
         self.log_probs: list[Tensor] = []
@@ -40,8 +45,8 @@ class Objective:
         self._seen: list[Tensor] = []
 
     def rewards(self, device: torch.device) -> Tensor:
-        """Returns [5]: this rank's share of the sums over all completions seen that `reward_metrics` reads."""
-        return torch.stack([torch.zeros(5, device=device), *(one.to(device) for one in self._seen)]).sum(0)
+        """Returns this rank's share of the sums that `reward_metrics` reads, [sums], over all completions seen."""
+        return torch.stack([torch.zeros(5, device=device), *(sums.to(device) for sums in self._seen)]).sum(0)
 
     def __call__(self, losses: Tensor, completions: Completions) -> Tensor:
         """Returns this rank's share of the sum of the losses of a micro-batch's pairs, or single completions.
@@ -51,7 +56,7 @@ class Objective:
         own = completions.to(losses.device)
         conversations = torch.arange(own.lengths.shape[1], device=losses.device)
         # A product, because the order of an addition by index on a GPU differs from run to run.
-        members = (own.segments[:, None] == conversations[:, None]).double()
+        members = (own.segment_ids[:, None] == conversations[:, None]).double()
         log_probs = -(members @ losses.double()[:, :, None])[:, :, 0]
         share = 1.0
         if self._slices is not None:
@@ -69,7 +74,7 @@ class Objective:
         with torch.no_grad():
             kinds = torch.stack([exists & own.desirable, exists & ~own.desirable])
             sums = [*rewards.where(kinds, 0).sum((1, 2)), (right & seen).sum(), *kinds.sum((1, 2))]
-            self._seen.append((share * torch.stack([one.double() for one in sums])).float())
+            self._seen.append((share * torch.stack([value.double() for value in sums])).float())
         return (share * terms.where(seen, 0).sum()).float()
 
 
@@ -140,9 +145,9 @@ def kto_losses(config: ObjectiveConfig, ratios: Tensor, desirable: Tensor, diver
 
 
 class _SummedOverSlices(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which then computes an equal share of one function of it.
+    """All-reduces values over the ranks of a group, each of which then computes the same loss, divided by their number.
 
-    The gradient of the whole function is therefore that of a share times the number of ranks, on every rank.
+    On every rank, the gradient of the loss is therefore that of its own term times the number of ranks.
     """
 
     @staticmethod

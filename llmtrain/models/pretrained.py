@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, reason
-from llmtrain.models.hub_names import Incoming, aliases, empty_model, few_of
-from llmtrain.plan.families import TEXT_PARTS
-from llmtrain.plan.hub import INDEX, SINGLE
+from llmtrain.models.hub_names import WeightImporter, abbreviate, aliases, empty_model
+from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
-from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.hub import INDEX, SINGLE
+from llmtrain.system.untrusted import UNREADABLE, file_fault, open_regular, read_json
 
 ROWS_AT_ONCE = 4096
 """Rows of a table that are held in fp64 to compute their mean."""
@@ -29,11 +29,13 @@ ROWS_AT_ONCE = 4096
 class Pretrained:
     """The weights of a folder. Only one, or the few that belong together, are in memory at a time."""
 
-    def __init__(self, incoming: Incoming, files: dict[str, Path], tables: frozenset[str], kept_rows: int) -> None:
+    def __init__(
+        self, incoming: WeightImporter, files: dict[str, Path], tables: frozenset[str], kept_rows: int
+    ) -> None:
         """tables: names of the weights with a row for each token, if new ones are needed; kept_rows: as in `grow`."""
         self._incoming = incoming
         self._files = files
-        self._tables = tables
+        self._vocabulary_weights = tables
         self._kept_rows = kept_rows
         self._open: dict[Path, Any] = {}
 
@@ -45,7 +47,7 @@ class Pretrained:
     def copy_to(self, name: str, weight: Tensor) -> None:
         """Copies a weight, given its name in the model, into a tensor of the model's shape and dtype."""
         value = self.tensor(name)
-        if name not in self._tables:
+        if name not in self._vocabulary_weights:
             weight.copy_(value)
             return
         # Rounded first, so that the mean is that of the rows that the model has.
@@ -104,20 +106,20 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         raise RecipeError(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
     files = _files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
-    incoming = Incoming(model, _shapes(files))
+    incoming = WeightImporter(model, _shapes(files))
     if source.config.get("tie_word_embeddings") is False:
         incoming.untie()
     own = {name: group for name, group in aliases(model).items() if name == group[0]}
     unused = () if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
     problems = wrong_names(source, [name for name in own if not incoming.has(name)], unused, len(own))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tables = _tables(model) if source.kept_rows else frozenset()
+    tables = _vocabulary_weights(model) if source.kept_rows else frozenset()
     wrong = [
         name
         for name in own
         if incoming.has(name)
         and incoming.shape(name) != shapes[name]
-        and not (name in tables and _grows(incoming.shape(name), shapes[name]))
+        and not (name in tables and _has_fewer_rows(incoming.shape(name), shapes[name]))
     ]
     if wrong:
         name = wrong[0]
@@ -127,8 +129,10 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         )
         fix = "leave out the fields of model.config that change sizes"
         problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))
-    if integers := _integers(incoming, dict(model.named_parameters())):
-        message = f"{source.pretrained} has weights that are integers, not floating point numbers: {few_of(integers)}"
+    if integers := _integer_weights(incoming, dict(model.named_parameters())):
+        message = (
+            f"{source.pretrained} has weights that are integers, not floating point numbers: {abbreviate(integers)}"
+        )
         problems.append(Problem("model.pretrained_kinds", "model.pretrained", message, "write or fetch it again"))
     if problems:
         raise RecipeError(problems)
@@ -145,25 +149,25 @@ def wrong_names(source: ModelConfig, missing: Sequence[str], unused: Sequence[st
     """
     problems = []
     if missing:
-        message = f"{source.pretrained} lacks {len(missing)} of {weights} weights of the model: {few_of(missing)}"
+        message = f"{source.pretrained} lacks {len(missing)} of {weights} weights of the model: {abbreviate(missing)}"
         fix = "use a folder that contains them; model.config must not add weights"
         problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
     patterns = source.unused_weights
     if unused := [name for name in unused if not any(fnmatchcase(name, pattern) for pattern in patterns)]:
-        message = f"{source.pretrained} has {len(unused)} tensors that the model does not have: {few_of(unused)}"
+        message = f"{source.pretrained} has {len(unused)} tensors that the model does not have: {abbreviate(unused)}"
         fix = f"to train without them, name them: --set 'model.unused_weights=[\"{unused[0]}\"]', or with patterns"
         problems.append(Problem("model.pretrained_unused", "model.pretrained", message, fix))
     return problems
 
 
-def _tables(model: PreTrainedModel) -> frozenset[str]:
+def _vocabulary_weights(model: PreTrainedModel) -> frozenset[str]:
     """Returns all names of the weights that have a row for each token: those of the embedding and of the head."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     found = {id(weight) for module in modules if module is not None for weight in module.parameters()}
     return frozenset(name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in found)
 
 
-def _grows(before: torch.Size, after: torch.Size) -> bool:
+def _has_fewer_rows(before: torch.Size, after: torch.Size) -> bool:
     return len(before) == len(after) and before[0] <= after[0] and before[1:] == after[1:]
 
 
@@ -204,13 +208,13 @@ def _files(source: ModelConfig) -> dict[str, Path]:
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}
         if gone := sorted({file.name for file in files.values() if not file.is_file()}):
-            message = f"{folder} lacks {len(gone)} of the files that its index names: {few_of(gone)}"
+            message = f"{folder} lacks {len(gone)} of the files that its index names: {abbreviate(gone)}"
             raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "complete the folder"))
         return files
     found = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not found:
         raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
-    return {name: file for file in found for name in _heads(file)}
+    return {name: file for file in found for name in _meta_tensors(file)}
 
 
 class _Index(BaseModel):
@@ -221,24 +225,26 @@ def _index(file: Path) -> dict[str, str]:
     try:
         return read_json(file, _Index).weight_map
     except UNREADABLE as error:
-        message = f"{file} cannot be read: {why(error)}"
+        message = f"{file} cannot be read: {file_fault(error)}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 
 def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
-    heads = {file: _heads(file) for file in dict.fromkeys(files.values())}
-    return {name: heads[file][name] for name, file in files.items() if name in heads[file]}
+    tensors = {file: _meta_tensors(file) for file in dict.fromkeys(files.values())}
+    return {name: tensors[file][name] for name, file in files.items() if name in tensors[file]}
 
 
 def stored_as_integers(folder: Path, model: PreTrainedModel) -> list[str]:
     """Returns the names of the parameters that the safetensors of a folder hold as integers."""
-    heads = {name: head for file in sorted(folder.glob("*.safetensors")) for name, head in _heads(file).items()}
-    if all(head.is_floating_point() for head in heads.values()):
+    tensors = {
+        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in _meta_tensors(file).items()
+    }
+    if all(tensor.is_floating_point() for tensor in tensors.values()):
         return []
-    return _integers(Incoming(model, heads), [name for name, _ in model.named_parameters()])
+    return _integer_weights(WeightImporter(model, tensors), [name for name, _ in model.named_parameters()])
 
 
-def _integers(incoming: Incoming, names: Iterable[str]) -> list[str]:
+def _integer_weights(incoming: WeightImporter, names: Iterable[str]) -> list[str]:
     return [name for name in names if incoming.has(name) and not incoming.like(name).is_floating_point()]
 
 
@@ -250,7 +256,7 @@ def is_finite(weight: Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def _heads(file: Path) -> dict[str, Tensor]:
+def _meta_tensors(file: Path) -> dict[str, Tensor]:
     """Maps each name in a file to a meta tensor of its shape, of an integer type if it holds integers.
 
     Raises RecipeError if it is not a safetensors file.
@@ -258,13 +264,13 @@ def _heads(file: Path) -> dict[str, Tensor]:
     try:
         open_regular(file).close()  # safetensors would block on a FIFO
         with safe_open(file, framework="pt") as tensors:
-            return {name: head_like(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+            return {name: meta_tensor_like(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         message = f"{file} cannot be read: {error}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 
-def head_like(head: Any) -> Tensor:
+def meta_tensor_like(tensor: Any) -> Tensor:
     """Returns a meta tensor of the shape of a tensor in a safetensors file, of an integer type if it holds integers."""
-    dtype = torch.float32 if head.get_dtype().startswith(("F", "BF")) else torch.int64
-    return torch.empty(head.get_shape(), dtype=dtype, device="meta")
+    dtype = torch.float32 if tensor.get_dtype().startswith(("F", "BF")) else torch.int64
+    return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")

@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.loss import freeze_unreached
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
-from llmtrain.plan.built_model import decoder_lists
+from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.stages import StageBounds
 
 
@@ -43,7 +43,7 @@ def cannot_cut(config: PreTrainedConfig, reason: str) -> FamilyError:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a family into stages; found and verified on a tiny copy of the model (`llmtrain.models.proof.cut`)."""
+    """Where a family is cut into stages, found and verified on a tiny copy (`llmtrain.models.tiny.stages_check`)."""
 
     bounds: tuple[StageBounds, ...]
     outside: tuple[frozenset[str], ...]
@@ -158,13 +158,13 @@ class Stage(nn.Module):
         if self.is_last and cut.sends_routers:
             base.register_forward_hook(self._prepend_routers)
 
-    def complete_groups(self) -> None:
-        """Adds a matrix or a vector of one number, whose gradient is 0, if this stage trains none.
+    def add_idle_parameters(self) -> None:
+        """Adds a matrix or a vector of one element, whose gradient is 0, if this stage trains no matrix or no vector.
 
-        The engine reduces the norm group by group, and matrices and vectors are groups of their own: stages with
-        another number of groups, or with none, would wait for each other forever.
+        The optimizer has a parameter group of matrices and one of vectors, and the engine all-reduces the gradient norm
+        of one group after the other. If stages had different groups, they would wait for each other forever.
         """
-        trained = {min(one.ndim, 2) for one in self.model.parameters() if one.requires_grad}
+        trained = {min(parameter.ndim, 2) for parameter in self.model.parameters() if parameter.requires_grad}
         like = next(self.model.parameters())
         lacking = sorted({1, 2} - trained)
         self.idle = nn.ParameterList(torch.zeros((1,) * size, dtype=like.dtype, device=like.device) for size in lacking)
@@ -187,34 +187,36 @@ class Stage(nn.Module):
         try:
             with self.context:
                 output = self._run[0](**arguments)
-            return self._last(output) if self.is_last else self._sent(output, position_ids, tokens)
+            return (
+                self._last_output(output) if self.is_last else self._output_for_next_stage(output, position_ids, tokens)
+            )
         finally:
-            self._forget()
+            self._release()
 
     def inputs(self, received: Sequence[Tensor], tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Returns the arguments of a stage but the first, from what it received: hidden states and router logits."""
         hidden, *routers = received
         return (hidden, position_ids, *([tokens] if self.cut.sends_tokens else []), *routers)
 
-    def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
+    def _last_output(self, output: Any) -> Tensor | tuple[Tensor, ...]:
         result = self._with_idle(output.logits if self.targets is None else output.loss_sum)
         return (result, output.aux_loss) if self.cut.sends_routers else result
 
-    def _sent(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    def _output_for_next_stage(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self._with_idle(self._exit[0].result)
         extras = [tokens] if self.cut.sends_tokens else []
         routers = (*self._received_routers, *(getattr(output, "router_logits", None) or ()))
         if routers and self.cut.sends_routers:
             extras.append(torch.stack(routers))
         # Autograd has no graph if nothing before is trained, but the engine starts a backward pass from each output.
-        return tuple(_differentiable(one) for one in (hidden, position_ids, *extras))
+        return tuple(_differentiable(tensor) for tensor in (hidden, position_ids, *extras))
 
     def _with_idle(self, result: Tensor) -> Tensor:
-        for one in getattr(self, "idle", ()):
-            result = result + 0 * one.sum()
+        for parameter in getattr(self, "idle", ()):
+            result = result + 0 * parameter.sum()
         return result
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
         self.targets = None
         self.bounds, self.kept, self.context = {}, {}, nullcontext()
@@ -242,16 +244,16 @@ class RankStages(nn.ModuleList):
         super().__init__(stages)
         self.hf_names: dict[str, str] = {}
         """Parameter of this module → its name in the whole model."""
-        held: dict[str, nn.Parameter] = {}
+        shared: dict[str, nn.Parameter] = {}
         for index, stage in enumerate(stages):
             parameters = dict(stage.named_parameters())
             for path, name in stage.hf_names.items():
-                if name in held:
-                    _replace(stage, parameters[path], held[name])
+                if name in shared:
+                    _replace(stage, parameters[path], shared[name])
                     continue
                 self.hf_names[f"{index}.{path}"] = name
                 if path in parameters:  # 4-bit weights are not parameters
-                    held[name] = parameters[path]
+                    shared[name] = parameters[path]
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the name of a parameter or buffer in the whole model."""
@@ -260,8 +262,8 @@ class RankStages(nn.ModuleList):
 
 def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:
     """Replaces a parameter in every module that has it; an embedding and a head may be tied within a stage, too."""
-    for path, one in list(stage.named_parameters(remove_duplicate=False)):
-        if one is parameter:
+    for path, candidate in list(stage.named_parameters(remove_duplicate=False)):
+        if candidate is parameter:
             module, _, attribute = path.rpartition(".")
             setattr(stage.get_submodule(module), attribute, by)
 
@@ -281,8 +283,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         found = " and ".join(lists) or "none"
         raise cannot_cut(model.config, f"it should have one list of {count} decoder layers and has {found}")
-    (found_list,) = lists.items()
-    return found_list
+    (named_list,) = lists.items()
+    return named_list
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -306,11 +308,11 @@ def build_stage(
     """Builds a stage of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
     `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. tensor: if
-    given, only this rank's slices are allocated, and `draw_all_weights` needs `tensor.whole`.
+    given, only this rank's shards are allocated, and `draw_all_weights` needs `tensor.whole`.
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    freeze_unreached(model).tie_weights()
+    freeze_unused(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     list_name, layers = decoder_layers(model)
     bounds = cut.bounds[index]
@@ -322,7 +324,7 @@ def build_stage(
     names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}
     if tensor is not None:
         for name, parameter in model.named_parameters():
-            tensor.slice(names[name], parameter)
+            tensor.shard(names[name], parameter)
     allocate(model, device)
     if tensor is not None:
         tensor.install(model, names)

@@ -7,8 +7,8 @@ The arguments (`Documents.arguments`) have the names under which `transformers` 
 a flash kernel. This attention and a flash kernel therefore receive them in the same way, and a recomputed layer
 receives those of its own micro-batch.
 
-In the graph of a compiled layer, attention is an operator of its own (`in_graph`). The compiler sees nothing of the
-documents but a tensor whose length varies: their number and lengths are not compiled in.
+In the graph of a compiled layer, attention is a custom operator (`varlen_operator`). The number and the lengths of
+documents are therefore not compiled in: the compiler only sees a tensor whose length varies.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _UNSUPPORTED = {
 """Arguments of an attention function that neither implementation supports, and what a model that passes them does."""
 
 
-def takes_bounds(attention: str) -> bool:
-    """Returns whether an attention implementation separates documents by their boundaries instead of a mask."""
+def takes_cu_seq_lens(attention: str) -> bool:
+    """Whether an attention implementation separates packed documents by `cu_seq_lens` instead of a mask."""
     return attention == VARLEN or bool(is_flash_attention_requested(requested_attention_implementation=attention))
 
 
@@ -61,15 +61,15 @@ def check_device(attention: str, device: torch.device) -> None:
 
     The rules check the GPUs of the catalogue of devices; any other GPU is asked for its capability here.
     """
-    if device.type != "cuda" or torch.version.hip is not None or not takes_bounds(attention):
+    if device.type != "cuda" or torch.version.hip is not None or not takes_cu_seq_lens(attention):
         return
     found = torch.cuda.get_device_capability(device)
     newest = NEWEST_GPU.get(attention)
     if found >= OLDEST_GPU and (newest is None or found < newest):
         return
-    least, own = (".".join(map(str, one)) for one in (OLDEST_GPU, found))
+    least, actual = (".".join(map(str, capability)) for capability in (OLDEST_GPU, found))
     most = f" and below {newest[0]}.{newest[1]}" if newest else ""
-    message = f"'{attention}' needs a compute capability of at least {least}{most}, but this GPU has {own}"
+    message = f"'{attention}' needs a compute capability of at least {least}{most}, but this GPU has {actual}"
     raise RecipeError(Problem("model.attention_device", "model.attention", message, "--set model.attention=sdpa"))
 
 
@@ -94,19 +94,19 @@ def varlen_attention(
     head_dim]. Raises ValueError for unsupported kinds of attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _refuse(query, key, attention_mask, dropout, causal, others)
+    _require_supported(query, key, attention_mask, dropout, causal, others)
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the document boundaries do not reach its attention")
     rows, _, length, width = query.shape
-    states = (_joined(query), _joined(key), _joined(value))
+    states = (_flatten_batch(query), _flatten_batch(key), _flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     if query.is_cuda:
-        output = _by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
-    elif isinstance(max_length_q, Tensor) or cpu.computes(states[0]):
+        output = _attend_by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    elif isinstance(max_length_q, Tensor) or cpu.has_kernel_for(states[0]):
         longest = max_length_q if isinstance(max_length_q, Tensor) else torch.tensor([max_length_q])
-        output, _ = in_graph(*states, cu_seq_lens_q, longest, scale, sliding_window)
+        output, _ = varlen_operator(*states, cu_seq_lens_q, longest, scale, sliding_window)
     else:
-        output = _one_by_one(*states, cu_seq_lens_q, scale, sliding_window)
+        output = _attend_per_document(*states, cu_seq_lens_q, scale, sliding_window)
     return output.view(rows, length, *output.shape[1:]), None
 
 
@@ -116,7 +116,7 @@ def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = 
         raise ValueError("it has a mask of its own")
 
 
-def _refuse(
+def _require_supported(
     query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
 ) -> None:
     reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
@@ -130,7 +130,7 @@ def _refuse(
         raise ValueError("it " + " and ".join(reasons))
 
 
-def _joined(states: Tensor) -> Tensor:
+def _flatten_batch(states: Tensor) -> Tensor:
     """Reshapes [batch, heads, T, dim] to [batch · T, heads, dim], in the dtype that autocast would compute in."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
@@ -156,7 +156,7 @@ def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _by_kernel(
+def _attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | Tensor, scale: float, window: int | None
 ) -> Tensor:
     """Runs torch's kernel, which requires equal head sizes that are multiples of 8.
@@ -167,8 +167,8 @@ def _by_kernel(
         raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
-    query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))
-    run: Callable[..., tuple[Tensor, Tensor]] = in_graph if isinstance(longest, Tensor) else _kernel
+    query, key, value = (functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
+    run: Callable[..., tuple[Tensor, Tensor]] = varlen_operator if isinstance(longest, Tensor) else _kernel
     output, _ = run(query, key, value, bounds, longest, scale, window)
     return output[..., :kept]
 
@@ -200,34 +200,34 @@ def _window_size(window: int | None, longest: int) -> tuple[int, int]:
 
 
 @torch.library.custom_op("llmtrain::varlen", mutates_args=())
-def in_graph(
+def varlen_operator(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention as an operator that the compiler does not look into. Returns what its backward pass needs.
+    """A custom operator of attention, which the compiler does not trace. Returns what its backward pass needs.
 
     query, key, value: [tokens, heads, head_dim]; longest: see `varying_documents`. Returns [tokens, heads, head_dim]
     and the kernel's log-sum-exp [heads, tokens], which is empty where documents are computed one at a time.
     """
     if query.is_cuda:
         return _kernel(query, key, value, bounds, int(longest), scale, window)
-    if not cpu.computes(query):
-        return _one_by_one(query, key, value, bounds, scale, window), query.new_empty(0)
+    if not cpu.has_kernel_for(query):
+        return _attend_per_document(query, key, value, bounds, scale, window), query.new_empty(0)
     return cpu.attention(query, key, value, bounds, scale, window)
 
 
-@in_graph.register_fake
+@varlen_operator.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     if query.is_cuda:
         return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    log_sums = query.new_empty((heads, tokens) if cpu.computes(query) else 0)
+    log_sums = query.new_empty((heads, tokens) if cpu.has_kernel_for(query) else 0)
     return query.new_empty(tokens, heads, value.shape[-1]), log_sums
 
 
 @torch.library.custom_op("llmtrain::varlen_backward", mutates_args=())
-def _in_graph_backward(
+def _varlen_backward_operator(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -246,55 +246,63 @@ def _in_graph_backward(
     if query.is_cuda:
         reach = _window_size(window, int(longest))
         return varlen_backward(gradient, (query, key, value), output, log_sums, bounds, int(longest), scale, reach)
-    if cpu.computes(query):
+    if cpu.has_kernel_for(query):
         return cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
 
-    def attend(one: Tensor, other: Tensor, third: Tensor) -> Tensor:
-        return _one_by_one(one, other, third, bounds, scale, window)
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return _attend_per_document(queries, keys, values, bounds, scale, window)
 
     differentiate = torch.func.vjp(attend, query, key, value)[1]
-    first, second, third = (one.contiguous() for one in differentiate(gradient))
-    return first, second, third
+    query_gradient, key_gradient, value_gradient = (
+        state_gradient.contiguous() for state_gradient in differentiate(gradient)
+    )
+    return query_gradient, key_gradient, value_gradient
 
 
-@_in_graph_backward.register_fake
+@_varlen_backward_operator.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = _in_graph_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.window)
+def _varlen_gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _varlen_backward_operator(gradient, *ctx.saved_tensors, ctx.scale, ctx.window)
     return *gradients, None, None, None, None
 
 
-in_graph.register_autograd(_differentiate, setup_context=_keep)
+varlen_operator.register_autograd(_varlen_gradients, setup_context=_save_for_backward)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend_per_document(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None
+) -> Tensor:
     """Computes attention one document at a time, where no kernel is available.
 
     It uses `torch.split` because the gradient of each slice would be as long as all tokens.
     """
     lengths = bounds.diff().tolist()
     outputs = []
-    for parts in zip(*(torch.split(one, lengths) for one in (query, key, value)), strict=True):
-        one, other, third = (part.transpose(0, 1)[None] for part in parts)
-        band = _band(one.shape[2], window, one.device) if window is not None and window < one.shape[2] else None
+    for parts in zip(*(torch.split(states, lengths) for states in (query, key, value)), strict=True):
+        document_query, document_key, document_value = (part.transpose(0, 1)[None] for part in parts)
+        band = (
+            _band(document_query.shape[2], window, document_query.device)
+            if window is not None and window < document_query.shape[2]
+            else None
+        )
         attended = functional.scaled_dot_product_attention(
-            one,
-            other,
-            third,
+            document_query,
+            document_key,
+            document_value,
             attn_mask=band,
             is_causal=band is None,
             scale=scale,
-            enable_gqa=one.shape[1] != other.shape[1],
+            enable_gqa=document_query.shape[1] != document_key.shape[1],
         )
         outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -369,7 +369,7 @@ OVERRIDES = (
     Override(
         ("accelerate.tracking:logger",),
         "Trackers change the number of threads, and make each worker on a CPU look like a run of one process.",
-        "tests/metrics/test_trackers.py",
+        "tests/train/metrics/test_trackers.py",
         "huggingface/accelerate#1446",
     ),
     Override(
@@ -417,7 +417,7 @@ OVERRIDES = (
     Override(
         ("torch._subclasses.fake_tensor:FakeTensorMode(allow_non_fake_inputs, ...)", "torch:UntypedStorage._cdata"),
         "Tracing what layers save would take the memory of the real model.",
-        "tests/predict/test_saved_activations.py",
+        "tests/plan/predict/test_saved_activations.py",
     ),
     Override(
         ("torch.cuda.memory:_record_memory_history(enabled, ...)", "torch.cuda.memory:_dump_snapshot(filename, ...)"),
@@ -432,7 +432,7 @@ OVERRIDES = (
             "torch._inductor.mkldnn_ir:._linear_pointwise",
         ),
         "Matrix products in fp32 would take twice as long on processors with AVX-512 that are not Intel's.",
-        "tests/runtime/test_cpu.py",
+        "tests/engines/runtime/test_cpu.py",
         "pytorch/builder#504",
     ),
     Override(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, library
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.system.host import of_processor
+from llmtrain.system.host import processor_field
 
 SMALLEST = 2**23
 """Floating point operations below which MKL is as fast: calling oneDNN from Python takes some 10 µs more."""
@@ -71,8 +71,8 @@ def _is_faster(left: Tensor, right: Tensor) -> bool:
 @cache
 def _is_twice_as_fast() -> bool:
     """Whether MKL's vectors, of 256 bits, are half of what this processor computes at once."""
-    family = of_processor("cpu family")
-    return of_processor("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5
+    family = processor_field("cpu family")
+    return processor_field("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from llmtrain.recipe import ParallelConfig
-
-if TYPE_CHECKING:
-    from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.recipe import ParallelConfig, Recipe
 
 Divided = Literal["samples", "tokens", "layers", "matrices", "experts"]
 """What an axis divides: the `tokens` of a sequence, the `matrices` of a layer with the heads of its attention."""
-Limits = Callable[["Draft"], Iterator[tuple[str, int]]]
-"""Yields the numbers that a degree has to divide, each with its description."""
+Limits = Callable[[Recipe, ModelFacts | None, int], Iterator[tuple[str, int]]]
+"""Yields the numbers that a degree has to divide, each with its description, from the recipe, the facts of its model
+(None if they are unknown) and the degree of data parallelism (0 if it is not an integer)."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class Axis:
     short: str
     """Its abbreviation in the names of plans."""
     divides: frozenset[Divided]
-    why: str = ""
+    reason: str = ""
     """The reason for `limits`."""
-    limits: Limits = lambda draft: iter(())
+    limits: Limits = lambda recipe, facts, data: iter(())
     has_ranks: bool = True
     """False if its groups are subsets of the ranks that hold the same layers, so that it needs no ranks of its own."""
 
@@ -55,27 +54,27 @@ class Axis:
         return degree
 
 
-def _tensor_limits(draft: Draft) -> Iterator[tuple[str, int]]:
-    if draft.facts is not None:
-        yield f"the model's {draft.facts.heads} query heads", draft.facts.heads
-        yield f"the model's {draft.facts.kv_heads} key and value heads", draft.facts.kv_heads
+def _tensor_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Iterator[tuple[str, int]]:
+    if facts is not None:
+        yield f"the model's {facts.heads} query heads", facts.heads
+        yield f"the model's {facts.kv_heads} key and value heads", facts.kv_heads
 
 
-def _sequence_limits(draft: Draft) -> Iterator[tuple[str, int]]:
-    length, tensor = draft.recipe.data.sequence_length, draft.parallel.tensor
+def _sequence_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Iterator[tuple[str, int]]:
+    length, tensor = recipe.data.sequence_length, recipe.parallel.tensor
     yield f"a sequence of {length} tokens", length
-    if any(number % tensor for _, number in _tensor_limits(draft)):
+    if any(number % tensor for _, number in _tensor_limits(recipe, facts, data)):
         return  # the ranks would have different numbers of heads
-    if draft.facts is not None:
-        heads = draft.facts.heads // tensor
+    if facts is not None:
+        heads = facts.heads // tensor
         yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads", heads
 
 
-def _expert_limits(draft: Draft) -> Iterator[tuple[str, int]]:
-    ranks = (draft.data_parallel_size or 0) * draft.parallel.tensor * draft.parallel.sequence
+def _expert_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Iterator[tuple[str, int]]:
+    ranks = data * recipe.parallel.tensor * recipe.parallel.sequence
     yield f"data × tensor × sequence = {ranks} ranks", ranks
-    if draft.facts is not None and draft.facts.experts:
-        yield f"{draft.facts.experts} experts", draft.facts.experts
+    if facts is not None and facts.experts:
+        yield f"{facts.experts} experts", facts.experts
 
 
 DATA = Axis("data", "dp", frozenset({"samples"}))

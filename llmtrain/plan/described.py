@@ -9,6 +9,7 @@ from llmtrain.plan.axes import AXES
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import describe_stages
+from llmtrain.system.quantities import readable_bytes
 
 
 def model_line(plan: Plan) -> str:
@@ -43,7 +44,7 @@ def _residual_lines(plan: Plan) -> list[str]:
     """Says what tensor parallel ranks hold between attention and feed-forward."""
     if plan.parallel.tensor == 1:
         return []
-    held = "a slice of each sequence" if plan.region_ranks > 1 else "each sequence whole"
+    held = "a slice of each sequence" if plan.megatron_sp_ranks > 1 else "each sequence whole"
     return [f"residual {held} on each of {plan.parallel.tensor} tensor parallel ranks"]
 
 
@@ -100,7 +101,7 @@ def triangle(plan: Plan) -> str:
 def _examples(plan: Plan) -> str:
     """Describes the number of pairs or completions of a step, of which a packed sequence may hold several."""
     objective = plan.recipe.objective
-    if not objective.of_completions:
+    if not objective.is_preference:
         return ""
     what = "pairs" if objective.compares_pairs else "completions"
     least = "" if plan.recipe.data.packing == "none" else "at least "
@@ -129,13 +130,3 @@ def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
         where = f"on {named}: " if len(volumes) > 1 else ""
         lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
     return lines
-
-
-def readable_bytes(size: int) -> str:
-    """Formats bytes in the largest unit in which they are at least 1."""
-    number = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import model_parallel_size
-from llmtrain.plan.plan import ModelFacts
+from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
+from llmtrain.recipe.cluster import Cluster
 
 WEIGHT_DTYPE: dict[Precision, str] = {
     "fp32": "fp32",

@@ -80,4 +80,4 @@ def recomputes_loss(recipe: Recipe) -> bool:
     In an objective of completions, the weight of a token is only known once all tokens of its completion are.
     """
     scaled = recipe.parallel.precision in ("fp16", "autocast_fp16")
-    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.of_completions
+    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.is_preference

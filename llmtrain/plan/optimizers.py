@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llmtrain.recipe import Fraction, OptimConfig, Part
-from llmtrain.system.piece_heads import CODE, SCALE
+from llmtrain.system.piece_headers import CODE, SCALE
 
 
 class NoOptions(Part):

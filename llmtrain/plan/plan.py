@@ -7,11 +7,11 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
-from llmtrain.plan.families import REGION_FAMILIES
-from llmtrain.plan.weights import Weights
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
+from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Part, Recipe
+from llmtrain.recipe.cluster import Cluster
 
 MOST_LAYERS = 100_000
 """Largest number of decoder layers of a plan; rules report much smaller ones."""
@@ -44,85 +44,12 @@ class StagePlan(Part):
     """Its share of the FLOPs of a step; 1 / pp if all stages are balanced."""
 
 
-class ModelFacts(Part):
-    """Properties of a model that the plan depends on, determined without building the model if possible."""
-
-    model_type: str
-    """`model_type` of `transformers`."""
-    parameters: int
-    """Parameters, those of adapters included; tied ones count once."""
-    active_parameters: int
-    """Parameters used by a token; fewer than `parameters` in a mixture of experts."""
-    embedding_parameters: int
-    """Input embeddings, positions included; they are looked up and thus cost no FLOPs."""
-    largest_parameter: int
-    """Elements of the largest single parameter, as stored in the model."""
-    layers: int
-    """Decoder layers."""
-    layer_parameters: tuple[int, ...]
-    """Parameters of each decoder layer; empty for a model that is not a chain of layers."""
-    layer_idle_parameters: tuple[int, ...]
-    """Expert parameters of each decoder layer that a token is not routed to."""
-    hidden_size: int
-    """Width of the residual stream."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads."""
-    head_dim: int
-    """Width of a head."""
-    vocab_size: int
-    """Rows of the embedding."""
-    max_positions: int | None
-    """Longest sequence that the configuration declares."""
-    learned_positions: bool = False
-    """Whether positions are a table, whose length limits the sequence."""
-    rotary_follows: tuple[str, int] | None = None
-    """Rotary type whose frequencies depend on the longest position of a batch, and the length up to which they do
-    not."""
-    experts: int = 0
-    """Experts per layer; 0 for a dense model."""
-    experts_per_token: int = 0
-    """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
-    text_model_type: str = ""
-    """`model_type` of the part that reads texts, if the model has parts for other inputs."""
-    router_loss_off: float = 0.0
-    """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
-    expert_modules: bool = False
-    """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
-    without_gradient: tuple[str, ...] = ()
-    """Parameters that the loss of texts does not depend on, which are frozen."""
-    dropout: tuple[tuple[str, float], ...] = ()
-    """Names and rates of the configuration's dropout, without those of 0."""
-    quantization: str = ""
-    """Method by which the files of pretrained weights are quantized; empty if they are not."""
-    tied_embeddings: bool
-    """Whether embedding and head share one weight."""
-    weights: Weights | None = None
-    """The parameters one by one; None for a model that is not a chain of layers."""
-    trained_parameters: int | None = None
-    """Parameters that are trained; None: all."""
-    layer_trained_parameters: tuple[int, ...] = ()
-    """Trained parameters of each decoder layer; empty if all are trained."""
-    trains_embedding: bool = True
-    """Whether the input table is trained."""
-    trains_head: bool = True
-    """Whether the output projection is trained."""
-    source: str
-    """`arithmetic` or `meta device`."""
-
-    @property
-    def text_type(self) -> str:
-        """`model_type` of the part that reads texts."""
-        return self.text_model_type or self.model_type
-
-
 class KernelChoice(Part):
     """The kernels of a run whose recipe leaves them open (`auto`), and how they were chosen."""
 
     key: str
     """Key of the device, the packages and the shapes that the choice is valid for
-    (`llmtrain.tune.choice.key_of_run`)."""
+    (`llmtrain.train.tune.choice.key_of_run`)."""
     device: str
     """The device that the choice was made on."""
     why: str
@@ -187,8 +114,8 @@ class Plan(Part):
         return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
 
     @property
-    def holders(self) -> int:
-        """The number of ranks that hold the same weights, experts excepted, before ZeRO shards them."""
+    def gradient_ranks(self) -> int:
+        """The number of ranks over which gradients are averaged: those with the same weights, experts excepted."""
         return self.cluster.world_size // (self.parts("layers") * self.parts("matrices"))
 
     def layout(self) -> dict[str, int]:
@@ -215,7 +142,7 @@ class Plan(Part):
         recipe = self.recipe
         return (
             recipe.data.packing == "none"
-            and not recipe.objective.of_completions
+            and not recipe.objective.is_preference
             and not self.model.experts
             and not self.has_one_shape
             and self.parallel.backend == "deepspeed"
@@ -231,8 +158,10 @@ class Plan(Part):
         return self.parallel.pipeline * self.parallel.sequence > 1 or "compiled" in (kernels.blocks, kernels.loss)
 
     @property
-    def region_ranks(self) -> int:
-        """Number of tensor parallel ranks that each hold a slice of the residual stream; 1 if each holds all of it.
+    def megatron_sp_ranks(self) -> int:
+        """Number of ranks of Megatron's sequence parallelism (arXiv 2205.05198), which are those of tensor parallelism.
+
+        Each holds a slice of the residual stream between attention and feed-forward; 1 if each holds all of it.
 
         The length of every micro-batch has to be divisible among them. AutoTP, which splits attention if experts are
         distributed, has no such slices, and a feed-forward layer in tiles would sum the gradients of its bias once for
@@ -240,7 +169,7 @@ class Plan(Part):
         """
         ranks, length = self.parallel.split_ranks, self.recipe.data.sequence_length // self.parallel.sequence
         divides = length % ranks == 0 and (self.has_one_shape or SHORTENED_TO % ranks == 0)
-        is_able = self.model.model_type in REGION_FAMILIES and not self.parallel.tiled_mlp
+        is_able = self.model.model_type in MEGATRON_SP_FAMILIES and not self.parallel.tiled_mlp
         return ranks if divides and is_able else 1
 
     @property
@@ -259,7 +188,7 @@ class Plan(Part):
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
             "layout": self.layout() | ({"stages": stages} if stages else {}),
-            "region_ranks": self.region_ranks,
+            "megatron_sp_ranks": self.megatron_sp_ranks,
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,

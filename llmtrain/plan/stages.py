@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import groupby
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.plan import ModelFacts, StagePlan
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.plan import StagePlan
 from llmtrain.recipe import ParallelConfig
 
 
@@ -37,7 +38,7 @@ def flops_per_token(facts: ModelFacts, sequence_length: int) -> float:
     return sum(layer_costs(facts, sequence_length))
 
 
-def reached_layers(facts: ModelFacts) -> int:
+def backward_layers(facts: ModelFacts) -> int:
     """Returns the number of layers that the backward pass reaches: from the first trained one on."""
     if facts.trained_parameters is None or facts.trains_embedding:
         return facts.layers
@@ -118,7 +119,7 @@ def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
     is routed to.
     """
     attention = attention_flops(facts, sequence_length)
-    below = facts.layers - reached_layers(facts)
+    below = facts.layers - backward_layers(facts)
     costs = []
     for index, (parameters, idle) in enumerate(zip(facts.layer_parameters, facts.layer_idle_parameters, strict=True)):
         used = parameters - idle

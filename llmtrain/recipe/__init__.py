@@ -1,7 +1,7 @@
 """What to train: frozen, strict models, in which no number is stated twice.
 
 A recipe says nothing about the machine: the data parallel size and the number of accumulation steps follow from the
-cluster (`llmtrain.rules`).
+cluster (`llmtrain.plan.rules`).
 """
 
 from llmtrain.recipe.execution import (

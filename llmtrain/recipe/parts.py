@@ -1,4 +1,4 @@
-"""What the parts of a recipe are made of."""
+"""The base class and the types of fields that all parts of a recipe share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Part(BaseModel):
     def _is_data(cls, value: Any) -> Any:
         if isinstance(value, (str, dict)) and (fault := json_fault(value)):
             raise ValueError(fault)
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int) and abs(one) > LARGEST_PRODUCT:
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int) and abs(item) > LARGEST_PRODUCT:
                 raise ValueError(f"is larger than {LARGEST_PRODUCT:.0e}")
         return value
 
@@ -50,20 +50,20 @@ def field_texts(part: type[Part]) -> dict[str, str]:
     which takes each rank of a run 0.3 s.
     """
     texts = {}
-    for one in reversed(part.__mro__[: part.__mro__.index(Part)]):
-        [declared] = ast.parse(dedent(inspect.getsource(one))).body
+    for base in reversed(part.__mro__[: part.__mro__.index(Part)]):
+        [declared] = ast.parse(dedent(inspect.getsource(base))).body
         assert isinstance(declared, ast.ClassDef)
         for field, text in pairwise(declared.body):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                    texts[name] = inspect.cleandoc(said)
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    texts[name] = inspect.cleandoc(docstring)
     return texts
 
 
 def described_schema(part: type[Part]) -> dict[str, Any]:
     """Returns the JSON schema of a part, with the docstrings of all fields as descriptions."""
     schema = part.model_json_schema()
-    parts = {one.__name__: one for one in _subclasses(Part)}
+    parts = {subclass.__name__: subclass for subclass in _subclasses(Part)}
     for name, definition in [(part.__name__, schema), *schema.get("$defs", {}).items()]:
         for field, text in field_texts(parts[name]).items():
             definition["properties"][field]["description"] = text
@@ -71,6 +71,6 @@ def described_schema(part: type[Part]) -> dict[str, Any]:
 
 
 def _subclasses(part: type[Part]) -> Iterator[type[Part]]:
-    for one in part.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    for subclass in part.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

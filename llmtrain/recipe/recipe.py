@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from llmtrain.errors import Problem, RecipeError, nearest, short, shown
+from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value, truncate
+from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 from llmtrain.recipe.execution import (
     CheckpointConfig,
     EvalConfig,
@@ -22,7 +23,6 @@ from llmtrain.recipe.execution import (
     TasksConfig,
     WatchdogConfig,
 )
-from llmtrain.recipe.other_names import OURS
 from llmtrain.recipe.parts import Part
 from llmtrain.recipe.training import (
     BatchConfig,
@@ -134,12 +134,12 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
-            message = f"{shown(assignment)} is not KEY=VALUE"
+            message = f"{format_value(assignment)} is not KEY=VALUE"
             problems.append(Problem("set.form", "--set", message, "--set optim.lr=3e-4"))
             continue
         fields[key], fault = _json_or_text(text)
         if fault:
-            problems.append(Problem("set.form", short(key), f"{shown(text)} is invalid: {fault}"))
+            problems.append(Problem("set.form", truncate(key), f"{format_value(text)} is invalid: {fault}"))
     if problems:
         raise RecipeError(problems)
     return fields
@@ -158,7 +158,7 @@ def _json_or_text(text: str) -> tuple[Any, str | None]:
     return value, json_fault(value)
 
 
-MOST_PROBLEMS = 50
+MAX_PROBLEMS = 50
 """Largest number of wrong fields that are described one by one."""
 # A part that a recipe file creates on its own does not know its place in the recipe, but its class does.
 _PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer", "LoraConfig": "model.adapter"}
@@ -173,11 +173,15 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
     }
     errors = error.errors(include_url=False)
     # For `str | TrainedTokenizer`, an object is meant as the latter, so the message that it is not a string is dropped.
-    meant = [one for one in errors if not (one["loc"][-1:] == ("str",) and isinstance(one["input"], (dict, Part)))]
-    found = meant or errors
-    problems = [_problem(details, places.get(error.title, "")) for details in found[:MOST_PROBLEMS]]
-    if len(found) > MOST_PROBLEMS:
-        problems.append(Problem("recipe.more", "recipe", f"{len(found) - MOST_PROBLEMS:,} more fields are wrong"))
+    relevant = [
+        details
+        for details in errors
+        if not (details["loc"][-1:] == ("str",) and isinstance(details["input"], (dict, Part)))
+    ]
+    faults = relevant or errors
+    problems = [_problem(details, places.get(error.title, "")) for details in faults[:MAX_PROBLEMS]]
+    if len(faults) > MAX_PROBLEMS:
+        problems.append(Problem("recipe.more", "recipe", f"{len(faults) - MAX_PROBLEMS:,} more fields are wrong"))
     return problems
 
 
@@ -191,24 +195,24 @@ def _problem(details: Any, place: str) -> Problem:
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     if details["type"] == "value_error" and isinstance(details["input"], (dict, Part)):
         return Problem("recipe.value", field, message)  # it names the fields of the part that do not fit together
-    return Problem("recipe.value", field, f"{shown(details['input'])} is invalid: {message}")
+    return Problem("recipe.value", field, f"{format_value(details['input'])} is invalid: {message}")
 
 
 def _unknown_field(path: str) -> Problem:
     """Reports a field that does not exist, with the closest existing ones.
 
-    These are our name for another tool's field, a name with a similar spelling, and all fields of the part.
+    Names the field that another tool calls so, a field with a similar spelling, and all fields of the part.
     """
     parent, _, name = path.rpartition(".")
     known = _fields_of(parent)
-    ours = OURS.get(name) or _only_place_of(name)
-    hint = f"; the field for that is '{ours}'" if ours else nearest(name, known)
+    alias = FIELD_OF_ALIAS.get(name) or _only_place_of(name)
+    hint = f"; the field for that is '{alias}'" if alias else did_you_mean(name, known)
     names = parent.split(".")
-    holders = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
-    listing = next((f"fields of {one}: {', '.join(_fields_of(one))}" for one in holders if one and _fields_of(one)), "")
+    parts = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
+    listing = next((f"fields of {part}: {', '.join(_fields_of(part))}" for part in parts if _fields_of(part)), "")
     if not listing:
         listing = f"a field has the form PART.NAME; the parts are {', '.join(Recipe.model_fields)}"
-    field = short(path) if path.strip(" .") else shown(path)
+    field = truncate(path) if path.strip(" .") else format_value(path)
     return Problem("recipe.field", field, f"there is no such field{hint}", listing)
 
 
@@ -269,7 +273,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
     if isinstance(target, list):
         index = _index(name, target)
         if index is None:
-            return Problem("recipe.field", short(path), f"has {len(target)} items, numbered from 0")
+            return Problem("recipe.field", truncate(path), f"has {len(target)} items, numbered from 0")
         target[index] = value
         return None
     is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"], ["optim", "options"])

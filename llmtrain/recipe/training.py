@@ -110,14 +110,14 @@ class ModelConfig(Part):
         return self
 
     @property
-    def is_frozen_in_part(self) -> bool:
+    def is_partly_frozen(self) -> bool:
         """Whether the recipe freezes weights."""
         return self.adapter is not None or bool(self.trainable)
 
     @property
-    def leaves_base(self) -> bool:
+    def omits_base_weights(self) -> bool:
         """Whether checkpoints omit the frozen weights, because these are the weights of `pretrained`."""
-        return self.is_frozen_in_part and self.pretrained is not None
+        return self.is_partly_frozen and self.pretrained is not None
 
 
 class Source(Part):
@@ -219,7 +219,7 @@ class DataConfig(Part):
         return self
 
     @property
-    def keeps_apart(self) -> bool:
+    def has_document_mask(self) -> bool:
         """Whether sequences contain several documents that must not attend to each other."""
         return self.mask_documents and self.packing != "none"
 
@@ -246,14 +246,14 @@ class ObjectiveConfig(Part):
     """`kto`: weight of the losses of undesirable completions, λ_U."""
 
     @property
-    def of_completions(self) -> bool:
+    def is_preference(self) -> bool:
         """Whether the loss is a mean over completions, or pairs of them, instead of tokens."""
         return self.name != "language_model"
 
     @property
     def compares_pairs(self) -> bool:
         """Whether it is a mean over pairs."""
-        return self.of_completions and self.name != "kto"
+        return self.is_preference and self.name != "kto"
 
     @property
     def needs_reference(self) -> bool:
@@ -263,7 +263,7 @@ class ObjectiveConfig(Part):
     @property
     def formats(self) -> tuple[str, ...]:
         """The source formats that the objective reads."""
-        if not self.of_completions:
+        if not self.is_preference:
             return ("auto", "text", "messages", "prompt_completion", "instruction")
         return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")
 

@@ -65,25 +65,25 @@ def charts_of(runs: Sequence[RunData]) -> list[Chart]:
     training = _finite_names([run.metrics for run in runs])
     evaluation = _finite_names([run.evaluations for run in runs])
     drawn = {"tflops_per_device"} if "mfu" in training else set()  # the same curve
-    found = []
+    charts = []
     for chart in CHARTS:
-        own = Chart(
+        present = Chart(
             chart.title,
             chart.unit,
             tuple(name for name in chart.training if name in training - drawn),
             tuple(name for name in chart.evaluation if name in evaluation),
         )
         drawn |= {*chart.training, *chart.evaluation}
-        if own.training or own.evaluation:
-            found.append(own)
+        if present.training or present.evaluation:
+            charts.append(present)
     drawn |= {*X_AXES, *LEFT_OUT, *SHOWN_IN_WORDS}
     groups: dict[str, list[str]] = {}
     for name in sorted(evaluation - drawn):
         groups.setdefault(name.partition("/")[0], []).append(name)
     of_sets = [Chart(_title(group), "number", (), tuple(names)) for group, names in groups.items()]
     others = [Chart(_title(name), "number", (name,)) for name in sorted(training - drawn)]
-    evaluated = [chart for chart in found if chart.evaluation]
-    return [*evaluated, *of_sets, *(chart for chart in found if not chart.evaluation), *others]
+    evaluated = [chart for chart in charts if chart.evaluation]
+    return [*evaluated, *of_sets, *(chart for chart in charts if not chart.evaluation), *others]
 
 
 def _title(name: str) -> str:
@@ -104,7 +104,9 @@ class Curves:
 
     def document(self) -> dict[str, object]:
         """Returns JSON data, with each column as base64 of little-endian 64-bit floats."""
-        encoded = {name: base64.b64encode(one.astype("<f8").tobytes()).decode() for name, one in self.columns.items()}
+        encoded = {
+            name: base64.b64encode(column.astype("<f8").tobytes()).decode() for name, column in self.columns.items()
+        }
         return {"rows": self.rows, "columns": encoded}
 
 
@@ -115,27 +117,27 @@ def curves_of(run: RunData, charts: Sequence[Chart], runs: int) -> tuple[Curves,
     keeps the rows with the minimum, the maximum and the first non-finite value of each judged column.
     """
     names = [*dict.fromkeys(name for chart in charts for name in chart.training), *SHOWN_IN_WORDS]
-    train = _in_order(run.metrics, names)
-    train["tokens"] = _in_order(run.metrics, ["tokens"])["tokens"]
+    train = _sorted_by_step(run.metrics, names)
+    train["tokens"] = _sorted_by_step(run.metrics, ["tokens"])["tokens"]
     train["hours"] = hours_of(run.metrics)
     numbers = MOST_NUMBERS if runs == 1 else 2 * MOST_NUMBERS // runs
     evaluation_names = dict.fromkeys(name for chart in charts for name in chart.evaluation)
-    evaluations = _in_order(run.evaluations, list(evaluation_names))
+    evaluations = _sorted_by_step(run.evaluations, list(evaluation_names))
     for axis in X_AXES[1:]:
-        evaluations[axis] = _at(evaluations["step"], train["step"], train[axis])
-    return _kept(train, numbers * 3 // 4), _kept(evaluations, numbers // 4)
+        evaluations[axis] = _interpolated(evaluations["step"], train["step"], train[axis])
+    return _thinned(train, numbers * 3 // 4), _thinned(evaluations, numbers // 4)
 
 
 def hours_of(table: MetricsTable) -> Column:
     """Returns, for each row in order of the steps, the hours so far in steps and in saves that blocked training."""
-    ordered = _in_order(table, ["step_time_s", "save_blocked_s"])
-    taken = np.diff(ordered["step"], prepend=0.0)
-    seconds = np.nan_to_num(ordered["step_time_s"]) * taken + np.nan_to_num(ordered["save_blocked_s"])
+    ordered = _sorted_by_step(table, ["step_time_s", "save_blocked_s"])
+    steps = np.diff(ordered["step"], prepend=0.0)
+    seconds = np.nan_to_num(ordered["step_time_s"]) * steps + np.nan_to_num(ordered["save_blocked_s"])
     hours: Column = np.cumsum(seconds) / 3600
     return hours
 
 
-def _in_order(table: MetricsTable, names: Sequence[str]) -> dict[str, Column]:
+def _sorted_by_step(table: MetricsTable, names: Sequence[str]) -> dict[str, Column]:
     """Returns columns sorted by step. If rows have the same step (only in a damaged file), keeps the last one."""
     steps = table["step"]
     backwards, first = np.unique(steps[::-1], return_index=True)
@@ -143,7 +145,7 @@ def _in_order(table: MetricsTable, names: Sequence[str]) -> dict[str, Column]:
     return {"step": backwards} | {name: table.get(name)[order] for name in names}
 
 
-def _at(steps: Column, known: Column, values: Column) -> Column:
+def _interpolated(steps: Column, known: Column, values: Column) -> Column:
     """Returns values at steps by linear interpolation between the known ones, starting with 0 at step 0."""
     is_known = np.isfinite(values)
     if not is_known.any():
@@ -152,9 +154,9 @@ def _at(steps: Column, known: Column, values: Column) -> Column:
     return at
 
 
-def _kept(columns: dict[str, Column], numbers: int) -> Curves:
+def _thinned(columns: dict[str, Column], numbers: int) -> Curves:
     """Returns whole rows of a table with about `numbers` numbers at most."""
-    columns = {name: one for name, one in columns.items() if name == "step" or np.isfinite(one).any()}
+    columns = {name: column for name, column in columns.items() if name == "step" or np.isfinite(column).any()}
     rows, most = len(columns["step"]), max(2, numbers // len(columns))
     if rows <= most:
         return Curves(rows, columns)
@@ -163,19 +165,19 @@ def _kept(columns: dict[str, Column], numbers: int) -> Curves:
     chosen = [np.linspace(0, rows - 1, most // 2).astype(np.int64)]
     if intervals:
         edges = np.linspace(0, rows, intervals + 1).astype(np.int64)
-        chosen += [_extremes(one, edges) for one in judged]
+        chosen += [_extremes(column, edges) for column in judged]
     kept = np.unique(np.concatenate(chosen))
-    return Curves(rows, {name: one[kept] for name, one in columns.items()})
+    return Curves(rows, {name: column[kept] for name, column in columns.items()})
 
 
 def _extremes(column: Column, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    found = []
+    rows = []
     is_finite = np.isfinite(column)
     least, most = np.where(is_finite, column, np.inf), np.where(is_finite, column, -np.inf)
     for start, end in pairwise(edges):
-        found += [
+        rows += [
             start + least[start:end].argmin(),
             start + most[start:end].argmax(),
             start + is_finite[start:end].argmin(),
         ]
-    return np.array(found, np.int64)
+    return np.array(rows, np.int64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.errors import short
+from llmtrain.errors import truncate
 from llmtrain.plan.plan import Plan
 from llmtrain.report.facts import Figure, figures
 from llmtrain.report.run import RunData, dotted
@@ -32,7 +32,8 @@ class Difference:
     def texts(self) -> tuple[str, ...]:
         """The values as readable texts."""
         return tuple(
-            ABSENT if one is None else one if isinstance(one, str) else short(json.dumps(one)) for one in self.values
+            ABSENT if value is None else value if isinstance(value, str) else truncate(json.dumps(value))
+            for value in self.values
         )
 
 
@@ -40,9 +41,9 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Difference]]:
     """Returns the fields in which runs differ, by group (recipe, data, plan, environment). Groups may be empty."""
     recipe = differing([run.recipe for run in runs], {"name"})
     return {
-        "recipe": [one for one in recipe if not one.field.startswith(DATA_FIELDS)],
+        "recipe": [difference for difference in recipe if not difference.field.startswith(DATA_FIELDS)],
         "data": [
-            *(one for one in recipe if one.field.startswith(DATA_FIELDS)),
+            *(difference for difference in recipe if difference.field.startswith(DATA_FIELDS)),
             *differing([{"prepared data": run.data_key} if run.data_key else {} for run in runs]),
         ],
         "plan": differing([_plan(run.plan) for run in runs]),
@@ -52,18 +53,20 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Difference]]:
 
 def differing(documents: Sequence[dict[str, Any]], ignored: Collection[str] = ()) -> list[Difference]:
     """Returns the fields that have different values in the documents."""
-    documents = [_without_lists(one) for one in documents]
-    fields = dict.fromkeys(name for one in documents for name in one)
-    found = [Difference(name, tuple(one.get(name) for one in documents)) for name in fields if name not in ignored]
-    return [one for one in found if any(value != one.values[0] for value in one.values)]
+    documents = [_without_lists(document) for document in documents]
+    fields = dict.fromkeys(name for document in documents for name in document)
+    different = [
+        Difference(name, tuple(document.get(name) for document in documents)) for name in fields if name not in ignored
+    ]
+    return [difference for difference in different if any(value != difference.values[0] for value in difference.values)]
 
 
 def _without_lists(document: dict[str, Any]) -> dict[str, Any]:
     """Returns dotted fields in which objects in lists are numbered, such as `data.sources.0.weight`."""
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            flat |= _without_lists(dotted({f"{name}.{number}": one for number, one in enumerate(value)}))
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            flat |= _without_lists(dotted({f"{name}.{number}": item for number, item in enumerate(value)}))
         else:
             flat[name] = value
     return flat
@@ -86,26 +89,26 @@ def _environment(run: RunData) -> dict[str, Any]:
     return dotted(kept | {"launch": launch})
 
 
-def figures_beside(runs: Sequence[RunData]) -> list[Compared]:
+def compare_figures(runs: Sequence[RunData]) -> list[Compared]:
     """Returns each figure that any of the runs has."""
-    known = [{one.label: one for one in figures(run)} for run in runs]
+    known = [{figure.label: figure for figure in figures(run)} for run in runs]
     rows = []
-    for label in dict.fromkeys(label for one in known for label in one):
-        found = [one.get(label, Figure(label, None, ABSENT)) for one in known]
-        rows.append((label, tuple(one.value for one in found), tuple(one.text for one in found)))
+    for label in dict.fromkeys(label for by_label in known for label in by_label):
+        row = [by_label.get(label, Figure(label, None, ABSENT)) for by_label in known]
+        rows.append((label, tuple(figure.value for figure in row), tuple(figure.text for figure in row)))
     return rows
 
 
 def compared_metrics(a: RunData, b: RunData) -> list[Compared]:
     """Returns the figures of two runs, and the difference of their losses."""
-    rows = figures_beside([a, b])
+    rows = compare_figures([a, b])
     steps, here, there = np.intersect1d(a.metrics["step"], b.metrics["step"], return_indices=True)
     losses = a.metrics.get("loss")[here], b.metrics.get("loss")[there]
-    apart = np.abs(losses[0] - losses[1])
-    if np.isfinite(apart).any():
-        last, largest = int(np.flatnonzero(np.isfinite(apart))[-1]), int(np.nanargmax(apart))
+    distance = np.abs(losses[0] - losses[1])
+    if np.isfinite(distance).any():
+        last, largest = int(np.flatnonzero(np.isfinite(distance))[-1]), int(np.nanargmax(distance))
         found_at = [("the last common step", last)]
-        if apart[largest]:
+        if distance[largest]:
             found_at.append(("the step where they differ most", largest))
         for label, at in found_at:
             pair = tuple(float(loss[at]) for loss in losses)

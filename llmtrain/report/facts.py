@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.errors import shown
-from llmtrain.metrics.progress import compact, duration, four_digits
+from llmtrain.errors import format_value
 from llmtrain.plan.described import model_line, split_lines
-from llmtrain.predict.memory import memory_of
-from llmtrain.predict.parts import readable
-from llmtrain.predict.time import predict
+from llmtrain.plan.predict.memory import memory_of
+from llmtrain.plan.predict.parts import readable
+from llmtrain.plan.predict.time import predict
 from llmtrain.report.curves import hours_of
 from llmtrain.report.run import RunData
 from llmtrain.report.table import LARGEST_STEP
+from llmtrain.system.quantities import compact, duration, four_digits
 
 SETS = "eval_loss_by_set/"
 RECENT_ROWS = 20
@@ -27,7 +27,7 @@ RECENT_ROWS = 20
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is at least this many times the median rank's."""
 MOST_SLOW = 5
-BESIDE_STEPS = "outside the steps"
+OUTSIDE_STEPS = "outside the steps"
 """Label of the time for starting, evaluations, samples, and steps that were repeated after a restart."""
 MOST_NAME, MOST_TEXT = 40, 2000
 """Largest number of characters of an event's name and text that are shown."""
@@ -78,7 +78,7 @@ def figures(run: RunData) -> list[Figure]:
     losses = evaluations.get("eval_loss")
     of_sets = [name for name in evaluations.names if name.startswith(SETS)]
     hours = hours_of(metrics)
-    found = [
+    known = [
         Figure("step", run.step, f"{run.step:,}"),
         _figure("loss", metrics.last("loss")),
         _figure("evaluation loss", evaluations.last("eval_loss")),
@@ -88,18 +88,20 @@ def figures(run: RunData) -> list[Figure]:
         *(_figure(f"evaluation loss of {name.removeprefix(SETS)}", evaluations.last(name)) for name in of_sets),
         _figure("gradient norm", metrics.last("grad_norm")),
         _figure("tokens", metrics.last("tokens"), _counted),
-        _figure("hours in steps and saves", float(hours[-1]) if len(hours) else None, lambda one: duration(one * 3600)),
+        _figure(
+            "hours in steps and saves", float(hours[-1]) if len(hours) else None, lambda value: duration(value * 3600)
+        ),
         _figure("tokens per second", _recent(run, "tokens_per_second"), _counted),
         _figure("MFU", _recent(run, "mfu"), "{:.1%}".format),
         _figure("step time", _recent(run, "step_time_s"), _seconds),
         _figure("peak memory of rank 0", metrics.last("peak_memory_bytes"), _bytes),
         _figure("skipped updates", metrics.last("skipped_steps"), _counted),
         _figure("rollbacks", metrics.last("rollbacks"), _counted),
-        _figure("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1)), _counted),
+        _figure("restarts", float(max(0, sum(event.event == "started" for event in run.events) - 1)), _counted),
         *_forecast(run),
         *(_figure(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
     ]
-    return [one for one in found if one.value is not None]
+    return [figure for figure in known if figure.value is not None]
 
 
 def _forecast(run: RunData) -> Iterator[Figure]:
@@ -138,18 +140,18 @@ def time_spent(run: RunData) -> list[Figure]:
     metrics = run.metrics
     if not len(metrics):
         return []
-    taken = np.maximum(0, np.diff(metrics["step"], prepend=0.0))
-    waited = float((np.nan_to_num(metrics.get("data_wait_s")) * taken).sum())
-    stepped = float((np.nan_to_num(metrics.get("step_time_s")) * taken).sum()) - waited
+    steps = np.maximum(0, np.diff(metrics["step"], prepend=0.0))
+    waited = float((np.nan_to_num(metrics.get("data_wait_s")) * steps).sum())
+    stepped = float((np.nan_to_num(metrics.get("step_time_s")) * steps).sum()) - waited
     saved = float(np.nan_to_num(metrics.get("save_blocked_s")).sum())
     named = {"steps": stepped, "waiting for data": waited, "blocked by saves": saved}
-    named[BESIDE_STEPS] = _running_s(run) - sum(named.values())
+    named[OUTSIDE_STEPS] = _running_s(run) - sum(named.values())
     return [Figure(name, seconds, duration(seconds)) for name, seconds in named.items() if seconds > 0]
 
 
 def _running_s(run: RunData) -> float:
     """Returns the total running time in seconds: from each start to the last logged line or event before the next."""
-    events = [(one.event, _seconds_since_1970(one.time)) for one in run.events]
+    events = [(event.event, _seconds_since_1970(event.time)) for event in run.events]
     starts = sorted(at for event, at in events if event == "started" and at is not None)
     signs = np.sort([*(at for _, at in events if at is not None), *run.metrics.get("time")])
     signs = signs[np.isfinite(signs)]
@@ -170,14 +172,14 @@ def saved_steps(run: RunData) -> list[int]:
     A logged line only has the time of the saves since the previous line. The step of a save between the two follows
     from `checkpoint.every_steps`.
     """
-    found = {one.step for one in run.checkpoints}
+    saved = {checkpoint.step for checkpoint in run.checkpoints}
     every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
     if isinstance(every, int) and 0 < every < LARGEST_STEP and len(steps):
         is_saved = run.metrics.get("save_blocked_s") > 0
         before = np.r_[0.0, steps[:-1]]
         first = np.ceil(before / every) * every
-        found |= {int(step) for step in first[is_saved & (first < steps) & (first > 0)]}
-    return sorted(found)
+        saved |= {int(step) for step in first[is_saved & (first < steps) & (first > 0)]}
+    return sorted(saved)
 
 
 def stragglers(run: RunData) -> list[Fact]:
@@ -197,7 +199,9 @@ def stragglers(run: RunData) -> list[Fact]:
 
 def _sources(recipe: dict[str, Any]) -> str:
     sources = recipe.get("data.sources")
-    names = [str(one.get("name")) for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
+    names = (
+        [str(source.get("name")) for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    )
     length = recipe.get("data.sequence_length")
     return ", ".join(names) + (f"; sequences of {length:,} tokens" if isinstance(length, int) else "")
 
@@ -205,7 +209,7 @@ def _sources(recipe: dict[str, Any]) -> str:
 def _optimizer(recipe: dict[str, Any]) -> str:
     names = ("name", "lr", "schedule", "warmup_steps", "weight_decay")
     given = {name: recipe.get(f"optim.{name}") for name in names}
-    given = {name: shown(one) if isinstance(one, float) else one for name, one in given.items()}
+    given = {name: format_value(value) if isinstance(value, float) else value for name, value in given.items()}
     return ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in given.items() if value)
 
 
@@ -247,8 +251,8 @@ def _recent(run: RunData, name: str) -> float | None:
     return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
-def _figure(label: str, value: float | None, shown: Callable[[float], str] = four_digits) -> Figure:
-    return Figure(label, value, "" if value is None else shown(value))
+def _figure(label: str, value: float | None, format_value: Callable[[float], str] = four_digits) -> Figure:
+    return Figure(label, value, "" if value is None else format_value(value))
 
 
 def _counted(value: float) -> str:
@@ -265,5 +269,5 @@ def _seconds(seconds: float) -> str:
 
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
     """Yields the time, step, name and text of each event, the oldest first."""
-    for one in run.events:
-        yield _stamp(one.time), one.step, one.event[:MOST_NAME].replace("_", " "), one.text[:MOST_TEXT]
+    for event in run.events:
+        yield _stamp(event.time), event.step, event.event[:MOST_NAME].replace("_", " "), event.text[:MOST_TEXT]

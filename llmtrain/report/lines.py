@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from llmtrain.system.untrusted import open_regular, read_most
+from llmtrain.system.untrusted import open_regular, read_up_to
 
 PART_BYTES = 4 << 20
 """Size in bytes of the parts in which a file is read."""
@@ -45,7 +45,7 @@ class GrowingLines:
                 same = status.st_ino == self._inode and status.st_size >= self._position
                 if same:
                     file.seek(self._position - len(self._mark))
-                    same = read_most(file, len(self._mark)) == self._mark
+                    same = read_up_to(file, len(self._mark)) == self._mark
         except OSError:
             return False  # A shared disk may fail for a moment; what was read so far is kept.
         if not same:
@@ -61,7 +61,7 @@ class GrowingLines:
         with file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._position)
-            while part := read_most(file, PART_BYTES):
+            while part := read_up_to(file, PART_BYTES):
                 self.bytes_read += len(part)
                 self._position += len(part)
                 self._mark = (self._mark + part)[-MARK_BYTES:]

@@ -19,14 +19,14 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from llmtrain.errors import reason, short
-from llmtrain.plan.described import readable_bytes
+from llmtrain.errors import reason, truncate
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, charts_of, curves_of
-from llmtrain.report.differences import differences, figures_beside
+from llmtrain.report.differences import compare_figures, differences
 from llmtrain.report.run import RunData, read_run
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import write_atomically
+from llmtrain.system.quantities import readable_bytes
 
 WEB = Path(__file__).parent / "web"
 MOST_ROWS = 50
@@ -58,7 +58,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
     text: str = _template().render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         runs=views,
-        figures=figures_beside(runs),
+        figures=compare_figures(runs),
         differences={group: found for group, found in differences(runs).items() if found},
         data=_json(_data(runs, names, revision)),
         policy=_policy([library, script], is_live=bool(revision)),
@@ -72,14 +72,14 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
     """Returns the names of runs; those with the same name are distinguished by their folders."""
-    names = [short(run.name) for run in runs]
+    names = [truncate(run.name) for run in runs]
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 def _view(run: RunData, name: str) -> SimpleNamespace:
     """Returns the data of a run for the template."""
     time, figures = facts.time_spent(run), facts.figures(run)
-    found = {one.label: one.text for one in figures}
+    texts = {figure.label: figure.text for figure in figures}
     whole = sum(part.value or 0 for part in time) or 1
     return SimpleNamespace(
         name=name,
@@ -87,11 +87,11 @@ def _view(run: RunData, name: str) -> SimpleNamespace:
         facts=facts.facts(run),
         figures=figures,
         memory=facts.predicted_memory(run),
-        measured_memory=found.get("peak memory of rank 0", ""),
+        measured_memory=texts.get("peak memory of rank 0", ""),
         # On CPUs, the measured memory is that of the whole process.
         is_resident=run.plan is not None and run.plan.cluster.spec.on_cpu,
         step_time=facts.predicted_step(run),
-        measured_step=found.get("step time", ""),
+        measured_step=texts.get("step time", ""),
         time=[(part, (part.value or 0) / whole) for part in time],  # with its share of the running time
         stragglers=facts.stragglers(run),
         events=list(facts.event_lines(run))[-MOST_EVENTS:],
@@ -104,8 +104,8 @@ def _view(run: RunData, name: str) -> SimpleNamespace:
 def _samples(run: RunData) -> dict[int, list[tuple[str, str]]]:
     """Maps steps to pairs of prompt and continuation, the newest step first."""
     by_step: dict[int, list[tuple[str, str]]] = {}
-    for one in run.samples[-MOST_SAMPLES:]:
-        by_step.setdefault(one.step, []).append((one.prompt[:MOST_TEXT], one.text[:MOST_TEXT]))
+    for sample in run.samples[-MOST_SAMPLES:]:
+        by_step.setdefault(sample.step, []).append((sample.prompt[:MOST_TEXT], sample.text[:MOST_TEXT]))
     return dict(sorted(by_step.items(), reverse=True))
 
 
@@ -135,8 +135,8 @@ def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[
 
 def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[str, Any]:
     memory = facts.predicted_memory(run)
-    marks = [(one.step, one.event, short(one.text)) for one in run.events][-MOST_EVENTS:]
-    kept = {one.step: one.folder.name for one in run.checkpoints}
+    marks = [(event.step, event.event, truncate(event.text)) for event in run.events][-MOST_EVENTS:]
+    kept = {checkpoint.step: checkpoint.folder.name for checkpoint in run.checkpoints}
     saved = facts.saved_steps(run)[-MOST_EVENTS:]
     marks += [(step, "checkpoint", kept.get(step, "removed since")) for step in saved]
     return {
@@ -156,7 +156,7 @@ def _json(document: Any) -> Markup:
 
 def _policy(scripts: Sequence[str], is_live: bool) -> str:
     """Returns a content policy that allows only these scripts, and no network except for a live page's server."""
-    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     rules = {
         "default-src": "'none'",
         "script-src": " ".join(f"'sha256-{digest}'" for digest in digests),

@@ -19,7 +19,7 @@ from llmtrain.report.lines import GrowingLines
 from llmtrain.report.table import MetricsTable, as_number
 from llmtrain.run_dir import RunDir
 from llmtrain.run_dir.lock import is_held
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 T = TypeVar("T")
 MOST_ENTRIES = 10_000
@@ -132,7 +132,7 @@ class RunData:
     def step(self) -> int:
         """The last step that was logged, evaluated or saved; 0 if there is none."""
         logged = (table.last("step") or 0 for table in (self.metrics, self.evaluations))
-        return int(max([*logged, *(one.step for one in self.checkpoints)]))
+        return int(max([*logged, *(checkpoint.step for checkpoint in self.checkpoints)]))
 
     @property
     def max_steps(self) -> int | None:
@@ -258,11 +258,11 @@ class RunReader:
         except (OSError, CheckpointError) as error:
             self._problems.append(str(error))
             return ()
-        found: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
-        return found
+        saved: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
+        return saved
 
     def _data_key(self, checkpoints: tuple[SavedCheckpoint, ...]) -> str:
-        latest = next((one.folder for one in checkpoints if one.is_latest), None)
+        latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
         state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
         return str(state.get("data", ""))
 
@@ -287,19 +287,19 @@ class RunReader:
 
     def _by_step(self, folder: Path, pattern: str, read: Callable[[Path, int], T | None]) -> list[T]:
         """Returns the content of the files in a folder whose names contain a step, for the newest steps."""
-        found = []
+        files = []
         try:
             for file in folder.glob(pattern):
                 digits = file.relative_to(folder).parts[0].removeprefix("step_").removesuffix(".json")
                 if digits.isdecimal() and len(digits) <= 15 and file.stat().st_size <= MOST_PROFILE_BYTES:
-                    found.append((int(digits), file))
+                    files.append((int(digits), file))
         except OSError as error:
             self._cannot_read(folder, error)
-        one_by_one = (read(file, step) for step, file in sorted(found)[-MOST_PROFILES:])
-        return [one for one in one_by_one if one is not None]
+        one_by_one = (read(file, step) for step, file in sorted(files)[-MOST_PROFILES:])
+        return [entry for entry in one_by_one if entry is not None]
 
     def _status(self, age: float | None) -> str:
-        last = next((one.event for one in reversed(self._events) if one.event in _STATUS), None)
+        last = next((event.event for event in reversed(self._events) if event.event in _STATUS), None)
         if last in ("stopped", "died", "finished"):
             return last
         if is_held(self._dir.path) or (age is not None and age < STILL_S):
@@ -307,7 +307,7 @@ class RunReader:
         return "interrupted" if age is not None or last else "new"
 
     def _cannot_read(self, file: Path, error: Exception) -> None:
-        self._problems.append(f"{file}: cannot be read: {why(error)}")
+        self._problems.append(f"{file}: cannot be read: {file_fault(error)}")
 
 
 _STATUS = ("started", "stopped", "died", "finished")
@@ -335,15 +335,15 @@ def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
     latest = newest(folder)
     return tuple(
         SavedCheckpoint(
-            folder=one.folder,
-            step=one.manifests[0].step if one.manifests else step_of(one.folder.name),
-            bytes=sum(part.bytes for part in one.manifests),
-            written=one.written,
-            eval_loss=one.manifests[0].eval_loss if one.manifests else None,
-            is_latest=one.folder == latest,
-            problem="; ".join(map(str, one.problems)),
+            folder=checkpoint.folder,
+            step=checkpoint.manifests[0].step if checkpoint.manifests else step_of(checkpoint.folder.name),
+            bytes=sum(part.bytes for part in checkpoint.manifests),
+            written=checkpoint.written,
+            eval_loss=checkpoint.manifests[0].eval_loss if checkpoint.manifests else None,
+            is_latest=checkpoint.folder == latest,
+            problem="; ".join(map(str, checkpoint.problems)),
         )
-        for one in find(folder)
+        for checkpoint in find(folder)
     )
 
 

@@ -88,7 +88,7 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
             yield from (
-                (f"{name}/{key}", number) for key, one in value.items() if (number := as_number(one)) is not None
+                (f"{name}/{key}", number) for key, item in value.items() if (number := as_number(item)) is not None
             )
         elif (number := as_number(value)) is not None:
             yield name, number

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.errors import printable
-from llmtrain.plan.described import readable_bytes
 from llmtrain.report import facts
 from llmtrain.report.differences import Difference
 from llmtrain.report.run import RunData
 from llmtrain.report.table import Column
+from llmtrain.system.quantities import readable_bytes
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LETTERS = "._-=+*#@"
@@ -61,8 +61,8 @@ def comparison(
         table.add_column(Text(printable(name)), overflow="fold")
     for group, found in groups.items():
         table.add_row(Text(f"{group}{'' if found else ': the same'}", "bold"))
-        for one in found:
-            table.add_row(f"  {one.field}", *(Text(printable(text)) for text in one.texts))
+        for difference in found:
+            table.add_row(f"  {difference.field}", *(Text(printable(text)) for text in difference.texts))
     table.add_row(Text("metrics", "bold"))
     for label, texts in metrics:
         table.add_row(f"  {label}", *texts)
@@ -79,12 +79,14 @@ def curve(values: Column, width: int, characters: str) -> str:
         part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan
         for part in np.array_split(values, max(1, width))
     ]
-    finite = [one for one in means if np.isfinite(one)]
+    finite = [mean for mean in means if np.isfinite(mean)]
     if not finite:
         return ""
     least, span = min(finite), max(finite) - min(finite)
     top = len(characters) - 1
-    heights = [None if np.isnan(one) else round((one - least) / span * top) if span > 0 else top // 2 for one in means]
+    heights = [
+        None if np.isnan(mean) else round((mean - least) / span * top) if span > 0 else top // 2 for mean in means
+    ]
     return "".join(GAP if height is None else characters[height] for height in heights)
 
 
@@ -122,7 +124,7 @@ def _curves(run: RunData, console: Console) -> Table:
         values = (run.evaluations if name == "eval_loss" else run.metrics).get(name)
         finite = values[np.isfinite(values)]
         if len(finite):
-            numbers = [_short(name, float(one)) for one in (finite[-1], finite.min(), finite.max())]
+            numbers = [_short(name, float(value)) for value in (finite[-1], finite.min(), finite.max())]
             table.add_row(label, *numbers, curve(values, width, characters))
     return table
 
@@ -147,17 +149,19 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
         yield (
             "checkpoints",
             [
-                f"{one.folder.name}  {one.problem or readable_bytes(one.bytes)}{'  latest' if one.is_latest else ''}"
-                for one in run.checkpoints
+                f"{saved.folder.name}  {saved.problem or readable_bytes(saved.bytes)}"
+                f"{'  latest' if saved.is_latest else ''}"
+                for saved in run.checkpoints
             ],
         )
     if run.profiles:
         yield (
             "recorded steps",
             [
-                f"from step {one.step:,}, rank {one.rank}: {one.seconds:.3g} s, computation {one.computation:.3g} s, "
-                f"exposed communication {one.exposed_communication:.3g} s"
-                for one in run.profiles
+                f"from step {window.step:,}, rank {window.rank}: {window.seconds:.3g} s, "
+                f"computation {window.computation:.3g} s, "
+                f"exposed communication {window.exposed_communication:.3g} s"
+                for window in run.profiles
             ],
         )
     if run.scores:

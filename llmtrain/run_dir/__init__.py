@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError, shown
+from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError, format_value
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.recipe import Recipe, TrainedTokenizer
 from llmtrain.system.durable import write_atomically
-from llmtrain.system.host import installed_version, own_cores
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.host import available_cores, installed_version
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 T = TypeVar("T")
 MOST_ID_BYTES = 4096
@@ -233,7 +233,7 @@ class RunDir:
             ) from None
         except UNREADABLE as error:
             fix = "restore the file, or start a new run with --run-dir"
-            problem = Problem("run_dir.damaged", str(file), f"cannot be read: {why(error)}", fix)
+            problem = Problem("run_dir.damaged", str(file), f"cannot be read: {file_fault(error)}", fix)
         raise CheckpointError(problem)
 
     def keep_tokenizer(self, folder: Path, chat_template: str | None, stop_ids: list[int]) -> None:
@@ -328,7 +328,7 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
         elif not lack:
             name = "data.sources" if field.startswith("data.sources") else field
             fix += f"; --allow-change {name} continues the run with the new value"
-        old_value, new_value = shown(before.get(field)), shown(now.get(field))
+        old_value, new_value = format_value(before.get(field)), format_value(now.get(field))
         if old_value == new_value:  # they differ in the last digits
             old_value, new_value = repr(before.get(field)), repr(now.get(field))
         message = f"{what} was started with {old_value}, but the recipe now has {new_value}"
@@ -339,7 +339,7 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raises RecipeError for fields that `--allow-change` cannot permit to change."""
     problems = [
-        Problem("run_dir.allow_change", "--allow-change", f"{shown(one)} {message}", fix)
+        Problem("run_dir.allow_change", "--allow-change", f"{format_value(one)} {message}", fix)
         for one in allowed
         for message, fix in [
             ("may change without this option", "leave it out")
@@ -401,7 +401,7 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "cpus": own_cores(),
+        "cpus": available_cores(),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "git": _git(),
         "variables": {

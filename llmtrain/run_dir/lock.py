@@ -43,7 +43,7 @@ STALE_S = 120.0
 """Seconds without a touch after which an owner on another machine is considered dead."""
 LOOK_S = 0.5
 """Seconds between checks of another owner's file."""
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """Size limit of an owner's file."""
 ENDED = -1
 """Start time that stands for a process which has ended."""
@@ -246,7 +246,7 @@ def _owner_file(lock: Path) -> Path | None:
 def _read(file: Path) -> Owner | None:
     """Returns the owner that a file describes, or None if the file is unreadable."""
     try:
-        return read_json(file, Owner, MOST_BYTES)
+        return read_json(file, Owner, MAX_BYTES)
     except UNREADABLE:
         return None
 

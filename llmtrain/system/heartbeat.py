@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 BEATS_VARIABLE = "LLMTRAIN_BEATS"
-"""File descriptor of the pages of all workers of our launcher, which reads them after the workers' end."""
+"""File descriptor of the pages of all workers of the launcher, which reads them after the workers' end."""
 RECENT = 1000
 """Number of step times for the running p99."""
 WARM_STEPS = 2
@@ -53,7 +53,7 @@ class Phase(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class OwnTime(Protocol):
+class WorkTimer(Protocol):
     """Measures how long this rank works in a step, without waiting for others."""
 
     def begin(self) -> None:
@@ -71,7 +71,7 @@ class Heartbeat:
         memory = mmap.mmap(-1, PAGE_BYTES) if memory is None else memory
         page = memoryview(memory)[offset : offset + PAGE_BYTES]
         self._numbers, self._reals, self._bytes = page.cast("q"), page.cast("d"), page
-        self.own: OwnTime | None = None
+        self.work_timer: WorkTimer | None = None
         """Set once the engine exists."""
         self._begun: float | None = None
         self._steps = 0
@@ -80,7 +80,7 @@ class Heartbeat:
 
     @classmethod
     def of_worker(cls, rank: int) -> Self:
-        """Uses the page that our launcher has created for this worker, else a new one."""
+        """Uses the page that the launcher has created for this worker, else a new one."""
         descriptor = os.environ.pop(BEATS_VARIABLE, None)
         if descriptor is None:
             return cls()
@@ -95,13 +95,13 @@ class Heartbeat:
         self._steps += 1
         self._beat(Phase.FIRST_STEPS if self._steps <= WARM_STEPS else Phase.TRAINING)
         self._begun = time.monotonic() if self._steps > WARM_STEPS else None
-        if self.own is not None:
-            self.own.begin()
+        if self.work_timer is not None:
+            self.work_timer.begin()
 
     def end_step(self, data_wait_s: float) -> None:
         """Marks that the step has been submitted. data_wait_s: seconds that it waited for its data."""
-        if self.own is not None and self._steps > WARM_STEPS:
-            self._reals[_OWN_S] += self.own.end(data_wait_s)
+        if self.work_timer is not None and self._steps > WARM_STEPS:
+            self._reals[_OWN_S] += self.work_timer.end(data_wait_s)
             self._numbers[_MEASURED] += 1
         if self._steps >= WARM_STEPS:
             self._beat(Phase.BETWEEN)
@@ -147,7 +147,7 @@ class Heartbeat:
         """Marks that no other rank waits for this one any more."""
         self._beat(Phase.DONE)
 
-    def tell_address(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         """Stores the address at which the watchers of all ranks meet."""
         encoded = address.encode()
         if len(encoded) > _TEXT_BYTES:
@@ -223,17 +223,17 @@ class HeartbeatReader:
         return times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
     def address(self) -> str | None:
-        """Returns the address of `tell_address`, or None."""
+        """Returns the address of `set_address`, or None."""
         length = self._numbers[_ADDRESS]
         return bytes(self._bytes[_TEXT * WORD : _TEXT * WORD + length]).decode() if length else None
 
-    def tell_slowest(self, rank: int, ratio: float, is_named: bool) -> None:
+    def set_slowest(self, rank: int, ratio: float, is_named: bool) -> None:
         """Stores what `slowest` and, if `is_named`, `straggler` return from now on."""
         self._numbers[_SLOW_RANK], self._reals[_SLOW_RATIO] = rank, ratio
         self._numbers[_NAMED] += is_named
 
 
-class Board:
+class HeartbeatPages:
     """The pages of all workers of one machine, created by their launcher."""
 
     def __init__(self, workers: int) -> None:

@@ -19,8 +19,8 @@ BUSY_CORES = 0.15
 """Cores that others may use during a measurement: the background load of a small machine."""
 BUSY_SHARE = 0.01
 """The same limit as a fraction of the cores, for a larger machine with more background load."""
-LACKING_CORES = 0.5
-"""If at least this many cores are missing, threads wait in another way."""
+MISSING_CORES = 0.5
+"""Number of missing cores from which on waiting threads sleep instead of spinning."""
 LOOK_S = 0.3
 """Seconds for which the load by others is measured when a run starts."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -30,11 +30,11 @@ takes milliseconds. If another process occupies the core of one thread, all the 
 on waiting instead of giving it one (`docs/design/decisions.md`). The number of threads, and thus the results of a run,
 stay the same."""
 
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """The largest number of workers on one machine."""
 ROUNDED_MIB = 64
 """Size up to which blocks of pinned memory are still rounded up; equal sizes are easier to use again."""
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """The tree of control groups, and the file with those of this process."""
 
 
@@ -51,8 +51,8 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def of_processor(field: str) -> str:
-    """Returns a field of /proc/cpuinfo, of the first core; empty if it is not there."""
+def processor_field(field: str) -> str:
+    """Returns a field of the first core in /proc/cpuinfo; empty if it is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -63,9 +63,9 @@ def of_processor(field: str) -> str:
 
 def processor_name() -> str:
     """Returns the processor's name, family and model; in a virtual machine several kinds may have one name."""
-    name = of_processor("model name") or platform.machine()
-    kind = [f"{field} {of_processor(of)}" for field, of in (("family", "cpu family"), ("model", "model"))]
-    return f"{name} ({', '.join(kind)})" if of_processor("cpu family") else name
+    name = processor_field("model name") or platform.machine()
+    kind = [f"{field} {processor_field(of)}" for field, of in (("family", "cpu family"), ("model", "model"))]
+    return f"{name} ({', '.join(kind)})" if processor_field("cpu family") else name
 
 
 def memory_bytes() -> int:
@@ -80,12 +80,12 @@ def memory_limit() -> int | None:
     process, or a group between it and the root (cgroups(7)).
     """
     try:
-        groups = OWN_GROUPS.read_text(errors="replace").splitlines()
+        groups = PROCESS_CGROUP.read_text(errors="replace").splitlines()
     except OSError:
         return None
-    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
+    path = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), "")
     limits = []
-    for group in (GROUPS / own, *(GROUPS / parent for parent in Path(own).parents)):
+    for group in (CGROUP_ROOT / path, *(CGROUP_ROOT / parent for parent in Path(path).parents)):
         with suppress(OSError):
             limits.append((group / "memory.max").read_text().strip())
     return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
@@ -112,25 +112,27 @@ def bound_pinned_memory(environment: MutableMapping[str, str]) -> None:
         environment["PYTORCH_ALLOC_CONF"] = f"pinned_max_round_threshold_mb:{ROUNDED_MIB}"
 
 
-def sleep_beside_others(environment: MutableMapping[str, str], ranks: int) -> str | None:
-    """Makes waiting threads sleep at once if others use their cores now, unless the user has set it.
+def stop_spinning_on_busy_cores(environment: MutableMapping[str, str], ranks: int) -> str | None:
+    """Sets GOMP_SPINCOUNT=0 if other processes use the cores now, so that waiting threads sleep at once.
+
+    Does nothing if the user has set it.
 
     ranks: number of ranks to start on this host. Returns a line on what was done, or None.
     """
     named = environment.get("OMP_NUM_THREADS", "")
-    threads = int(named) if named.isdecimal() else own_cores() // ranks
+    threads = int(named) if named.isdecimal() else available_cores() // ranks
     if threads <= 1 or environment.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
         return None
-    others = cores_of_others(LOOK_S)
-    if not are_lacking(others, ranks * threads):
+    others = cores_used_by_others(LOOK_S)
+    if not is_short_of_cores(others, ranks * threads):
         return None
     environment["GOMP_SPINCOUNT"] = "0"
-    return f"{busy(others, own_cores())}: threads sleep while they wait for each other (GOMP_SPINCOUNT=0)"
+    return f"{busy(others, available_cores())}: threads sleep while they wait for each other (GOMP_SPINCOUNT=0)"
 
 
-def are_lacking(others: float, threads: int) -> bool:
-    """Whether `threads` threads lack cores while other processes use `others` of them."""
-    return others + threads - own_cores() >= LACKING_CORES
+def is_short_of_cores(others: float, threads: int) -> bool:
+    """Whether there are too few cores for `threads` threads while other processes use `others` of them."""
+    return others + threads - available_cores() >= MISSING_CORES
 
 
 class CoreMeter:
@@ -138,36 +140,36 @@ class CoreMeter:
 
     def __init__(self, of_launcher: bool = False) -> None:
         """of_launcher: whether to exclude also the parent of this process and everything that it has started."""
-        self._own_s = partial(_tree_s, os.getppid()) if of_launcher else _own_s
-        self._started, self._all, self._own = time.monotonic(), _busy_s(), self._own_s()
+        self._cpu_s = partial(_tree_s, os.getppid()) if of_launcher else _cpu_s
+        self._started, self._all, self._own = time.monotonic(), _busy_s(), self._cpu_s()
 
     @property
     def seconds(self) -> float:
         """Seconds since this object was created."""
         return time.monotonic() - self._started
 
-    def cores_of_others(self) -> float:
+    def cores_used_by_others(self) -> float:
         """Returns the cores used by others on average since this object was created.
 
         Children count once they have ended.
         """
-        others = _busy_s() - self._all - (self._own_s() - self._own)
+        others = _busy_s() - self._all - (self._cpu_s() - self._own)
         return max(0.0, others / self.seconds)
 
 
-def cores_of_others(seconds: float) -> float:
+def cores_used_by_others(seconds: float) -> float:
     """Sleeps, and returns the number of cores that others used meanwhile, on average."""
     meter = CoreMeter()
     time.sleep(seconds)
-    return meter.cores_of_others()
+    return meter.cores_used_by_others()
 
 
-def own_cores() -> int:
+def available_cores() -> int:
     """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
-def most_cores_of_others(cores: int) -> float:
+def max_cores_used_by_others(cores: int) -> float:
     """Returns how many of `cores` others may use during a measurement that is kept."""
     return max(BUSY_CORES, BUSY_SHARE * cores)
 
@@ -187,19 +189,19 @@ def busy(others: float, cores: int) -> str:
 
 def _busy_s() -> float:
     """Returns the total time in seconds for which the cores of this process were busy since the machine was started."""
-    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
     ticks = 0
     for name, *fields in lines:
-        if name in own:
+        if name in cores:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
             ticks += user + nice + system + irq + softirq + steal
     return ticks * TICK_S
 
 
-def _own_s() -> float:
+def _cpu_s() -> float:
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _tree_s(root: int) -> float:

@@ -28,9 +28,9 @@ def kernel_caches(environment: Mapping[str, str]) -> dict[str, Path]:
 
     Code is compiled for the processor of a host, for a version of Python and for one of torch.
     """
-    own = private_folder().absolute() / socket.gethostname()
-    own /= f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{installed_version('torch')}"
-    return {name: Path(environment.get(name) or own / folder) for name, folder in FOLDERS.items()}
+    root = private_folder().absolute() / socket.gethostname()
+    root /= f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{installed_version('torch')}"
+    return {name: Path(environment.get(name) or root / folder) for name, folder in FOLDERS.items()}
 
 
 def private_folder() -> Path:

@@ -17,19 +17,19 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a run to save and stop, for the launcher and the workers."""
 QUIT = signal.SIGQUIT
 """The signal that ends a run at once (Ctrl-\\). A second SIGINT is handled like this signal."""
 RESUME, INTERRUPTED = 75, 130
 """As in `errors.Exit`, which takes longer to import."""
-MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
+MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.worker_wrapper")
 """Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
 
-_heard: set[int] = set()
-"""Signals that were heard since the program began to collect them."""
-_behind: set[int] = set()
-"""Signals that wait until those that came with them are handled."""
+_received: set[int] = set()
+"""Signals that were received since the program began to collect them."""
+_postponed: set[int] = set()
+"""Signals that are handled after those that arrived with them."""
 _events: SimpleQueue[Any] | None = None
 """The queue that receives signals at present, or None."""
 
@@ -42,21 +42,21 @@ class Stopped(BaseException):
         self.number = number
 
 
-def stop_behind(error: BaseException) -> Stopped | None:
-    """Returns the stop that led to an error, if there was one.
+def stop_that_caused(error: BaseException) -> Stopped | None:
+    """Returns the `Stopped` in the chain of causes and contexts of an error, or None.
 
     Code that was interrupted may raise another error instead: `type()` wraps what `__set_name__` raises (until Python
     3.12), and so do libraries.
     """
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Stopped):
-            return one
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            waiting += [one.__cause__, one.__context__]
+    chain: list[BaseException | None] = [error]
+    while chain:
+        current = chain.pop()
+        if isinstance(current, Stopped):
+            return current
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            chain += [current.__cause__, current.__context__]
     return None
 
 
@@ -71,7 +71,10 @@ def after_step(number: int, step: int) -> str:
 
 
 def say(line: str, descriptor: int = 2) -> None:
-    """Prints a line for the user, if standard error is still open. descriptor: its copy, if it was redirected."""
+    """Prints a line for the user, if the stream is still open.
+
+    descriptor: that of standard error, or of its copy if it was redirected.
+    """
     with suppress(OSError, ValueError):
         os.write(descriptor, f"{line}\n".encode())
 
@@ -87,9 +90,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def hear_no_more() -> None:
+def ignore_signals() -> None:
     """Ignores signals from now on, so that one during the interpreter's shutdown does not change the exit code."""
-    for number in (*STOPS, QUIT):
+    for number in (*STOP_SIGNALS, QUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -112,7 +115,7 @@ def stop_at_once() -> dict[signal.Signals, Any]:
     return _handle(lambda number, _: _end_before_the_first_step(number))
 
 
-def interrupted_by_sigterm() -> None:
+def interrupt_on_sigterm() -> None:
     """Makes SIGTERM end a command as Ctrl-C does, so that it removes its temporary files."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -138,14 +141,14 @@ def stop_by_exception() -> None:
         if isinstance(lost.exc_value, Stopped):
             number = lost.exc_value.number
             received.get_nowait()  # it is the first signal again
-            _heard.discard(number)
+            _received.discard(number)
             threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # not now: this hook could not pass it on
         else:
             sys.__unraisablehook__(lost)
 
     sys.unraisablehook = send_again
     _handle(note)
-    atexit.register(hear_no_more)
+    atexit.register(ignore_signals)
 
 
 @contextmanager
@@ -157,7 +160,7 @@ def caught_signals() -> Iterator[SimpleQueue[Any]]:
     global _events
     outer, events = _events, SimpleQueue[Any]()  # its `put` may be called from a signal handler
     if outer is None:
-        _heard.clear()
+        _received.clear()
     previous = _handle(lambda number, _: events.put(number))
     _events = events
     _move(outer, events)
@@ -189,29 +192,29 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Sig
     ends a run at once only if it is the second SIGINT, not if it follows another signal.
     """
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        if number in _behind:
+    def receive(number: int, frame: FrameType | None) -> None:
+        if number in _postponed:
             return
         if number < QUIT:
-            _behind.add(number)
+            _postponed.add(number)
             try:
                 signal.raise_signal(number)  # handles all that wait, before it returns
             finally:
-                _behind.remove(number)
-        is_impatient = number == signal.SIGINT and number in _heard
-        _heard.add(number)
+                _postponed.remove(number)
+        is_impatient = number == signal.SIGINT and number in _received
+        _received.add(number)
         handler(QUIT if is_impatient else number, frame)
 
-    heard = [number for number in (*STOPS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, hear) for number in heard}
+    handled = [number for number in (*STOP_SIGNALS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, receive) for number in handled}
 
 
-def _move(given: SimpleQueue[Any] | None, taker: SimpleQueue[Any]) -> None:
+def _move(source: SimpleQueue[Any] | None, target: SimpleQueue[Any]) -> None:
     """Moves the signals of one queue to another."""
-    while given is not None and not given.empty():
-        event = given.get()
+    while source is not None and not source.empty():
+        event = source.get()
         if isinstance(event, int):
-            taker.put(event)
+            target.put(event)
 
 
 def _is_run() -> bool:

@@ -46,7 +46,15 @@ def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> T
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
 
 
-def open_closed() -> None:
+@contextmanager
+def reserved_stdout() -> Iterator[TextIO]:
+    """Yields a stream on standard output; what libraries print there goes to standard error from now on."""
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        yield output
+
+
+def open_closed_streams() -> None:
     """Opens closed standard streams on /dev/null.
 
     Otherwise the next file would get the free descriptor, and with it the printed output.
@@ -58,17 +66,17 @@ def open_closed() -> None:
     sys.stderr = sys.stderr or lossy(2, owned=False)
 
 
-def take_any_text() -> None:
+def accept_any_text() -> None:
     """Opens closed standard streams, and makes them accept characters that their encoding lacks."""
-    open_closed()
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is sys.__stderr__:
         sys.stderr = lossy(2, owned=False)  # the exit code also says whatever it prints
 
 
-def outlive_the_terminal() -> None:
-    """Makes output that cannot be printed get lost without an error."""
+def ignore_output_errors() -> None:
+    """Drops output that cannot be written, such as to a closed terminal, instead of raising an error."""
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.__stdout__.flush()
         sys.stdout = lossy(1, owned=False)
@@ -80,20 +88,20 @@ def quiet_libraries() -> Iterator[None]:
 
     If an error is not the user's, the held output is written to standard error, since it may explain the error.
     """
-    held = os.memfd_create("llmtrain-libraries")
-    own = {number: os.dup(number) for number in (1, 2)}
-    is_wanted = False
-    _redirect(dict.fromkeys(own, held))
+    buffer = os.memfd_create("llmtrain-libraries")
+    streams = {number: os.dup(number) for number in (1, 2)}
+    is_printed = False
+    _redirect(dict.fromkeys(streams, buffer))
     try:
         yield
     except BaseException as error:
-        is_wanted = not isinstance(error, UserError | KeyboardInterrupt | Stopped)
+        is_printed = not isinstance(error, UserError | KeyboardInterrupt | Stopped)
         raise
     finally:
-        _redirect(own)
-        if is_wanted:
-            os.write(2, os.pread(held, os.fstat(held).st_size, 0))
-        for descriptor in (held, *own.values()):
+        _redirect(streams)
+        if is_printed:
+            os.write(2, os.pread(buffer, os.fstat(buffer).st_size, 0))
+        for descriptor in (buffer, *streams.values()):
             os.close(descriptor)
 
 
@@ -117,7 +125,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
             return name
         parts = name.rstrip("/").split("/")
         tails = ["/".join(parts[-count:]) for count in range(1, len(parts))]
-        return next((one for one in tails if sum(f"/{other}".endswith(f"/{one}") for other in known) < 2), name)
+        return next((tail for tail in tails if sum(f"/{other}".endswith(f"/{tail}") for other in known) < 2), name)
 
     return {name: short(name) for name in known}
 
@@ -151,8 +159,8 @@ def visible(text: str, kept: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(
-        one.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if one not in kept and unicodedata.category(one) in ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-        else one
-        for one in text
+        character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if character not in kept and unicodedata.category(character) in ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+        else character
+        for character in text
     )

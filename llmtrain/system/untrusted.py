@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from llmtrain.errors import printable, short, shown
+from llmtrain.errors import format_value, printable, truncate
 
 T = TypeVar("T")
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Size of the longest text or JSON document that is read."""
 BYTE_ORDER_MARK = "\ufeff"
 UNREADABLE = (OSError, ValueError)
-"""The exceptions of the functions below about a file, for `except`; `why` formats them."""
+"""The exceptions of the functions below about a file, for `except`; `file_fault` formats them."""
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -83,19 +83,19 @@ def utf8_name(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file. Raises OSError, also for a file longer than `most` bytes."""
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Reads a regular file. Raises OSError, also for a file longer than `max_bytes`."""
     with open_regular(path) as file:
-        content = read_most(file, most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"is longer than {most:,} bytes", str(path))
+        content = read_up_to(file, max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"is longer than {max_bytes:,} bytes", str(path))
     return content
 
 
-def read_most(file: FileIO, most: int) -> bytes:
-    """Reads at most this many bytes from an unbuffered file."""
+def read_up_to(file: FileIO, size: int) -> bytes:
+    """Reads up to `size` bytes from an unbuffered file."""
     content = bytearray()
-    while len(content) < most and (part := file.read(most - len(content))):
+    while len(content) < size and (part := file.read(size - len(content))):
         content += part
     return bytes(content)
 
@@ -105,14 +105,14 @@ def is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Reads a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
-    return read_bytes(path, most).decode("utf-8")
+    return read_bytes(path, max_bytes).decode("utf-8")
 
 
-def read_json(path: Path, kind: type[T], most: int = MOST_BYTES) -> T:
+def read_json(path: Path, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
     """Reads the JSON document in a regular file as an object of a type. Raises OSError or ValueError."""
-    return parse_json(read_bytes(path, most), kind)
+    return parse_json(read_bytes(path, max_bytes), kind)
 
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
@@ -121,13 +121,13 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     return value
 
 
-def why(error: Exception) -> str:
+def file_fault(error: Exception) -> str:
     """Describes what was wrong with a file on one line, without its path."""
     if isinstance(error, ValidationError):
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
         where = ".".join(map(str, first["loc"]))
         more = f", and {len(others):,} more faults" if others else ""
-        return f"{printable(short(where)) or 'content'}: {first['msg']}{more}"
+        return f"{printable(truncate(where)) or 'content'}: {first['msg']}{more}"
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text (byte {error.start:,})"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -136,8 +136,8 @@ def why(error: Exception) -> str:
 def require_regular(status: os.stat_result, path: Path) -> None:
     """Raises OSError unless it is a regular file."""
     if not stat.S_ISREG(status.st_mode):
-        found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"is {found}, not a file", str(path))
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"is {kind}, not a file", str(path))
 
 
 def require_regular_files(folder: Path) -> None:
@@ -149,13 +149,13 @@ def require_regular_files(folder: Path) -> None:
                 require_regular(status, path)
 
 
-MOST_NESTED = 32
+MAX_NESTED = 32
 """Largest depth of nested lists and objects."""
-MOST_DIGITS = 40
+MAX_DIGITS = 40
 """Largest number of digits of an integer in `model.config`. Rules report numbers that are too large; this limit only
 bounds the arithmetic."""
-TOO_LARGE = f"it contains an integer of more than {MOST_DIGITS} digits"
-TOO_DEEP = f"lists and objects are nested deeper than {MOST_NESTED} levels"
+TOO_LARGE = f"it contains an integer of more than {MAX_DIGITS} digits"
+TOO_DEEP = f"lists and objects are nested deeper than {MAX_NESTED} levels"
 
 
 def json_fault(value: Any) -> str | None:
@@ -164,24 +164,23 @@ def json_fault(value: Any) -> str | None:
     Uses no recursion, since a value may be nested deeper than the interpreter's limit.
     """
     level = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         for item in level:
-            if fault := _not_a_leaf(item):
+            if fault := _item_fault(item):
                 return fault
-        inner = (one for item in level for one in _within(item))
-        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may contain itself many times
+        level = [child for item in level for child in _children(item)]
         if not level:
             return None
     return TOO_DEEP
 
 
-def _within(item: Any) -> Iterable[Any]:
+def _children(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
         return [*item, *item.values()]
     return item if isinstance(item, (list, tuple)) else ()
 
 
-def _not_a_leaf(item: Any) -> str | None:
+def _item_fault(item: Any) -> str | None:
     if isinstance(item, str):
         if "\0" in item:
             return "it contains a NUL character"
@@ -189,10 +188,10 @@ def _not_a_leaf(item: Any) -> str | None:
     if isinstance(item, float):
         return None if math.isfinite(item) else f"{item} is not a finite number"
     if isinstance(item, int):
-        return None if abs(item) < 10**MOST_DIGITS else TOO_LARGE
+        return None if abs(item) < 10**MAX_DIGITS else TOO_LARGE
     if isinstance(item, dict):
         names = [name for name in item if not isinstance(name, str)]
-        return f"{shown(names[0])} is not a name: names are strings" if names else None
+        return f"{format_value(names[0])} is not a name: names are strings" if names else None
     if item is None or isinstance(item, (list, tuple, BaseModel)):  # a model has checked its own fields
         return None
     return f"it contains a {type(item).__name__}, which is not JSON data"

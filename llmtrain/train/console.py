@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,10 +16,10 @@ from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from llmtrain.errors import Exit
-from llmtrain.launch import Failure, Rank, discover
+from llmtrain.launch import Failure, Rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed
+from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed_streams
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class WorkerOutput:
         return any(other and other.time >= self.started and other.message == failure.message for other in others)
 
 
-def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
+def redirect_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """Redirects file descriptors 1 and 2 of this process to its rank's log, and keeps the terminal for our own lines.
 
     Must be called before torch and other libraries are imported, so that everything they print, warn or log, from
@@ -76,7 +75,7 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
-    open_closed()
+    open_closed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = lossy(os.dup(1)), lossy(os.dup(2))
@@ -86,23 +85,6 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     print(f"--- {now}: rank {rank.rank} of {rank.world_size}, process {os.getpid()} on {socket.gethostname()}")
     console = _Terminal(file=stdout, force_terminal=is_terminal(stdout)) if rank.is_main else Console(quiet=True)
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
-
-
-def run_worker(command: str, work: Callable[[Rank, Path, WorkerOutput], None]) -> None:
-    """Is the main function of a worker that `command` starts with a folder as its argument; exits as a worker does.
-
-    work: does this rank's part. It loads torch and DeepSpeed, which print, so it runs after the output is redirected.
-    """
-    rank = discover(os.environ, sys.argv)
-    if rank is None:
-        raise SystemExit(f"this module is started by `{command}`")
-    folder = Path(sys.argv[1])
-    output = take_over_output(RunDir(folder), rank)
-    try:
-        work(rank, folder, output)
-    except BaseException as error:
-        # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
-        os._exit(output.report_failure(error))
 
 
 def _redirect(log: Path) -> None:

@@ -10,15 +10,15 @@ from rich.console import Console
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
+from llmtrain.checkpoint.manifest import first_names, missing_parts, read_manifests
 from llmtrain.data import Prepared
 from llmtrain.errors import UserError
-from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.inference.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
-from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, score_table
+from llmtrain.train.metrics.progress import sample_panel
+from llmtrain.train.tasks import BackgroundScoring, ScoringError, score_last, score_table
 
 
 def finish(
@@ -26,7 +26,7 @@ def finish(
     plan: Plan,
     state: TrainerState,
     prepared: Prepared,
-    tasks: TasksBeside | None,
+    tasks: BackgroundScoring | None,
     console: Console,
 ) -> None:
     """Compares the evaluation with a unigram model, exports, samples and scores; runs on rank 0 after the last step.
@@ -37,7 +37,7 @@ def finish(
     if tasks is not None:
         with console.status("scoring a checkpoint"), _printing_scoring_errors(console):
             tasks.wait()
-    if state.eval_loss is not None and not recipe.objective.of_completions:
+    if state.eval_loss is not None and not recipe.objective.is_preference:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
         console.print(
             f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",
@@ -47,7 +47,7 @@ def finish(
     if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
-        lack = f"{checkpoint} lacks the parts of {some(elsewhere)}; copy them into it"
+        lack = f"{checkpoint} lacks the parts of {first_names(elsewhere)}; copy them into it"
         console.print(f"not exported: {lack}", soft_wrap=True)
         return
     with console.status("exporting"):

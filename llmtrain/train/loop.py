@@ -12,28 +12,28 @@ import torch
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
-from llmtrain.data import MAIN_SET, Schedule, StepBatch
+from llmtrain.data import MAIN_SET, BatchLoader, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
-from llmtrain.runtime.agree import total
 from llmtrain.system.heartbeat import Heartbeat, Phase
+from llmtrain.train.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
-from llmtrain.train.signals import Agreement
-from llmtrain.train.tasks import ScoringError, TasksBeside, scores
+from llmtrain.train.signals import StopAgreement
+from llmtrain.train.tasks import BackgroundScoring, ScoringError, scores
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Outputs that show the model's progress, in addition to the loss."""
+class ProgressOutputs:
+    """What a run produces to show the model's progress, in addition to the loss."""
 
     sampler: Sampler | None = None
     """Set if the recipe asks for samples."""
-    tasks: TasksBeside | None = None
+    scoring: BackgroundScoring | None = None
     """Set on rank 0 if checkpoints are scored during training."""
 
 
@@ -43,13 +43,13 @@ class Run:
 
     recipe: Recipe
     engine: Engine
-    data: Schedule
+    data: BatchLoader
     saver: Saver
     state: TrainerState
     stop_step: int
     """Step after which the run stops; below `train.max_steps` if the user asked for that."""
     progress: TrainingProgress
-    stop: Agreement
+    stop: StopAgreement
     metrics: MetricsLogger | None
     """Set on rank 0 only."""
     skipped: int = 0
@@ -58,7 +58,7 @@ class Run:
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
-    beside: Beside = Beside()
+    outputs: ProgressOutputs = ProgressOutputs()
 
 
 class TooManySkippedError(Exception):
@@ -81,11 +81,11 @@ def fit(run: Run) -> None:
     meter = Meter()
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
-        while state.step < run.stop_step and not run.stop.agreed(state.step):
+        while state.step < run.stop_step and not run.stop.should_stop(state.step):
             run.heartbeat.begin_step(state.step + 1)
-            asked = time.perf_counter()
+            wait_started = time.perf_counter()
             batch = next(batches)
-            waited = time.perf_counter() - asked
+            waited = time.perf_counter() - wait_started
             if run.profiler:
                 run.profiler.begin(state.step + 1)
             result = run.engine.train_step(batch)
@@ -102,15 +102,15 @@ def fit(run: Run) -> None:
             if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter, batch)
                 if run.profiler:
-                    run.profiler.look(state.step)
+                    run.profiler.check_request(state.step)
             # Separate from logging, because results must not depend on what is logged.
             if at_end or recipe.guard.looks_after(state.step):
                 _check_skipped(run)
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
-                if run.beside.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
-                    sample(run, run.beside.sampler)
+                if run.outputs.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
+                    sample(run, run.outputs.sampler)
             if _due(recipe.checkpoint.every_steps, state.step):
                 with meter.saving():
                     _save(run)
@@ -122,33 +122,34 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Computes and logs the mean loss over the terms of each evaluation set."""
+    """Computes and logs the mean loss over the items of each evaluation set."""
     with run.progress.busy("evaluating"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
-        found = {name: _evaluated(run, name) for name in run.data.eval_sets}
-    main = found.pop(MAIN_SET)
+        evaluations = {name: _evaluated(run, name) for name in run.data.eval_sets}
+    main = evaluations.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
     if run.metrics:
-        run.progress.show(run.metrics.log_eval(run.state.step, main, found))
+        run.progress.show(run.metrics.log_eval(run.state.step, main, evaluations))
 
 
 def _evaluated(run: Run, name: str) -> Evaluation:
-    """Computes the mean loss over the terms of a set, of all its sources and of each."""
+    """Computes the mean loss over the items of a set, of all its sources and of each."""
     losses: dict[str, float] = defaultdict(float)
-    terms: dict[str, int] = defaultdict(int)
+    num_items: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
     most = run.recipe.evaluation.max_sequences
-    estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
+    if run.engine.objective and run.engine.objective.needs_divergence:
+        estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
     for batch in run.data.eval_batches(most, name):
         run.heartbeat.beat()
-        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.terms
-        terms[batch.evaluated] += batch.terms
+        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.num_items
+        num_items[batch.evaluated] += batch.num_items
         if (sums := run.engine.rewards()) is not None:
             rewards += sums.cpu()
-    total = sum(terms.values())
+    total = sum(num_items.values())
     known = run.data.eval_bytes(most, name) if run.metrics else None
     return Evaluation(
         loss=sum(losses.values()) / total,
-        by_source={source: loss / terms[source] for source, loss in losses.items()},
+        by_source={source: loss / num_items[source] for source, loss in losses.items()},
         rewards=_reward_metrics(run, rewards.tolist()),
         bytes_per_token=known / total if known else None,
     )
@@ -196,7 +197,7 @@ def _check_skipped(run: Run) -> None:
 def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
     rewards = run.engine.rewards()
-    router_loss = None if result.router_loss is None else total(result.router_loss)
+    router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
     if run.metrics is None:
         return
     with run.heartbeat.waiting():
@@ -204,8 +205,8 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     if skipped.total > run.skipped:
         new = skipped.total - run.skipped
         run.progress.note(skipped.describe(run.state.step, new))
-        for one in skipped.recent[-new:]:
-            run.metrics.log_event("skipped", run.state.step - one.steps_ago, one.why())
+        for update in skipped.recent[-new:]:
+            run.metrics.log_event("skipped", run.state.step - update.steps_ago, update.why())
         run.skipped = skipped.total
     with run.heartbeat.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
@@ -229,23 +230,23 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         )
     )
     run.progress.show(record)
-    if run.beside.tasks:
-        _look_for_scores(run, run.metrics, run.beside.tasks)
+    if run.outputs.scoring:
+        _log_scores(run, run.metrics, run.outputs.scoring)
     if slow := run.heartbeat.straggler():
         run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
     if run.cores and (busy := run.cores.line()):
         run.progress.note(busy)
 
 
-def _look_for_scores(run: Run, metrics: MetricsLogger, tasks: TasksBeside) -> None:
+def _log_scores(run: Run, metrics: MetricsLogger, scoring: BackgroundScoring) -> None:
     try:
-        results = tasks.look(run.state.step)
+        results = scoring.poll(run.state.step)
     except ScoringError as error:
         run.progress.note(str(error))
         return
-    for one in scores(results or {}):
-        metrics.log_score(run.state.step, one.task, one.metric, one.value)
-        run.progress.note(f"{one.task}  {one.metric} {one.value:.4f}")
+    for score in scores(results or {}):
+        metrics.log_score(run.state.step, score.task, score.metric, score.value)
+        run.progress.note(f"{score.task}  {score.metric} {score.value:.4f}")
 
 
 def _peak_memory() -> int:

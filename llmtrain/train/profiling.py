@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from llmtrain.overrides.torch import record_memory, write_memory
 from llmtrain.recipe import ProfileConfig
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 MOST_ROWS = 30
 """Operations in a summary."""
@@ -43,7 +43,7 @@ class StepProfiler:
         self._running: profile | None = None
         self._writing: threading.Thread | None = None
 
-    def look(self, step: int) -> None:
+    def check_request(self, step: int) -> None:
         """Reads a new request, whose window begins with the next step."""
         if self._running or (stamp := _stamp(self._request)) == self._seen:
             return
@@ -51,7 +51,7 @@ class StepProfiler:
         try:
             self._config = read_json(self._request, ProfileConfig)
         except UNREADABLE as error:
-            self._warn(f"{self._request}: {why(error)}")
+            self._warn(f"{self._request}: {file_fault(error)}")
             return
         self._first = step + 1
 
@@ -94,8 +94,8 @@ class StepProfiler:
     def _write(self, recorded: profile, folder: Path, steps: range) -> None:
         try:
             recorded.export_chrome_trace(str(folder / f"rank_{self._rank}.trace.json.gz"))
-            found = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
-            write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **found})
+            summary = profile_summary(recorded.events())  # type: ignore[no-untyped-call]
+            write_json(folder / f"rank_{self._rank}.json", {"steps": list(steps), **summary})
         except Exception as error:  # whatever the error is, the run continues
             self._warn(f"the profile of steps {steps[0]} to {steps[-1]} was not written: {error}")
 
@@ -107,15 +107,15 @@ def profile_summary(events: Iterable[Any]) -> dict[str, Any]:
     and `operations`, with the most time first.
     """
     kept = list(events)
-    on_device = [one for one in kept if one.device_type.name == "CUDA"]
-    timed = on_device or [one for one in kept if one.cpu_parent is None]
-    moved = [_interval(one) for one in timed if one.name.startswith(COMMUNICATION)]
-    computed = [_interval(one) for one in timed if not one.name.startswith(COMMUNICATION)]
+    on_device = [event for event in kept if event.device_type.name == "CUDA"]
+    timed = on_device or [event for event in kept if event.cpu_parent is None]
+    moved = [_interval(event) for event in timed if event.name.startswith(COMMUNICATION)]
+    computed = [_interval(event) for event in timed if not event.name.startswith(COMMUNICATION)]
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    for one in on_device or kept:
-        times[one.name] += one.time_range.elapsed_us() if on_device else one.self_cpu_time_total
-        calls[one.name] += 1
+    for event in on_device or kept:
+        times[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
+        calls[event.name] += 1
     most = sorted(times, key=lambda name: -times[name])[:MOST_ROWS]
     both = [*moved, *computed]
     return {

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from llmtrain.errors import Exit, Problem, UserError, WorkerError
 from llmtrain.launch import run_workers
-from llmtrain.launch.standstill import ALLOWED_S
-from llmtrain.launch.template import Template
-from llmtrain.metrics import note_event
+from llmtrain.launch.fork_server import ForkServer
+from llmtrain.launch.hang_detector import DEFAULT_TIMEOUT_S
 from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
-from llmtrain.system.heartbeat import Board
+from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
+from llmtrain.train.metrics import note_event
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""
@@ -46,27 +46,29 @@ def train_with_restarts(
     resume: str,
     max_restarts: int,
     console: Console,
-    template: Template | None = None,
-    allowed_s: float = ALLOWED_S,
+    fork_server: ForkServer | None = None,
+    hang_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> int:
     """Runs workers until the job is finished; restarts a job that died, at most `max_restarts` times.
 
-    command: that of a worker, without its --resume. template, allowed_s: as for `run_workers`. A job is not restarted
-    if a user's mistake or a signal ended it, or if it dies twice in the same step without a checkpoint in between.
-    Returns as `run_workers` does, and raises its error in the last attempt.
+    command: that of a worker, without its --resume. fork_server, hang_timeout_s: as for `run_workers`. A job is not
+    restarted if a user's mistake or a signal ended it, or if it dies twice in the same step without a checkpoint in
+    between. Returns as `run_workers` does, and raises its error in the last attempt.
     """
     deaths: list[Death] = []
     while True:
-        board = Board(workers)
+        board = HeartbeatPages(workers)
         try:
-            return run_workers([*command, "--resume", resume], workers, folder, None, board, template, allowed_s)
+            return run_workers(
+                [*command, "--resume", resume], workers, folder, None, board, fork_server, hang_timeout_s
+            )
         except UserError as error:
             deaths.append(_death(board, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
             write_report_at_end(folder, partial(_warn, console))
             if not max_restarts or not isinstance(error, WorkerError):
                 raise
-            if reason := enough(deaths, max_restarts):
+            if reason := reason_to_give_up(deaths, max_restarts):
                 raise WorkerError([*error.problems, Problem("restart.end", "--max-restarts", reason)]) from None
             print(error.report(), file=sys.stderr, flush=True)
         finally:
@@ -83,7 +85,7 @@ def train_with_restarts(
             return Exit.RESUME
 
 
-def enough(deaths: Sequence[Death], max_restarts: int) -> str | None:
+def reason_to_give_up(deaths: Sequence[Death], max_restarts: int) -> str | None:
     """Returns why a job is not restarted after these deaths, or None if it is."""
     if len(deaths) > 1 and deaths[-1] == deaths[-2]:
         return f"died twice {deaths[-1]}: another attempt would fail, too"
@@ -114,7 +116,7 @@ def _warn(console: Console, text: str) -> None:
     console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _death(board: Board, folder: RunDir) -> Death:
+def _death(board: HeartbeatPages, folder: RunDir) -> Death:
     from llmtrain.checkpoint.folder import newest
 
     checkpoint = newest(folder.checkpoints)

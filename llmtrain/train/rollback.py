@@ -14,19 +14,19 @@ from llmtrain.engines.guard import Skipped
 from llmtrain.errors import DivergedError, Problem
 from llmtrain.plan import Plan
 
-WAYS_ON = (
+SUGGESTIONS = (
     "check the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma or "
     "guard.spike_norm_ratio, changes which updates are skipped"
 )
 
 
 @dataclass(frozen=True)
-class Trouble:
+class SkippedUpdates:
     """A run that has skipped too many updates."""
 
     plan: Plan
     state: TrainerState
-    """The state after the last step; `go_back` changes it."""
+    """The state after the last step; `roll_back` changes it."""
     skipped: Skipped
 
     @property
@@ -52,7 +52,7 @@ class Trouble:
         )
 
 
-def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:
+def roll_back(skipped_updates: SkippedUpdates, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:
     """Loads the last checkpoint before the skipped steps, and skips their data; called by all ranks.
 
     Skipped updates do not change the weights, but their cause may have done so before. The checkpoint is therefore
@@ -61,15 +61,15 @@ def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, stora
     DivergedError if the recipe says so (`guard.then`), if the run has rolled back too often, or if it has saved
     nothing.
     """
-    guard, state = trouble.plan.recipe.guard, trouble.state
-    choice = choose_newest(checkpoints, run, storage, before=trouble.first_step) or choose_newest(
+    guard, state = skipped_updates.plan.recipe.guard, skipped_updates.state
+    choice = choose_newest(checkpoints, run, storage, before=skipped_updates.first_step) or choose_newest(
         checkpoints, run, storage
     )
     if guard.then == "stop" or state.rollbacks >= guard.max_rollbacks or choice is None:
-        raise DivergedError(_problem(trouble, choice))
-    loaded = restore(choice.folder, choice.manifests, storage, engine, trouble.plan, state.data)
+        raise DivergedError(_problem(skipped_updates, choice))
+    loaded = restore(choice.folder, choice.manifests, storage, engine, skipped_updates.plan, state.data)
     go_on_from(choice, checkpoints, storage)
-    engine.guard.count_from(trouble.skipped.total)
+    engine.guard.count_from(skipped_updates.skipped.total)
     now = replace(
         loaded,
         samples=state.samples,
@@ -79,18 +79,18 @@ def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, stora
     vars(state).update(vars(now))
 
 
-def _problem(trouble: Trouble, choice: ResumeChoice | None) -> Problem:
-    guard, state = trouble.plan.recipe.guard, trouble.state
-    message = trouble.describe()
+def _problem(skipped_updates: SkippedUpdates, choice: ResumeChoice | None) -> Problem:
+    guard, state = skipped_updates.plan.recipe.guard, skipped_updates.state
+    message = skipped_updates.describe()
     if guard.then == "stop":
         kept = f"the same command continues from {choice.folder.name}" if choice else "no checkpoint was saved"
-        fix = f"{kept}; --set guard.then=rollback skips the data as well; {WAYS_ON}"
+        fix = f"{kept}; --set guard.then=rollback skips the data as well; {SUGGESTIONS}"
     elif choice is None:
-        fix = f"no checkpoint was saved to roll back to (checkpoint.every_steps); {WAYS_ON}"
+        fix = f"no checkpoint was saved to roll back to (checkpoint.every_steps); {SUGGESTIONS}"
     else:
         message += f"; no rollback is left ({state.rollbacks} of {guard.max_rollbacks})"
         fix = (
-            f"{choice.folder.name} is the last checkpoint before these steps; {WAYS_ON}, and "
+            f"{choice.folder.name} is the last checkpoint before these steps; {SUGGESTIONS}, and "
             "guard.max_rollbacks how often the run rolls back"
         )
     return Problem("guard.skipped", "guard.max_skipped", message, fix)

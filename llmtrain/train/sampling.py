@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.engines import Engine
+from llmtrain.engines.runtime.agree import all_reduce_max
 from llmtrain.models.inference.generate import LEAST_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
-from llmtrain.runtime.agree import highest
 from llmtrain.system.untrusted import utf8_name
 
 LIKELIEST = 50
@@ -47,10 +47,10 @@ class Sampler:
 
     def continued(self, engine: Engine, beat: Callable[[], object] = lambda: None) -> list[Sample]:
         """Returns the prompts with their continuations. beat: called after each token."""
-        found = []
+        continuations = []
         for first in range(0, len(self._prompts), self._rows):
-            found += self._together(engine, first, beat)
-        return list(zip(self._config.prompts, found, strict=True))
+            continuations += self._together(engine, first, beat)
+        return list(zip(self._config.prompts, continuations, strict=True))
 
     def _together(self, engine: Engine, first: int, beat: Callable[[], object]) -> list[str]:
         """Continues as many prompts as a micro-batch has rows."""
@@ -60,10 +60,10 @@ class Sampler:
         left = set(range(len(texts)))
         while left:
             chosen = torch.full((len(texts),), -1)
-            noise = [torch.empty(LIKELIEST).exponential_(generator=one) for one in generators]
+            noise = [torch.empty(LIKELIEST).exponential_(generator=generator) for generator in generators]
             for row, logits in engine.next_logits(self._batch(texts, left)).items():
                 chosen[row] = self._choice(logits[: self._vocab_size], noise[row])
-            tokens = highest(chosen, engine.device).tolist()
+            tokens = all_reduce_max(chosen, engine.device).tolist()
             for row in sorted(left):
                 ends = tokens[row] in self._stops
                 texts[row] += [] if ends else [tokens[row]]

@@ -1,4 +1,4 @@
-"""Stopping on signals. A signal reaches the ranks at different times, or only one of them: they agree on a step.
+"""Stops a run on a signal. It reaches the ranks at different times, or only one of them: they agree on a step.
 
 Launchers and batch systems differ in which signals they send (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT) and to whom,
 so all of these mean the same on any rank: finish the step, save, and exit with code 75.
@@ -14,14 +14,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from llmtrain.errors import Exit
-from llmtrain.launch.seal import Seal, read_sealed
-from llmtrain.system.stops import STOPS, after_step, leave, say
+from llmtrain.launch.authentication import MessageAuthenticator, read_verified
+from llmtrain.system.stops import STOP_SIGNALS, after_step, leave, say
 from llmtrain.system.streams import ERASE_LINE, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-KEPT_VERDICTS = 2048
+KEPT_DECISIONS = 2048
 """Rank 0 is never this many steps ahead of another: a CUDA device queues 1024 launches, and a step has several."""
 
 REQUEST = "request"
@@ -36,28 +36,28 @@ class StopSignals:
         """The first signal."""
         self._saved: tuple[int, TextIO] | None = None
         """The last step, which is saved, and the user's standard error."""
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
-                signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may block them until now
+                signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may block them until now
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             # Left to the kernel, since a process that waits in a collective runs no handler.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.received is None:
             self.received = signal.Signals(number)
-        self._leave_if_saved()
+        self._exit_if_saved()
 
-    def leave_at_once(self, step: int, stderr: TextIO) -> None:
+    def exit_on_signal(self, step: int, stderr: TextIO) -> None:
         """Makes the process exit at once on a signal, past or future.
 
         step: the last one, which is saved. stderr: standard error before it was redirected to the rank's log.
         """
         self._saved = step, stderr
-        self._leave_if_saved()
+        self._exit_if_saved()
 
-    def _leave_if_saved(self) -> None:
+    def _exit_if_saved(self) -> None:
         if self._saved is not None and self.received is not None:
             step, stderr = self._saved
             # There may be a spinner on this line.
@@ -65,98 +65,99 @@ class StopSignals:
             leave(Exit.RESUME)
 
 
-class Agreement:
+class StopAgreement:
     """Makes all ranks stop after the same step, whichever of them received the signal.
 
-    Rank 0 gives a verdict for each step and writes it to the store at which the ranks met; the others read it there. A
-    thread does that one step ahead, while the rank trains, so that no rank waits for a round trip, a collective or a
+    Rank 0 decides for each step and writes the decision to the rendezvous store; the others read it there. A thread
+    does that one step ahead, while the rank trains, so that no rank waits for a round trip, a collective or a
     device; the price is that a run ends one step later.
     """
 
-    def __init__(self, signals: StopSignals, seal: Seal, attempt: int = 0) -> None:
+    def __init__(self, signals: StopSignals, authenticator: MessageAuthenticator, attempt: int = 0) -> None:
         """Called by all ranks of the process group.
 
-        seal: the same for all ranks. attempt: increases if a run repeats steps, whose old verdicts must not be read.
+        authenticator: the same for all ranks. attempt: increases if a run repeats steps, whose old decisions must not
+        be read.
         """
         from torch import distributed as dist
 
-        from llmtrain.runtime.distributed import store
+        from llmtrain.engines.runtime.distributed import store
 
         self.signals = signals
-        self._seal = seal
+        self._authenticator = authenticator
         self._attempt = attempt
         self.rank = dist.get_rank()
         # A separate connection: on a shared one, a thread that waits for a key blocks the others.
-        own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
-        self.store: Store | None = own
-        """The store at which the ranks meet; None for a single rank."""
+        connection = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
+        self.store: Store | None = connection
+        """The rendezvous store; None for a single rank."""
         self.stopped_by: signal.Signals | None = None
         """The signal that all ranks stop on, once they have agreed."""
-        self._asked: SimpleQueue[int | None] = SimpleQueue()
-        self._given: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._decisions: SimpleQueue[int | BaseException] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def agreed(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether the ranks stop after `step` steps. Each rank asks for the same steps in order.
 
         Raises the error of the store if rank 0 is gone.
         """
-        number = int(self.signals.received or 0) if self.store is None else self._verdict(step)
+        number = int(self.signals.received or 0) if self.store is None else self._decision(step)
         self.stopped_by = signal.Signals(number) if number else None
         return self.stopped_by is not None
 
     def close(self) -> None:
-        """Ends the thread, after the last requested verdict. For ranks that continue afterwards."""
+        """Ends the thread, after the last requested decision. For ranks that continue afterwards."""
         if self._thread is not None:
-            self._asked.put(None)
+            self._requests.put(None)
             self._thread.join()
             self._thread = None
 
-    def _verdict(self, step: int) -> int:
-        """Returns the number of the signal to stop on, or 0, and requests the verdict of the next step."""
+    def _decision(self, step: int) -> int:
+        """Returns the number of the signal to stop on, or 0, and requests the decision of the next step."""
         if self._thread is None:
-            self._thread = Thread(target=self._answer, name="stop verdicts", daemon=True)
+            self._thread = Thread(target=self._serve_requests, name="stop decisions", daemon=True)
             self._thread.start()
-            self._asked.put(step)
-        self._asked.put(step + 1)
-        given = self._given.get()
+            self._requests.put(step)
+        self._requests.put(step + 1)
+        given = self._decisions.get()
         if isinstance(given, BaseException):
             raise given
         return given
 
-    def _answer(self) -> None:
-        """Gives the requested verdicts, in a thread."""
+    def _serve_requests(self) -> None:
+        """Makes the requested decisions, in a thread."""
         # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            while (step := self._asked.get()) is not None:
-                self._given.put(self._decided(step))
+            while (step := self._requests.get()) is not None:
+                self._decisions.put(self._decide(step))
         except Exception as error:  # of the connection; raised in the training thread if it asks again
-            self._given.put(error)
+            self._decisions.put(error)
 
-    def _decided(self, step: int) -> int:
-        """Returns rank 0's verdict for a step: decided now on rank 0, and read when available on the others."""
+    def _decide(self, step: int) -> int:
+        """Returns rank 0's decision for a step: decided now on rank 0, and read when available on the others."""
         assert self.store is not None
         received = int(self.signals.received or 0)
         if self.rank != 0:
             if received:
-                self.store.set(REQUEST, self._sealed(REQUEST, received))
-            return int(read_sealed(self.store, str(step), self._seal, self._about(str(step))))
+                self.store.set(REQUEST, self._signed(REQUEST, received))
+            return int(read_verified(self.store, str(step), self._authenticator, self._purpose(str(step))))
         if not received and self.store.check([REQUEST]):
-            received = self._requested()
-        self.store.set(str(step), self._sealed(str(step), received))
-        self.store.delete_key(str(step - KEPT_VERDICTS))
+            received = self._requested_signal()
+        self.store.set(str(step), self._signed(str(step), received))
+        self.store.delete_key(str(step - KEPT_DECISIONS))
         return received
 
-    def _requested(self) -> int:
+    def _requested_signal(self) -> int:
         """Returns the signal that another rank received, or 0 if the text was forged."""
         assert self.store is not None
         with suppress(ValueError):
-            return int(self._seal.opened(self._about(REQUEST), self.store.get(REQUEST)))
+            return int(self._authenticator.verify(self._purpose(REQUEST), self.store.get(REQUEST)))
         return 0
 
-    def _sealed(self, key: str, number: int) -> str:
-        return self._seal.seal(self._about(key), str(number))
+    def _signed(self, key: str, number: int) -> str:
+        return self._authenticator.sign(self._purpose(key), str(number))
 
-    def _about(self, key: str) -> str:
+    def _purpose(self, key: str) -> str:
         return f"stop {self._attempt} {key}"

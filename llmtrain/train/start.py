@@ -15,21 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmtrain.cluster import Cluster, local_cluster, self_test_folder
 from llmtrain.errors import Exit, RecipeError
-from llmtrain.system.host import sleep_beside_others
+from llmtrain.recipe.cluster import Cluster, local_cluster, self_test_folder
+from llmtrain.system.host import stop_spinning_on_busy_cores
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from llmtrain.launch.template import Template
+    from llmtrain.launch.fork_server import ForkServer
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
+    from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
     from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
-    from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,16 @@ class LocalStart:
 
     def train(self) -> int:
         """Trains and returns the exit code."""
-        from llmtrain.launch.jobs.accelerate import processes_asked
+        from llmtrain.launch.fork_server import ForkServer
+        from llmtrain.launch.jobs.accelerate import requested_processes
         from llmtrain.launch.local import common_environment
-        from llmtrain.launch.template import Template
 
-        cluster = local_cluster(self.nproc or processes_asked())
+        cluster = local_cluster(self.nproc or requested_processes())
         offer_self_test(cluster)
         if cluster.spec.on_cpu:
-            settle_threads(cluster.devices_per_node)
-        with Template() as template:
-            forked_from = template if cluster.spec.on_cpu and not self.tool else None
+            configure_thread_waiting(cluster.devices_per_node)
+        with ForkServer() as fork_server:
+            forked_from = fork_server if cluster.spec.on_cpu and not self.tool else None
             if forked_from:
                 # The imports take longest, so they run while the recipe is checked and the data are prepared.
                 forked_from.start(common_environment(cluster.world_size))
@@ -69,13 +69,13 @@ class LocalStart:
             check_disks(plan)
             return self._launch(plan, folder, forked_from)
 
-    def _launch(self, plan: Plan, folder: RunDir, template: Template | None) -> int:
+    def _launch(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None) -> int:
         """Checks the pipeline's stages, prepares the data, and runs the workers."""
         from llmtrain.checkpoint.before import check_data, check_resume, nothing_left
-        from llmtrain.data import Progress, Schedule, encode_prompts, prepare, report, with_steps
-        from llmtrain.ds_config import render
+        from llmtrain.data import BatchLoader, Progress, encode_prompts, prepare, report, with_max_steps
         from llmtrain.launch.local import common_environment
         from llmtrain.launch.tools import check_tool
+        from llmtrain.plan.ds_config import render
         from llmtrain.run_dir.lock import RunLock
         from llmtrain.system.stops import caught_signals
 
@@ -88,12 +88,12 @@ class LocalStart:
             return Exit.DONE
         with RunLock.take(folder.path, say) as lock:
             checkpoint = check_resume(plan, folder, self.resume, is_local=True)
-            if template:  # restarted if a single worker drives all devices
-                template.start(common_environment(plan.workers))
+            if fork_server:  # restarted if a single worker drives all devices
+                fork_server.start(common_environment(plan.workers))
             check_stages(plan)
             check_pretrained(plan.recipe)
             prepared = prepare(plan.recipe, Progress(console))
-            plan = with_steps(plan, prepared)
+            plan = with_max_steps(plan, prepared)
             console.print(report(prepared, plan.recipe))
             if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, self.max_steps)):
                 console.print(reason, highlight=False, soft_wrap=True)
@@ -101,19 +101,19 @@ class LocalStart:
             if checkpoint:
                 check_data(checkpoint, prepared.key, plan.recipe)
             # Refused before anything is written or started: data shorter than a batch, prompts without room.
-            Schedule.of(plan, prepared, dp_rank=0)
+            BatchLoader.of(plan, prepared, dp_rank=0)
             encode_prompts(plan.recipe, prepared)
             folder.create(plan, render(plan))
             console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
             with caught_signals():
                 # Batch systems repeat signals. One that arrives after the end must not change the exit code.
-                code = self._run(plan, folder, template, console)
+                code = self._run(plan, folder, fork_server, console)
                 lock.release()
                 if self.ended:
                     self.ended(code)
                 return code
 
-    def _run(self, plan: Plan, folder: RunDir, template: Template | None, console: Console) -> int:
+    def _run(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None, console: Console) -> int:
         """Runs the workers and returns the exit code."""
         from llmtrain.launch.tools import ToolJob, run_by_tool
         from llmtrain.train.restart import train_with_restarts
@@ -130,18 +130,18 @@ class LocalStart:
             resume=self.resume,
             max_restarts=self.max_restarts,
             console=console,
-            template=template,
-            allowed_s=plan.recipe.watchdog.min_seconds,
+            fork_server=fork_server,
+            hang_timeout_s=plan.recipe.watchdog.min_seconds,
         )
-        if template:
-            template.close()
+        if fork_server:
+            fork_server.close()
         return code
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Prints model, layout, memory, predicted time and notes, by default to standard error."""
-    from llmtrain.predict import memory_of
-    from llmtrain.predict.time import describe, predict
+    from llmtrain.plan.predict import memory_of
+    from llmtrain.plan.predict.time import describe, predict
 
     print_as_is(console or plain_console(stderr=True), describe(plan, memory_of(plan), predict(plan)))
 
@@ -152,8 +152,8 @@ def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) 
     Raises RecipeError with all faults and the nearest legal plans.
     """
     from llmtrain.plan.installed import check_runnable
-    from llmtrain.rules import resolve
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.plan.rules import resolve
+    from llmtrain.plan.search.cheapest import suggesting
 
     with suggesting(recipe, cluster):
         plan = resolve(recipe, cluster)
@@ -167,7 +167,7 @@ def startable(declared: Recipe, cluster: Cluster, folder: RunDir, resume: str, w
     workers: the number of workers that a launcher started; None without a launcher.
     """
     from llmtrain.checkpoint.before import check_choice
-    from llmtrain.metrics.trackers import check_trackers
+    from llmtrain.train.metrics.trackers import check_trackers
     from llmtrain.train.tasks import check_harness
 
     plan = runnable_plan(declared, cluster, workers)
@@ -184,19 +184,19 @@ def check_stages(plan: Plan) -> None:
 
     Raises RecipeError if one of them fails.
     """
-    if plan.recipe.model.is_frozen_in_part:
+    if plan.recipe.model.is_partly_frozen:
         with quiet_libraries():
             from llmtrain.models import check_trained
 
             check_trained(plan.recipe)
     if not plan.stages:
         return
-    from llmtrain.models import find_stages
-    from llmtrain.search.cheapest import suggesting
+    from llmtrain.models import find_cut_and_split
+    from llmtrain.plan.search.cheapest import suggesting
 
     text = f"comparing a tiny copy of the model in {plan.parallel.stages} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, {"parallel.pipeline": 1}), plain_console(stderr=True).status(text):
-        find_stages(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
+        find_cut_and_split(plan.recipe, plan.parallel.stages, plan.parallel.tensor)
 
 
 def check_pretrained(recipe: Recipe) -> None:
@@ -215,30 +215,30 @@ def check_pretrained(recipe: Recipe) -> None:
             say(f"note: {note}")
 
 
-def without_uncut(
+def without_unsplittable(
     plans: Sequence[NamedPlan], refused: Sequence[RefusedPlan]
 ) -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns both lists, with pipelines whose model cannot be split into their stages moved to the refused plans.
 
     Raises RecipeError if no plan is left.
     """
-    from llmtrain.search.enumerate import RefusedPlan
+    from llmtrain.plan.search.enumerate import RefusedPlan
 
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
-    for one in plans:
-        stages = (one.plan.parallel.stages, one.plan.parallel.tensor)
+    for candidate in plans:
+        stages = (candidate.plan.parallel.stages, candidate.plan.parallel.tensor)
         if stages not in faults:
             try:
-                check_stages(one.plan)
+                check_stages(candidate.plan)
                 faults[stages] = None
             except RecipeError as error:
                 faults[stages] = error
         fault = faults[stages]
         if fault is None:
-            kept.append(one)
+            kept.append(candidate)
         else:
-            out.append(RefusedPlan(one.name, fault.problems[0]))
+            out.append(RefusedPlan(candidate.name, fault.problems[0]))
     if plans and not kept:
         raise RecipeError(dict.fromkeys(fault.problems[0] for fault in faults.values() if fault))
     return kept, out
@@ -255,7 +255,7 @@ def offer_self_test(cluster: Cluster) -> None:
         offered.touch()
 
 
-def settle_threads(ranks: int) -> None:
+def configure_thread_waiting(ranks: int) -> None:
     """Chooses how the threads of this host's ranks wait for each other. Called before torch is loaded."""
-    if line := sleep_beside_others(os.environ, ranks):
+    if line := stop_spinning_on_busy_cores(os.environ, ranks):
         print(line, flush=True)

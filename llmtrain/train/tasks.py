@@ -14,10 +14,11 @@ from rich.text import Text
 
 from llmtrain.checkpoint.folder import step_folder
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import OF_A_RANK, dying_with_us
+from llmtrain.launch.local import environment_without_rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.untrusted import UNREADABLE, read_json, why
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 Results = dict[str, dict[str, float | str | None]]
 """By task, the values of its metrics, as the harness names them: `acc,none`, `acc_stderr,none`."""
@@ -55,15 +56,15 @@ class Score:
 
 def scores(results: Results) -> list[Score]:
     """Returns the numbers among results. A metric that a filter was applied for has its name in brackets."""
-    found = []
+    rows = []
     for task, values in results.items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             if isinstance(value, int | float) and not metric.endswith("_stderr"):
                 stderr = values.get(f"{metric}_stderr,{kind}")
                 shown = metric if kind == "none" else f"{metric} ({kind})"
-                found.append(Score(task, shown, float(value), stderr if isinstance(stderr, int | float) else None))
-    return found
+                rows.append(Score(task, shown, float(value), stderr if isinstance(stderr, int | float) else None))
+    return rows
 
 
 def score_table(results: Results, step: int) -> Table:
@@ -71,13 +72,13 @@ def score_table(results: Results, step: int) -> Table:
     shown = Table("task", "metric", title=f"Scores after step {step:,}", title_justify="left")
     for heading in ("value", "standard error"):
         shown.add_column(heading, justify="right")
-    for one in scores(results):
-        error = "" if one.stderr is None else f"{one.stderr:.4f}"
-        shown.add_row(Text(one.task), Text(one.metric), f"{one.value:.4f}", error)
+    for score in scores(results):
+        error = "" if score.stderr is None else f"{score.stderr:.4f}"
+        shown.add_row(Text(score.task), Text(score.metric), f"{score.value:.4f}", error)
     return shown
 
 
-class TasksBeside:
+class BackgroundScoring:
     """Scores checkpoints during training, one at a time; on rank 0."""
 
     def __init__(self, run: RunDir, every_steps: int, step: int) -> None:
@@ -86,7 +87,7 @@ class TasksBeside:
         self._begun = step
         self._process: subprocess.Popen[bytes] | None = None
 
-    def look(self, step: int) -> Results | None:
+    def poll(self, step: int) -> Results | None:
         """Returns the results of a checkpoint once they exist, and starts to score the newest one that is due.
 
         Raises ScoringError if they were not computed.
@@ -103,7 +104,7 @@ class TasksBeside:
             self._process.wait()
             self._end(self._process)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Ends what is being computed."""
         if self._process is not None:
             self._process.terminate()
@@ -134,11 +135,11 @@ def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             ["nice", sys.executable, "-m", *command],
-            env={name: value for name, value in os.environ.items() if name not in OF_A_RANK},
+            env=environment_without_rank(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=dying_with_us(),
+            preexec_fn=kill_with_parent(),
         )
     finally:
         os.close(log)
@@ -150,5 +151,5 @@ def _results(run: RunDir, step: int, code: int) -> Results:
             return read_json(run.eval_file(step), Scored).results
         why_not = f"the process ended with code {code}, see {run.eval_log}"
     except UNREADABLE as error:
-        why_not = f"{run.eval_file(step)}: {why(error)}"
+        why_not = f"{run.eval_file(step)}: {file_fault(error)}"
     raise ScoringError(f"step {step:,} has no scores: {why_not}")

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain import watchdog
 from llmtrain.errors import Exit, RecipeError, reason
 from llmtrain.launch import Rank, discover
-from llmtrain.launch.place.interfaces import set_interfaces
-from llmtrain.launch.seal import Secret
-from llmtrain.metrics.logger import EventName, note_event
+from llmtrain.launch.authentication import Secret
+from llmtrain.launch.discovery.interfaces import set_interfaces
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
@@ -29,8 +27,10 @@ from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.stops import after_step, hear_no_more, leave
-from llmtrain.train.console import WorkerOutput, take_over_output
+from llmtrain.system.stops import after_step, ignore_signals, leave
+from llmtrain.train import watchdog
+from llmtrain.train.console import WorkerOutput, redirect_output
+from llmtrain.train.metrics.logger import EventName, note_event
 from llmtrain.train.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.resume import ResumeChoice
     from llmtrain.checkpoint.save import Saver
     from llmtrain.checkpoint.storage import Storage
-    from llmtrain.data import Prepared, Schedule
+    from llmtrain.data import BatchLoader, Prepared
     from llmtrain.engines import Engine
-    from llmtrain.train.loop import Beside
+    from llmtrain.train.loop import ProgressOutputs
 
 
 def main(
@@ -79,31 +79,31 @@ def train_rank(
     """
     if not plan.cluster.spec.on_cpu:
         bound_pinned_memory(os.environ)
-    output = take_over_output(run_dir, rank)
+    output = redirect_output(run_dir, rank)
     _set_interfaces(rank, run_dir, plan)
     heartbeat = Heartbeat.of_worker(rank.local_rank)
     secret = Secret.of_worker()
-    watch = watchdog.start(rank, run_dir, plan, heartbeat, secret.seal, output.stderr)
+    watcher = watchdog.start(rank, run_dir, plan, heartbeat, secret.authenticator, output.stderr)
     try:
         use_kernel_caches(os.environ)
-        code = _Worker(rank, run_dir, plan, signals, output, heartbeat, watch, secret).train(
+        code = _Worker(rank, run_dir, plan, signals, output, heartbeat, watcher, secret).train(
             ds_config, resume, max_steps
         )
     except BaseException as error:
         failed = output.report_failure(error)
         if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # llmtrain's own launcher records deaths itself
             note_event(run_dir, "died", heartbeat.reader().read().step, f"rank {rank.rank}: {reason(error)}")
-        watch.stop()
+        watcher.stop()
         if lock:
             lock.release()
         # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
         os._exit(failed)
-    watch.stop()
+    watcher.stop()
     if lock:
         lock.release()
     if code != Exit.DONE:
         leave(code)
-    hear_no_more()
+    ignore_signals()
 
 
 def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
@@ -125,26 +125,26 @@ class _Worker:
     signals: StopSignals
     output: WorkerOutput
     heartbeat: Heartbeat
-    watch: watchdog.Watch
+    watcher: watchdog.WatcherHandle
     secret: Secret
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """Runs the whole life of a worker."""
-        from llmtrain.data import Progress, encode_prompts, prepare, with_steps
+        from llmtrain.data import Progress, encode_prompts, prepare, with_max_steps
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
-            from llmtrain.runtime.distributed import agreed_secret, init_process_group, store
-            from llmtrain.tune.kernels import with_kernels
+            from llmtrain.engines.runtime.distributed import agreed_secret, init_process_group, store
+            from llmtrain.train.tune.kernels import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
-            self.watch.meet(store("watch"), secret.seal)
-            plan = with_kernels(with_steps(self.plan, prepared), device, self.rank, status.update)
-            settled = replace(self, secret=secret, plan=plan)
-        settled._note_kernels()
-        return settled._train(prepared, prompts, device, ds_config, resume, max_steps)
+            self.watcher.exchange_address(store("watcher"), secret.authenticator)
+            plan = with_kernels(with_max_steps(self.plan, prepared), device, self.rank, status.update)
+            worker = replace(self, secret=secret, plan=plan)
+        worker._note_kernels()
+        return worker._train(prepared, prompts, device, ds_config, resume, max_steps)
 
     def _train(
         self,
@@ -161,13 +161,13 @@ class _Worker:
         from llmtrain.checkpoint.manifest import already_taken
         from llmtrain.checkpoint.save import Saver
         from llmtrain.checkpoint.storage import probe
-        from llmtrain.data import Schedule
-        from llmtrain.data.shown import first_batch
+        from llmtrain.data import BatchLoader
+        from llmtrain.data.preview import first_batch_html
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure_own_time
         from llmtrain.engines.reference_model import with_references
+        from llmtrain.engines.runtime.devices import free_device_memory
         from llmtrain.overrides import untried_versions
-        from llmtrain.runtime.devices import free_device_memory
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -189,51 +189,53 @@ class _Worker:
                     prepared = with_references(engine, plan, prepared, self.heartbeat.beat)
             state = self._start(engine, choice, prepared.key, storage)
             self._note_history(state)
-        data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
+        data = BatchLoader.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
             template = prepared.chat_template
             source = template.source if template else None
             run_dir.keep_tokenizer(prepared.tokenizer_dir, source, prepared.stop_ids)
             if template and not state.step:
-                run_dir.write_first_batch(first_batch(prepared, plan.recipe))
+                run_dir.write_first_batch(first_batch_html(prepared, plan.recipe))
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
-        beside = self._beside(prepared, prompts, state)
-        stopped = self._fit(partial(self._attempt, engine, data, saver, state, stop_step, beside), engine, saver, state)
+        outputs = self._progress_outputs(prepared, prompts, state)
+        stopped = self._fit(
+            partial(self._attempt, engine, data, saver, state, stop_step, outputs), engine, saver, state
+        )
         engine.close()
         dist.destroy_process_group()
         self.heartbeat.done()
         if stopped:
-            if beside.tasks:
-                beside.tasks.give_up()
+            if outputs.scoring:
+                outputs.scoring.cancel()
             self._report()
             return Exit.RESUME
         is_finished = state.step == plan.recipe.train.steps
         self._note_event("finished" if is_finished else "stopped", state.step, "" if is_finished else "by --max-steps")
         if self.rank.is_main:
-            self.signals.leave_at_once(state.step, self.output.stderr)
+            self.signals.exit_on_signal(state.step, self.output.stderr)
             from llmtrain.train.finish import finish
 
             del engine, data, saver  # the sample is generated on the same GPU
             free_device_memory()
 
-            finish(run_dir, plan, state, prepared, beside.tasks, self.output.console)
+            finish(run_dir, plan, state, prepared, outputs.scoring, self.output.console)
             self._report()
         return Exit.DONE
 
-    def _beside(self, prepared: Prepared, prompts: list[list[int]], state: TrainerState) -> Beside:
+    def _progress_outputs(self, prepared: Prepared, prompts: list[list[int]], state: TrainerState) -> ProgressOutputs:
         """Returns the outputs that show the model's progress. prompts: token ids of texts to continue."""
-        from llmtrain.train.loop import Beside
+        from llmtrain.train.loop import ProgressOutputs
         from llmtrain.train.sampling import Sampler
-        from llmtrain.train.tasks import TasksBeside
+        from llmtrain.train.tasks import BackgroundScoring
 
         recipe = self.plan.recipe
         scores = self.rank.is_main and recipe.tasks.every_steps
-        return Beside(
+        return ProgressOutputs(
             Sampler(self.plan, prepared, prompts) if prompts else None,
-            TasksBeside(self.run_dir, recipe.tasks.every_steps, state.step) if scores else None,
+            BackgroundScoring(self.run_dir, recipe.tasks.every_steps, state.step) if scores else None,
         )
 
     def _note_kernels(self) -> None:
@@ -248,7 +250,7 @@ class _Worker:
     def _fit(self, attempt: Callable[[], bool], engine: Engine, saver: Saver, state: TrainerState) -> bool:
         """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
         from llmtrain.train.loop import TooManySkippedError
-        from llmtrain.train.rollback import Trouble, go_back
+        from llmtrain.train.rollback import SkippedUpdates, roll_back
 
         while True:
             try:
@@ -256,9 +258,9 @@ class _Worker:
             except TooManySkippedError as error:
                 with self.heartbeat.phase(Phase.LOADING):
                     saver.settle()
-                    trouble = Trouble(self.plan, state, error.skipped)
-                    why = trouble.describe()
-                    go_back(trouble, engine, saver.checkpoints, saver.run, saver.storage)
+                    skipped_updates = SkippedUpdates(self.plan, state, error.skipped)
+                    why = skipped_updates.describe()
+                    roll_back(skipped_updates, engine, saver.checkpoints, saver.run, saver.storage)
                 self._note_history(state)
                 self._note_event("rolled_back", state.step, why)
                 self._say(
@@ -269,24 +271,24 @@ class _Worker:
     def _attempt(
         self,
         engine: Engine,
-        data: Schedule,
+        data: BatchLoader,
         saver: Saver,
         state: TrainerState,
         stop_step: int,
-        beside: Beside,
+        outputs: ProgressOutputs,
     ) -> bool:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         import torch
 
-        from llmtrain.metrics import BusyCores, MetricsLogger, TrainingProgress
-        from llmtrain.runtime.distributed import barrier
+        from llmtrain.engines.runtime.distributed import barrier
         from llmtrain.train.loop import Run, fit
+        from llmtrain.train.metrics import BusyCores, MetricsLogger, TrainingProgress
         from llmtrain.train.profiling import StepProfiler
-        from llmtrain.train.signals import Agreement
+        from llmtrain.train.signals import StopAgreement
 
         if state.step:
             self._say(f"continuing after step {state.step:,}")
-            self._tell_changes(state)
+            self._print_changes(state)
         recipe, heartbeat = self.plan.recipe, self.heartbeat
         shows_cores = self.rank.is_main and self.plan.cluster.spec.on_cpu
         metrics = None
@@ -294,7 +296,7 @@ class _Worker:
             metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
-                stop = Agreement(self.signals, self.secret.seal, attempt=state.rollbacks)
+                stop = StopAgreement(self.signals, self.secret.authenticator, attempt=state.rollbacks)
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
                 run = Run(
                     recipe=recipe,
@@ -310,7 +312,7 @@ class _Worker:
                     heartbeat=heartbeat,
                     cores=BusyCores(self.rank.local_world_size, torch.get_num_threads()) if shows_cores else None,
                     profiler=profiler,
-                    beside=beside,
+                    outputs=outputs,
                 )
                 fit(run)
                 profiler.close()
@@ -370,11 +372,11 @@ class _Worker:
         if not self.rank.is_main:
             return
         try:
-            write_json(self.run_dir.history_file, [asdict(one) for one in state.history])
+            write_json(self.run_dir.history_file, [asdict(entry) for entry in state.history])
         except RecipeError as error:
             self.output.warn(str(error))
 
-    def _tell_changes(self, state: TrainerState) -> None:
+    def _print_changes(self, state: TrainerState) -> None:
         """Prints what has changed since the start of the run, and the effect on the learning rate."""
         from llmtrain.checkpoint.contents import changed_values
         from llmtrain.engines.optim import rate_of
@@ -389,7 +391,7 @@ class _Worker:
 
     def _run_id(self) -> str:
         """Returns the run's id; its file may only be on rank 0's node."""
-        from llmtrain.runtime.agree import broadcast
+        from llmtrain.engines.runtime.agree import broadcast
 
         return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
 

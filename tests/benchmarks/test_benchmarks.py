@@ -105,7 +105,7 @@ def test_the_difference_of_loops_in_turn_is_found_in_noise():
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
-    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 1.25)
+    monkeypatch.setattr(command, "cores_used_by_others", lambda seconds: 1.25)
     with pytest.raises(SystemExit, match=r"others use 1\.25 cores"):
         command.main(["scale"])
 
@@ -120,7 +120,7 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys, tmp_path):
         return next(one for one in made_up(benchmark)["cases"] if one["name"] == case.name)
 
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 0.0)
+    monkeypatch.setattr(command, "cores_used_by_others", lambda seconds: 0.0)
     monkeypatch.setattr(command, "run_case", run)
     with pytest.raises(SystemExit, match=f"1 failed: {first.name}"):
         command.main(["wrapper"])
@@ -133,7 +133,7 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys, tmp_path):
 
 def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 0.0)
+    monkeypatch.setattr(command, "cores_used_by_others", lambda seconds: 0.0)
     monkeypatch.setattr(command, "measure", lambda benchmark, *_: made_up(benchmark))
     command.main(["scale", "--pairs", "2"])
     assert "not kept" in capsys.readouterr().out

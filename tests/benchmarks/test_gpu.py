@@ -17,9 +17,9 @@ from benchmarks import __main__ as command
 from benchmarks.gpu import page, run
 from benchmarks.gpu.cases import CASES, PLANS, TOGETHER
 from benchmarks.gpu.steps import PRETRAINED, RANDOM, predicted_bytes
-from llmtrain.cluster import Cluster
-from llmtrain.predict import memory_of
-from llmtrain.rules import resolve
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers import gpu_cases
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.definitions import BENCHMARKS
 from benchmarks.programs.slow_network import BACKWARD_S, BUCKET_MIB, LAYERS, MICRO_BATCHES, PLANS, plan_of
 from benchmarks.slow_network import ASSUMED, RATE, on_gloo, predicted, row_of
-from llmtrain.predict.links import sent
-from llmtrain.predict.traffic import CommunicationGroups, by_kind
-from llmtrain.predict.work import held_by
+from llmtrain.plan.predict.links import bytes_sent
+from llmtrain.plan.predict.traffic import CommunicationGroups, by_kind
+from llmtrain.plan.predict.work import parameters_of_stages
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -43,9 +43,9 @@ def test_fsdp2_waits_for_everything_on_cpus():
 def test_no_byte_is_lost_on_gloo(name):
     """Its reduce-scatter sends as much again."""
     plan = plan_of(name)
-    traffic = CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0])
-    here = by_kind(on_gloo(traffic, plan.recipe.parallel.strategy).per_step(MICRO_BATCHES), sent)
-    elsewhere = by_kind(traffic.per_step(MICRO_BATCHES), sent)
+    traffic = CommunicationGroups(plan).traffic(parameters_of_stages(plan.model, plan.stages)[0])
+    here = by_kind(on_gloo(traffic, plan.recipe.parallel.strategy).per_step(MICRO_BATCHES), bytes_sent)
+    elsewhere = by_kind(traffic.per_step(MICRO_BATCHES), bytes_sent)
     scattered = elsewhere.pop("reduce_scatter", 0.0)
     assert here == pytest.approx(elsewhere | ({"all_reduce": 2 * scattered} if scattered else {}))
 

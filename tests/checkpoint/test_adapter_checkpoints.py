@@ -26,7 +26,7 @@ from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.inference.generate import generate
-from llmtrain.predict.model_state import saved_bytes
+from llmtrain.plan.predict.model_state import checkpoint_bytes
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import global_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_new_base_has_the_size_of_the_plan(tmp_path):
     plan = plan_of(recipe, 2)
     files = list((newest(tmp_path) / "engine").glob("rank_*"))
     found = sum(one.stat().st_size - int.from_bytes(one.read_bytes()[:8], "little") - 8 for one in files)
-    assert found == 2 * saved_bytes(plan, plan.model.weights, 0)
+    assert found == 2 * checkpoint_bytes(plan, plan.model.weights, 0)
 
 
 def test_a_run_does_not_continue_on_another_base(base, saved, tmp_path):

@@ -9,12 +9,12 @@ import pytest
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.folder import newest, read_latest, whole
+from llmtrain.checkpoint.folder import newest, read_latest, readable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
-from llmtrain.predict.flat import groups_of
-from llmtrain.predict.memory import memory_of
+from llmtrain.plan.predict.flat import optimizer_groups
+from llmtrain.plan.predict.memory import memory_of
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.faults import Faults, injected
 from tests.helpers.harness import run_ranks
@@ -61,10 +61,10 @@ def test_a_save_waits_for_the_save_before(tmp_path, held_disk):
     second.start()
     second.join(0.2)
     assert second.is_alive()  # waits for the first
-    assert not whole(tmp_path)
+    assert not readable(tmp_path)
     held_disk.set()
     second.join(SECONDS)
-    assert "step_00000001" in [path.name for path in whole(tmp_path)]
+    assert "step_00000001" in [path.name for path in readable(tmp_path)]
     saver.wait()
     assert read_latest(tmp_path)[0] == "step_00000002"
 
@@ -141,7 +141,7 @@ def _beside_training(rank, folder, fields):
             engine.train_step(step_batch(step, 1, GLOBAL_BATCH // 2, rank, 2))
             saver.start(TrainerState(step=step, samples=step * GLOBAL_BATCH, data="key"))
         saver.wait()
-        saved = [verify_checkpoint(path)[0].files for path in whole(saver.checkpoints)]
+        saved = [verify_checkpoint(path)[0].files for path in readable(saver.checkpoints)]
         assert len(saved) == 5
         if background:
             _is_as_large_as_planned(plan, newest(saver.checkpoints))
@@ -152,7 +152,10 @@ def _beside_training(rank, folder, fields):
 def _is_as_large_as_planned(plan, checkpoint):
     """Padding aside: fewer elements than ranks for each parameter (ZeRO-3), twice the ranks for a group (ZeRO-1)."""
     planned = memory_of(plan).summary()["host_copy_bytes_per_rank"]
-    ranks, parameters = plan.data_parallel_size, sum(len(one.sizes) for one in groups_of(plan, plan.model.weights, 0))
+    ranks, parameters = (
+        plan.data_parallel_size,
+        sum(len(one.sizes) for one in optimizer_groups(plan, plan.model.weights, 0)),
+    )
     for rank in range(ranks):
         saved = sum(_tensor_bytes(path) for path in checkpoint.glob(f"engine/rank_{rank:05d}.*"))
         assert abs(saved - planned) <= 12 * 2 * ranks * parameters

@@ -16,10 +16,10 @@ from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each
@@ -78,11 +78,11 @@ def checkpoint_for(tmp_path_factory) -> Callable[[str], Path]:
 
 def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) -> list[list[float]]:
     """Losses after each checkpoint, by an engine that was built anew."""
-    every = StateSource.all
+    every = CheckpointReader.shards
     found = []
     for checkpoint, alone in zip(checkpoints, own_only, strict=True):
         if alone:
-            StateSource.all = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
+            CheckpointReader.shards = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
         ranks, fields = PLANS[name]
         plan = plan_under(fields, ranks, **_others(name))
         engine = engine_of(plan)
@@ -93,7 +93,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
             step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.data_parallel_size) for step in range(3)
         ]
         found.append([engine.train_step(batch).loss.item() for batch in batches])
-        StateSource.all = every  # type: ignore[method-assign]
+        CheckpointReader.shards = every  # type: ignore[method-assign]
     return found
 
 

@@ -22,8 +22,8 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import _load_random_state, load
 from llmtrain.checkpoint.storage import probe
 from llmtrain.engines.state.files import write
-from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, _read_progress
+from llmtrain.engines.state.save_load import PROGRESS_FILE, CheckpointReader, _read_progress
+from llmtrain.engines.state.shards import CheckpointShard, WeightSlice
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.errors import CheckpointError, Exit
 from llmtrain.system.durable import fingerprint
@@ -270,7 +270,7 @@ def test_a_damaged_latest_is_reported_and_loses_nothing(tmp_path):
 # Content that is not what the model needs, under hashes that are right.
 
 
-def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -> StateSource:
+def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -> CheckpointReader:
     """A checkpoint of one weight, in pieces of one box each."""
     made = run.checkpoints / "step_00000001"
     listed = [
@@ -279,7 +279,7 @@ def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -
         for box in boxes
     ]
     write_head(made / PIECES, head_of(listed, dtype), sum(4 * one["numel"] for one in listed))
-    return StateSource(made)
+    return CheckpointReader(made)
 
 
 def test_a_weight_of_another_type_or_size_is_refused(tmp_path):
@@ -347,23 +347,27 @@ def test_a_disk_that_cannot_be_written_is_reported(small_disk):
 # Moments in 8 bit.
 
 CODES, SCALES = ("exp_avg_code", "exp_avg_sq_code"), ("exp_avg_scale", "exp_avg_sq_scale")
-BLOCKS = Region.whole((2, 3))
+BLOCKS = WeightSlice.whole((2, 3))
 
 
-def _eight_bit(folder: Path, scales: list[tuple[Region, int, list[float]]]) -> Path:
-    """Writes a matrix of two rows of three blocks. scales: of both moments, as (region, first index, values)."""
+def _eight_bit(folder: Path, scales: list[tuple[WeightSlice, int, list[float]]]) -> Path:
+    """Writes a matrix of two rows of three blocks. scales: of both moments, as (slice, first index, values)."""
     bytes_of = {kind: torch.arange(80, dtype=torch.uint8) for kind in CODES}
-    elements = Piece("w", Region.whole((2, 40)), 0, {"weight": torch.zeros(80), **bytes_of})
-    parts = [Piece("w", region, first, {kind: torch.tensor(own)}) for region, first, own in scales for kind in SCALES]
+    elements = CheckpointShard("w", WeightSlice.whole((2, 40)), 0, {"weight": torch.zeros(80), **bytes_of})
+    parts = [
+        CheckpointShard("w", weight_slice, first, {kind: torch.tensor(own)})
+        for weight_slice, first, own in scales
+        for kind in SCALES
+    ]
     write(DiskWriter(folder), 0, [[elements, *parts]])
     return folder / "engine" / "rank_00000.0.safetensors"
 
 
 def test_scales_of_blocks_that_ranks_share_are_read_once(tmp_path):
     """The middle block is cut, by slices of columns; in the second row, also by a partition."""
-    left, right = (Region.ranges((2, 3), 1, [(first, 2)]) for first in (0, 1))
+    left, right = (WeightSlice.ranges((2, 3), 1, [(first, 2)]) for first in (0, 1))
     _eight_bit(tmp_path, [(left, 0, [0.0, 1, 3]), (left, 2, [3.0, 4]), (right, 0, [1.0, 2, 4, 5])])
-    source = StateSource(tmp_path)
+    source = CheckpointReader(tmp_path)
     for kind in SCALES:
         assert source.whole("w", kind).tolist() == [0, 1, 2, 3, 4, 5]
     assert source.whole("w", CODES[0]).tolist() == list(range(80))
@@ -372,7 +376,9 @@ def test_scales_of_blocks_that_ranks_share_are_read_once(tmp_path):
 def test_a_rank_with_no_element_of_a_matrix_needs_none(tmp_path):
     _eight_bit(tmp_path, [(BLOCKS, 0, [1.0] * 6)])
     empty = {kind: torch.zeros(0, dtype=torch.uint8) for kind in CODES}
-    StateSource(tmp_path, 0).fill(Piece("w", Region.whole((2, 40)), 80, {"weight": torch.zeros(0), **empty}))
+    CheckpointReader(tmp_path, 0).load(
+        CheckpointShard("w", WeightSlice.whole((2, 40)), 80, {"weight": torch.zeros(0), **empty})
+    )
 
 
 @pytest.mark.parametrize(
@@ -381,8 +387,11 @@ def test_a_rank_with_no_element_of_a_matrix_needs_none(tmp_path):
         [],
         [(BLOCKS, 0, [1.0, 1, 1, 1, 1])],
         [(BLOCKS, 1, [1.0, 1, 1, 1, 1])],
-        [(Region.ranges((2, 3), 1, [(0, 2)]), 0, [1.0] * 4), (Region.ranges((2, 3), 1, [(0, 1)]), 0, [1.0] * 2)],
-        [(BLOCKS, 0, [1.0] * 6), (Region.whole((2, 4)), 0, [1.0] * 8)],
+        [
+            (WeightSlice.ranges((2, 3), 1, [(0, 2)]), 0, [1.0] * 4),
+            (WeightSlice.ranges((2, 3), 1, [(0, 1)]), 0, [1.0] * 2),
+        ],
+        [(BLOCKS, 0, [1.0] * 6), (WeightSlice.whole((2, 4)), 0, [1.0] * 8)],
     ],
     ids=["none", "end", "beginning", "column", "two shapes"],
 )
@@ -390,7 +399,7 @@ def test_missing_scales_are_named(scales, tmp_path):
     _eight_bit(tmp_path, scales)
     for kind in SCALES:
         with pytest.raises(CheckpointError, match=f"does not hold '{kind}' of the optimizer for 'w'"):
-            StateSource(tmp_path).whole("w", kind)
+            CheckpointReader(tmp_path).whole("w", kind)
 
 
 def _without_scale(head, listed):
@@ -455,5 +464,5 @@ def test_damaged_heads_of_8_bit_moments_are_named(edit, words, tmp_path):
     write_head(file, head, len(content) - 8 - length)
     for kind in ("weight", *CODES, *SCALES):
         with pytest.raises(CheckpointError, match=words) as raised:
-            StateSource(tmp_path).whole("w", kind)
+            CheckpointReader(tmp_path).whole("w", kind)
         assert str(file) in str(raised.value)

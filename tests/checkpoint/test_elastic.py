@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import load
-from llmtrain.verify.compare import FP32
+from llmtrain.trials.verify.compare import FP32
 from tests.helpers.batches import MIXTRAL, step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each, take_steps

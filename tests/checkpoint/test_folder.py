@@ -31,10 +31,10 @@ def test_a_published_checkpoint_is_complete_and_the_newest(tmp_path):
 
 def test_a_half_made_checkpoint_is_never_found(tmp_path):
     made = save(saver_of(tmp_path), 5)
-    building = folder.Building(tmp_path, 6, "small")
-    building.start()
-    (building.folder / "engine").mkdir()
-    assert folder.whole(tmp_path) == [made]
+    builder = folder.CheckpointBuilder(tmp_path, 6, "small")
+    builder.start()
+    (builder.folder / "engine").mkdir()
+    assert folder.readable(tmp_path) == [made]
     unfinished = folder.step_folder(tmp_path, 7)
     unfinished.mkdir()
     assert folder.newest(tmp_path) == made
@@ -85,7 +85,7 @@ def test_a_foreign_folder_is_not_replaced(tmp_path):
     save(saver_of(tmp_path), 5)
     (kept,) = tmp_path.glob("step_00000005.replaced-*")
     assert verify_checkpoint(kept)[0].run == "other"
-    assert folder.whole(tmp_path) == [tmp_path / "step_00000005"]
+    assert folder.readable(tmp_path) == [tmp_path / "step_00000005"]
 
 
 def test_old_checkpoints_are_removed_and_nothing_else(tmp_path):
@@ -104,7 +104,7 @@ def test_a_run_that_rolled_back_keeps_its_new_checkpoints(tmp_path):
     saver = saver_of(tmp_path, **{"checkpoint.keep_last": 2})
     for step in (100, 200, 300, 150):
         made = save(saver, step)
-    assert {path.name for path in folder.whole(tmp_path)} == {"step_00000300", "step_00000150"}
+    assert {path.name for path in folder.readable(tmp_path)} == {"step_00000300", "step_00000150"}
     assert folder.newest(tmp_path) == made
 
 
@@ -114,7 +114,7 @@ def test_milestones_and_the_best_are_kept(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 1.5, 6: None, 7: 9.0}
     for step, loss in losses.items():
         save(saver, step, loss)
-    assert [int(path.name[5:]) for path in folder.whole(tmp_path)] == [2, 4, 5, 7]
+    assert [int(path.name[5:]) for path in folder.readable(tmp_path)] == [2, 4, 5, 7]
 
 
 def test_a_failed_deletion_loses_nothing(tmp_path, capsys, monkeypatch):
@@ -128,9 +128,9 @@ def test_a_failed_deletion_loses_nothing(tmp_path, capsys, monkeypatch):
         patch.setattr(folder, "rename", lambda old, new: stuck() if "deleted" in new.name else old.rename(new))
         save(saver, 2)
     assert "cannot delete an old checkpoint: Permission denied" in capsys.readouterr().out
-    assert [path.name for path in folder.whole(tmp_path)] == ["step_00000001", "step_00000002"]
+    assert [path.name for path in folder.readable(tmp_path)] == ["step_00000001", "step_00000002"]
     save(saver, 3)
-    assert [path.name for path in folder.whole(tmp_path)] == ["step_00000003"]
+    assert [path.name for path in folder.readable(tmp_path)] == ["step_00000003"]
 
 
 def test_only_a_folder_is_replaced_by_a_new_one(tmp_path):

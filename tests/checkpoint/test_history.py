@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.contents import Segment, TrainerState, changed_values, course, read_state, with_plan
+from llmtrain.checkpoint.contents import Segment, TrainerState, changed_values, read_state, values_by_step, with_plan
 from llmtrain.checkpoint.folder import STATE_FILE, is_exported, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.checkpoint.manifest import Manifest
@@ -47,13 +47,13 @@ def test_a_change_starts_another_segment():
     history = _history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4}), (6, 40, {BATCH: 4, "train.max_steps": 9}))
     assert [(one.step, one.samples) for one in history] == [(0, 0), (4, 32), (6, 40)]
     assert changed_values(history[0].values, history[-1].values) == [f"{BATCH} 8 → 4", "train.max_steps 6 → 9"]
-    assert course(history, BATCH) == [(0, 8), (4, 4)]
-    assert course(history, "train.max_steps") == [(0, 6), (6, 9)]
+    assert values_by_step(history, BATCH) == [(0, 8), (4, 4)]
+    assert values_by_step(history, "train.max_steps") == [(0, 6), (6, 9)]
 
 
 def test_a_change_at_the_users_request_is_recorded():
     history = _history((0, 0, {}), (4, 32, {"optim.lr": 0.5}))
-    assert [value for _, value in course(history, "optim.lr")] == [tiny_recipe().optim.lr, 0.5]
+    assert [value for _, value in values_by_step(history, "optim.lr")] == [tiny_recipe().optim.lr, 0.5]
     values = {name: one for name, one in history[0].values.items() if not ON_REQUEST.fullmatch(name)}
     old = Segment(0, 0, values)
     assert with_plan([old], 4, 32, _plan()) == [old]  # written before such changes were possible
@@ -61,7 +61,7 @@ def test_a_change_at_the_users_request_is_recorded():
 
 def test_a_change_without_a_step_leaves_no_segment():
     history = _history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4}), (4, 32, {BATCH: 2}))
-    assert course(history, BATCH) == [(0, 8), (4, 2)]
+    assert values_by_step(history, BATCH) == [(0, 8), (4, 2)]
 
 
 def test_a_written_history_is_read_back(tmp_path):

@@ -20,7 +20,7 @@ from llmtrain.checkpoint.folder import check_new, faults, find, newest
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
 from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
 from llmtrain.run_dir import RunDir
-from llmtrain.system.piece_heads import read_head
+from llmtrain.system.piece_headers import read_header
 from llmtrain.system.untrusted import UNREADABLE
 from tests.helpers.hand_made import PIECES, head_of, make_run, pieces, seal, write_head
 from tests.helpers.small_plan import small_plan
@@ -132,7 +132,7 @@ def test_mutated_headers_of_pieces_are_read_or_refused(run):
         write_head(made / PIECES, _text(head, draw), 120)
         seal(made)
         with suppress(*UNREADABLE):
-            read_head(made / PIECES)
+            read_header(made / PIECES)
         refused += _only_designed(lambda: check_resume(small_plan(), run, "auto", is_local=True), made)
     assert refused > ROUNDS
 
@@ -258,7 +258,7 @@ def test_a_header_with_an_excessive_length_is_not_read(run):
     file = _made(run) / PIECES
     file.write_bytes(struct.pack("<Q", 2**62) + b"{}")
     with pytest.raises(ValueError, match="has a head of"):
-        read_head(file)
+        read_header(file)
 
 
 # Of two checkpoints the newest is damaged: the one before is taken, and it is said why.

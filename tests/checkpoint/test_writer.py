@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint import save
 from llmtrain.checkpoint.save import HostCopies
-from llmtrain.engines.state.writer import DiskWriter, Late
+from llmtrain.engines.state.writer import DeferredBytes, DiskWriter
 from llmtrain.system.durable import create, fingerprint
 
 
@@ -76,8 +76,8 @@ def test_copies_are_the_files_at_the_time_of_the_save(tmp_path, monkeypatch):
     copies = HostCopies()
     for size in (30, 9, 41):  # memory is used again, and allocated where it does not suffice
         large, count = torch.arange(size, dtype=torch.float32), torch.tensor([size])
-        late = Late(count, lambda numbers: f"{numbers[0]} updates".encode())
-        copies.start_anew()
+        late = DeferredBytes(count, lambda numbers: f"{numbers[0]} updates".encode())
+        copies.clear()
         copies.file("a", [late, b"head", large, b"between", torch.ones(3, dtype=torch.bfloat16)])
         expected = f"{size} updates".encode() + b"head" + large.numpy().tobytes() + b"between" + b"\x80\x3f" * 3
         large.zero_()

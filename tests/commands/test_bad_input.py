@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.commands.launchers import SUPPORTED, option_name
-from llmtrain.commands.train import TrainRequest
+from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import RecipeError
 from tests.helpers.commands import llmtrain, run
 
@@ -318,7 +318,7 @@ def test_plan_without_deepspeed_has_no_configuration_of_it(small_recipe):
 
 
 def test_a_page_of_data_that_cannot_be_written_is_named_with_its_option(monkeypatch, tmp_path):
-    for name in ("prepare", "report", "shown.first_sequences", "shown.as_html"):
+    for name in ("prepare", "report", "preview.first_sequences", "preview.render_html"):
         monkeypatch.setattr(f"llmtrain.data.{name}", lambda *_: "")
     result = CliRunner().invoke(app, ["data", "recipes/tiny.py", "--html", str(tmp_path)])
     assert isinstance(result.exception, RecipeError)

@@ -18,7 +18,7 @@ from llmtrain.commands.completion import assignments
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import declared
 from llmtrain.recipe import LoraConfig, Recipe, parse_assignments
-from llmtrain.recipe.other_names import OURS
+from llmtrain.recipe.aliases import OURS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

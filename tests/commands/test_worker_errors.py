@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.commands.train import TrainRequest, train_here
+from llmtrain.commands.train import train_here
+from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import CheckpointError, Exit
 from llmtrain.launch import Rank
 from llmtrain.train import signals

@@ -138,8 +138,8 @@ def compile_case(device: str, case: Case) -> list[dict[str, Any]] | str:
 def _plan(device: str, case: Case) -> Any:
     from transformers import AutoConfig
 
-    from llmtrain.cluster import DEVICES, Cluster
-    from llmtrain.rules import resolve
+    from llmtrain.plan.rules import resolve
+    from llmtrain.recipe.cluster import DEVICES, Cluster
     from tests.helpers.batches import tiny_recipe
 
     fields = {"parallel.precision": "bf16", "parallel.zero_stage": 1} | case.fields
@@ -163,7 +163,7 @@ def _passes(plan: Any) -> None:
     from llmtrain.engines.forward import forward, use_kernels
     from llmtrain.models.build import model_configuration
     from llmtrain.models.precision import autocast, weight_dtype
-    from llmtrain.models.proof.tiny import with_layers
+    from llmtrain.models.tiny.configuration import with_layers
     from tests.helpers.batches import global_batch
 
     recipe, precision = plan.recipe, plan.recipe.parallel.precision
@@ -187,9 +187,9 @@ def _experts(plan: Any) -> None:
     from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
     from deepspeed.moe.ep_experts import GroupedExperts
 
-    from llmtrain.ds_config import render
     from llmtrain.models.build import model_configuration
     from llmtrain.models.precision import weight_dtype
+    from llmtrain.plan.ds_config import render
 
     config, dtype = model_configuration(plan.recipe), weight_dtype(plan.recipe.parallel.precision)
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size

@@ -1,7 +1,8 @@
 """The peak of a rank's allocated memory over three steps, as the device counts it, against what a plan predicts.
 
-Tests of the state alone (`tests/predict/test_memory_of_engines.py`) count live tensors between passes. Here everything
-counts that torch allocates: activations, what a kernel returns, buffers of the engine, at the moment of the peak.
+Tests of the state alone (`tests/plan/predict/test_memory_of_engines.py`) count live tensors between passes. Here
+everything counts that torch allocates: activations, what a kernel returns, buffers of the engine, at the moment of the
+peak.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import distributed as dist
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import CHUNK, Saver
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.engines.runtime.distributed import pretend
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
-from llmtrain.predict import flat, memory_of
-from llmtrain.predict.memory import MOMENTS, StageMemory
-from llmtrain.rules import resolve
-from llmtrain.runtime.distributed import pretend
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.predict import flat, memory_of
+from llmtrain.plan.predict.memory import MOMENTS, StageMemory
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe, with_pairs
 
 CLOSE = 0.03
@@ -167,10 +168,10 @@ def batch_of(plan: Plan, step: int, replica: int) -> Any:
     shape = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
     replicas, samples = plan.data_parallel_size, plan.batch.global_batch_size
     made = step_batch(step, *shape, replica, replicas, samples, length=LENGTH, vocab=VOCAB)
-    if not plan.recipe.data.keeps_apart:
+    if not plan.recipe.data.has_document_mask:
         whole = torch.arange(LENGTH).expand(plan.batch.micro_batch_size, LENGTH)
         made = replace(made, micro_batches=[replace(one, position_ids=whole) for one in made.micro_batches])
-    return with_pairs(made) if plan.recipe.objective.of_completions else made
+    return with_pairs(made) if plan.recipe.objective.is_preference else made
 
 
 def peak(rank: int, plan: Plan, most: int | None) -> int:
@@ -234,7 +235,7 @@ def test_peaks_are_predicted(gpus, base, name):
 
 def _peak_of_several_buckets(rank: int, plan: Plan) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "LEAST_BUCKET", 1)
+        patch.setattr(flat, "MIN_BUCKET", 1)
         return peak(rank, plan, None)
 
 
@@ -242,10 +243,10 @@ def _peak_of_several_buckets(rank: int, plan: Plan) -> int:
 @pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2", "ZeRO-2, bf16", "ZeRO-2, offload"])
 def test_peaks_with_a_second_bucket_are_predicted(gpus, monkeypatch, name):
     """One is reduced while the other one is filled, and the first one when little of the model is done."""
-    monkeypatch.setattr(flat, "LEAST_BUCKET", 1)
+    monkeypatch.setattr(flat, "MIN_BUCKET", 1)
     fields = MODEL | LARGE | {"model.config.num_hidden_layers": 16} | TWO[name]
     plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="gpu"))
-    assert flat.reduces_meanwhile(plan)
+    assert flat.overlaps_reduction(plan)
     memory = memory_of(plan)
     assert memory
     assert_close(max(gpus(2, _peak_of_several_buckets, plan, timeout=400)), memory.stages[0], CLOSE)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.models.recompute import checkpoints
 from llmtrain.plan import Plan
-from llmtrain.predict import memory_of
-from llmtrain.rules import resolve
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe
 
 STEPS = 3

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.moe import moe_recipe
 

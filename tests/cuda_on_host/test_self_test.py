@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
-from llmtrain.self_test import job
-from llmtrain.self_test.job import DeviceRates, TimedModel
-from llmtrain.self_test.report import findings, measured_by
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.self_test import job
+from llmtrain.trials.self_test.job import DeviceRates, TimedModel
+from llmtrain.trials.self_test.report import findings, measured_by
 from tests.cuda_on_host.conftest import environment
 from tests.helpers.commands import llmtrain
 
@@ -30,7 +30,7 @@ def measured_with(rank: int, cluster: Cluster, faults: list[dict[str, Any]]) -> 
     """What the worker of a rank measures; for a shorter time than on GPUs."""
     import _cuda_on_host as device
 
-    from llmtrain.self_test import measure
+    from llmtrain.trials.self_test import measure
 
     job.MODELS, measure.SECONDS = (SMALL,), 0.05
     for fault in faults:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_group
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.moe import moe_recipe
 from tests.helpers.traces import Trace, assert_same, plain_run, trace, worst

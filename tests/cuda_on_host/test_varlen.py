@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine, forward
 from llmtrain.models import compiled
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe
 
 pytestmark = pytest.mark.breadth

@@ -12,11 +12,11 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import step_batch, tiny_recipe
 
 pytestmark = pytest.mark.slow

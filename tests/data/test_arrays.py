@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from llmtrain.data import arrays
-from llmtrain.data.arrays import CHUNK_BYTES, ArrayWriter, open_array, require_intact, will_need, will_search
+from llmtrain.data.arrays import (
+    CHUNK_BYTES,
+    ArrayWriter,
+    disable_readahead,
+    open_array,
+    prefetch_ranges,
+    require_intact,
+)
 from llmtrain.errors import DataError
 
 PAGE = mmap.PAGESIZE
@@ -32,7 +39,7 @@ class Advised:
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> Advised:
     found = Advised()
-    monkeypatch.setattr(arrays, "_mapping", lambda _: found)
+    monkeypatch.setattr(arrays, "_map_of", lambda _: found)
     return found
 
 
@@ -49,7 +56,7 @@ def test_exactly_the_pages_of_the_ranges_are_requested(advised: Advised) -> None
         starts = random.integers(0, 10**7, 40)
         ends = starts + random.integers(1, 10**5, 40)
         advised.pages.clear()
-        will_need(values, starts, ends)
+        prefetch_ranges(values, starts, ends)
         asked = [page for pages in advised.pages for page in pages]
         wanted = {
             page
@@ -62,21 +69,23 @@ def test_exactly_the_pages_of_the_ranges_are_requested(advised: Advised) -> None
 
 def test_adjacent_ranges_are_requested_together(advised: Advised) -> None:
     items = PAGE // 8
-    will_need(np.zeros(1, np.int64), np.array([5 * items, 0, items, 3]), np.array([5 * items + 1, 9, 2 * items, 4]))
+    prefetch_ranges(
+        np.zeros(1, np.int64), np.array([5 * items, 0, items, 3]), np.array([5 * items + 1, 9, 2 * items, 4])
+    )
     assert advised.pages == [range(2), range(5, 6)]
-    will_need(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+    prefetch_ranges(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
     assert len(advised.pages) == 2
 
 
 def test_opened_arrays_read_the_same_data(tmp_path: Path) -> None:
     values = np.arange(100_000, dtype=np.uint32)
     opened = written(tmp_path, values)
-    assert arrays._mapping(opened) is not None
-    assert arrays._mapping(opened[5:]) is None
-    assert arrays._mapping(values) is None
+    assert arrays._map_of(opened) is not None
+    assert arrays._map_of(opened[5:]) is None
+    assert arrays._map_of(values) is None
     for array in (opened, opened[5:], values, np.empty(0, np.uint32)):
-        will_need(array, np.array([0, 70_000]), np.array([1, 100_000]))
-        will_search(array)
+        prefetch_ranges(array, np.array([0, 70_000]), np.array([1, 100_000]))
+        disable_readahead(array)
     assert np.array_equal(opened, values)
     with pytest.raises(ValueError, match="read-only"):
         opened[0] = 1

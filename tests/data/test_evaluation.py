@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, Progress, Schedule, prepare
+from llmtrain.data import BatchLoader, Prepared, Progress, prepare
 from llmtrain.data.cache import Cache, cache_folder, key_of
 from llmtrain.data.sources.corpus import open_corpora
 from llmtrain.data.store import Split
@@ -105,7 +105,7 @@ def test_named_sets_are_evaluated_in_addition_to_the_held_out_documents(
     assert prepared.eval_sequences() == without.eval_sequences() > 0
     assert text(prepared, "eval", source=1) == BOOK
     assert [source.name for source in prepared.evaluated("both")] == [str(book), str(other)]
-    schedule = Schedule(
+    schedule = BatchLoader(
         prepared, seed=1, global_batch_size=8, micro_batch_size=8, gradient_accumulation_steps=1, dp_rank=0, dp_size=1
     )
     assert schedule.eval_sets == ["", "book", "both"]

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llmtrain.cluster import Cluster
 from llmtrain.data import prepare
 from llmtrain.errors import DataError, RecipeError
-from llmtrain.plan.vocabulary import control_tokens, grown, shipped_templates
+from llmtrain.plan.facts.vocabulary import control_tokens, shipped_templates, with_resized_vocabulary
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import DataConfig, ModelConfig, Recipe, Source
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.chat_tokenizers import base_tokenizer
 
@@ -65,7 +65,7 @@ def test_the_plan_counts_the_rows_that_data_preparation_needs(new_tokens, folder
     plan = resolve(_recipe(tokenizer, model, new_tokens), Cluster())
     assert plan.recipe.model.kept_rows == size
     assert plan.model.vocab_size == plan.recipe.vocab_size == 384  # the next multiple of 128
-    assert grown(plan.recipe) == plan.recipe
+    assert with_resized_vocabulary(plan.recipe) == plan.recipe
     prepared = prepare(plan.recipe)
     assert prepared.vocab_size == size + 2
     made = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
@@ -76,14 +76,16 @@ def test_the_plan_counts_the_rows_that_data_preparation_needs(new_tokens, folder
 def test_the_tokens_of_the_template_are_special_and_those_of_a_list_are_not(folders):
     tokenizer, model, _ = folders
     for new_tokens, shown in (("template", "It is 4."), (CHATML, "It is 4.<|im_end|>")):
-        folder = prepare(grown(_recipe(tokenizer, model, new_tokens))).tokenizer_dir
+        folder = prepare(with_resized_vocabulary(_recipe(tokenizer, model, new_tokens))).tokenizer_dir
         made = AutoTokenizer.from_pretrained(folder)
         assert made.decode(made("It is 4.<|im_end|>")["input_ids"], skip_special_tokens=True) == shown
 
 
 def test_conversations_are_encoded_with_new_tokens(folders):
     tokenizer, model, size = folders
-    prepared = prepare(grown(_recipe(tokenizer, model, "template", **{"data.special_tokens": "text"})))
+    prepared = prepare(
+        with_resized_vocabulary(_recipe(tokenizer, model, "template", **{"data.special_tokens": "text"}))
+    )
     tokens = prepared.sources[0].store.streams["train"]
     first = tokens.tokens[: int(tokens.documents[1])].tolist()
     # Two turns; the text of the second one that spells a token stays text.
@@ -93,7 +95,8 @@ def test_conversations_are_encoded_with_new_tokens(folders):
 def test_other_tokens_give_another_store(folders):
     tokenizer, model, _ = folders
     keys = {
-        prepare(grown(_recipe(tokenizer, model, tokens))).key for tokens in ((), CHATML, "template", [*CHATML, "<x>"])
+        prepare(with_resized_vocabulary(_recipe(tokenizer, model, tokens))).key
+        for tokens in ((), CHATML, "template", [*CHATML, "<x>"])
     }
     assert len(keys) == 4
 
@@ -101,9 +104,9 @@ def test_other_tokens_give_another_store(folders):
 def test_spare_rows_are_used_and_a_known_token_changes_nothing(folders, tmp_path):
     tokenizer, _, size = folders
     larger = _model(tmp_path / "larger", size + 60)
-    found = grown(_recipe(tokenizer, larger, "template")).model
+    found = with_resized_vocabulary(_recipe(tokenizer, larger, "template")).model
     assert (found.kept_rows, found.config) == (size, {})
-    found = grown(_recipe(tokenizer, larger, ["<|endoftext|>"])).model
+    found = with_resized_vocabulary(_recipe(tokenizer, larger, ["<|endoftext|>"])).model
     assert (found.kept_rows, found.config) == (size + 60, {})
 
 
@@ -113,13 +116,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_needs_new_tokens(folders, t
     with pytest.raises(DataError, match="only") as error:
         prepare(_recipe(tokenizer, smaller, ()))
     assert "model.new_tokens" in error.value.problems[0].fix
-    found = grown(_recipe(tokenizer, smaller, ["<|endoftext|>"])).model
+    found = with_resized_vocabulary(_recipe(tokenizer, smaller, ["<|endoftext|>"])).model
     assert (found.kept_rows, found.config) == (size - 1, {"vocab_size": 384})
 
 
 def test_rows_of_known_tokens_are_never_removed(folders):
     tokenizer, model, size = folders
-    recipe = grown(_recipe(tokenizer, model, "template"))
+    recipe = with_resized_vocabulary(_recipe(tokenizer, model, "template"))
     with pytest.raises(DataError, match="already has") as error:
         prepare(recipe.with_(**{"model.kept_rows": size - 1}))
     assert error.value.problems[0].fix == f"--set model.kept_rows={size}"
@@ -142,7 +145,7 @@ def test_meaningless_new_tokens_are_refused(fields, rule):
 def test_a_tokenizer_without_a_template_is_refused(folders):
     tokenizer, model, _ = folders
     with pytest.raises(DataError, match="has no chat template"):
-        grown(_recipe(tokenizer, model, "template", **{"data.chat_template": None}))
+        with_resized_vocabulary(_recipe(tokenizer, model, "template", **{"data.chat_template": None}))
 
 
 def test_special_tokens_of_a_template_are_found():
@@ -158,7 +161,7 @@ def test_special_tokens_of_a_template_are_found():
 def test_a_template_without_special_tokens_is_reported(folders):
     tokenizer, model, _ = folders
     with pytest.raises(DataError, match="writes no text like"):
-        grown(_recipe(tokenizer, model, "template", **{"data.chat_template": "plain"}))
+        with_resized_vocabulary(_recipe(tokenizer, model, "template", **{"data.chat_template": "plain"}))
 
 
 @pytest.mark.parametrize(

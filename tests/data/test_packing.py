@@ -93,7 +93,7 @@ def test_the_number_of_targets_is_known_without_reading(stream: Stream, length: 
     samples = pack(stream, length)
     for index in ([0], [1, 1, 0], list(range(len(samples)))):
         _, _, labels, *_ = samples.read(np.array(index))
-        assert samples.targets(np.array(index)).tolist() == (labels != NO_TARGET).sum(axis=1).tolist()
+        assert samples.count_targets(np.array(index)).tolist() == (labels != NO_TARGET).sum(axis=1).tolist()
 
 
 def test_best_fit_takes_the_fullest_bin_with_room() -> None:
@@ -118,7 +118,7 @@ def test_concat_is_the_stream_cut_every_t(stream: Stream, length: int) -> None:
     assert np.array_equal(inputs.ravel(), stream.tokens[:used])
     assert np.array_equal(labels.ravel(), stream.tokens[1 : used + 1])
     assert samples.unused() == len(stream) - used - 1 < length
-    assert samples.targets(np.array([0, 1])).tolist() == [length, length]
+    assert samples.count_targets(np.array([0, 1])).tolist() == [length, length]
 
 
 def test_concat_positions_restart_at_each_document(stream: Stream, length: int) -> None:

@@ -19,8 +19,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from llmtrain.cli import app
-from llmtrain.data import Prepared, Progress, compare_with_hashes, data_summary, notes, prepare, report
-from llmtrain.data.samples import filled_share
+from llmtrain.data import Prepared, Progress, data_summary, notes, prepare, report, verify_prepared
+from llmtrain.data.samples import fill_fraction
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import short_names
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_the_old_store_usable(make_recipe: MakeRecipe, corpus
     check = """
         from llmtrain.errors import DataError
         from pathlib import Path
-        from llmtrain.data.sampler import Schedule
+        from llmtrain.data.sampler import BatchLoader
         old = prepare(recipe)
         try:
             prepare(recipe.with_(**{"data.sources.0.name": sys.argv[2]}))
@@ -314,7 +314,7 @@ def test_a_changed_byte_stops_the_run_that_reads_it(
         path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
         message = rf"{path}: the bytes .* not those that were written .*\n *remove {path.parent} and prepare again"
         is_read = packing == "concat" or "_documents" not in path.name  # packing has made an index of these
-        for look in (lambda found: compare_with_hashes(found, Progress()), *([read_all] if is_read else [])):
+        for look in (lambda found: verify_prepared(found, Progress()), *([read_all] if is_read else [])):
             with pytest.raises(DataError, match=message) as caught:
                 look(prepare(recipe))
             assert caught.value.exit_code == Exit.DATA
@@ -479,4 +479,4 @@ def test_the_standard_library_is_packed_full(make_recipe: MakeRecipe) -> None:
     """
     for length, least in ((256, 0.999), (1024, 0.99)):
         recipe = make_recipe("stdlib", tokenizer={"vocab_size": 512}, sequence_length=length)
-        assert filled_share(prepare(recipe).sources[0].train) > least
+        assert fill_fraction(prepare(recipe).sources[0].train) > least

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from llmtrain.data import Documents, Prepared, Schedule, StepBatch, prepare, sampler
+from llmtrain.data import BatchLoader, Documents, Prepared, StepBatch, prepare, sampler
 from llmtrain.errors import DataError, Exit
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
@@ -21,8 +21,10 @@ def prepared(make_recipe: MakeRecipe, tmp_path: Path) -> Prepared:
     return prepare(make_recipe({"name": str(first), "weight": 3.0}, {"name": str(second), "weight": 1.0}))
 
 
-def schedule(prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, steps: int = 2, **more: Any) -> Schedule:
-    return Schedule(
+def schedule(
+    prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, steps: int = 2, **more: Any
+) -> BatchLoader:
+    return BatchLoader(
         prepared,
         **{
             "seed": 7,
@@ -115,13 +117,13 @@ def test_steps_that_are_read_together_are_those_read_alone(prepared: Prepared, m
     own_tokens = 2 * 4 * prepared.sequence_length
     monkeypatch.setattr(sampler, "READ_TOKENS", 5 * own_tokens)
     asked: list[int] = []
-    own = Schedule.sample_ids
+    own = BatchLoader.sample_ids
 
-    def sample_ids(self: Schedule, cursor: int, samples: int) -> Any:
+    def sample_ids(self: BatchLoader, cursor: int, samples: int) -> Any:
         asked.append(samples)
         return own(self, cursor, samples)
 
-    monkeypatch.setattr(Schedule, "sample_ids", sample_ids)
+    monkeypatch.setattr(BatchLoader, "sample_ids", sample_ids)
     batches = plan.train_batches(16)
     together = [next(batches) for _ in range(14)]
     batches.close()  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, notes, prepare
-from llmtrain.data.sources.special import Finder, Found
+from llmtrain.data.sources.special import SpecialTokenCounter, SpecialTokenCounts
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
@@ -119,13 +119,13 @@ def test_a_start_token_in_the_text_is_not_added_again(make_recipe: MakeRecipe, t
     assert [(ids[0], ids.count(0), ids[-1]) for ids in stored(prepared)] == [(0, 1, 1)] * 2
 
 
-def test_the_finder_equals_a_plain_search() -> None:
+def test_the_counter_equals_a_plain_search() -> None:
     draw = random.Random(0)
     for tokens in (["<s>", "</s>", "<s>x", "[A]", "[AB]", "[", "."], ["<|a|>"], [f"<|{n}|>" for n in range(300)], [""]):
         text = "".join(draw.choice([*tokens, "<|", "x", "[A", " "]) for _ in range(3000))
-        finder = Finder(tokens)
-        finder.look(text)
-        found = finder.found()
+        counter = SpecialTokenCounter(tokens)
+        counter.count(text)
+        found = counter.counts()
         wanted = sorted(filter(None, tokens), key=len, reverse=True)
         expected = re.findall("|".join(map(re.escape, wanted)), text) if wanted else []
         assert found.count == len(expected)
@@ -134,4 +134,4 @@ def test_the_finder_equals_a_plain_search() -> None:
 
 @pytest.mark.parametrize(("count", "characters", "few"), [(10, 0, True), (11, 10**6, False), (99, 10**8, True)])
 def test_the_accepted_number_grows_with_the_corpus(count: int, characters: int, few: bool) -> None:
-    assert Found(count, 1, 1, characters, {}, "").is_handful == few
+    assert SpecialTokenCounts(count, 1, 1, characters, {}, "").are_few == few

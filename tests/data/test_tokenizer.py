@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import notes, prepare
 from llmtrain.data import tokenizer as module
-from llmtrain.data.tokenizer import Encoder, cut, token_bytes
+from llmtrain.data.tokenizer import Encoder, split_text, token_bytes
 from llmtrain.errors import DataError, RecipeError
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
 
@@ -86,14 +86,14 @@ def test_long_texts_are_cut_without_changing_the_tokens(
     make_recipe: MakeRecipe, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = Encoder(prepare(make_recipe(corpus_file)).tokenizer_dir)
-    monkeypatch.setattr(module, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(module, "CHUNK_CHARACTERS", 500)
     for text in ("\n".join(make_texts(100)), "word " * 3000, "line\n" * 3000):
-        pieces = list(cut(text))
+        pieces = list(split_text(text))
         assert "".join(pieces) == text
         assert len(pieces) > 10
         assert max(map(len, pieces)) <= 500
         assert [token for ids in encoder.encode(pieces) for token in ids] == encoder.encode([text])[0]
-    assert "".join(cut("x" * 5001)) == "x" * 5001
+    assert "".join(split_text("x" * 5001)) == "x" * 5001
 
 
 def test_a_tokenizer_is_read_from_a_folder(

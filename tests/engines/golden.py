@@ -3,7 +3,7 @@
     python tests/engines/golden.py record FILE     before the change
     python tests/engines/golden.py check FILE      after it, on the same machine with the same libraries
 
-Of each plan: losses, norms, rates, the evaluation, whole weights, and the pieces that each rank would save.
+Of each plan: losses, norms, rates, the evaluation, whole weights, and the checkpoint shards of each rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmtrain.engines.state.shards import CheckpointShard
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -82,23 +83,32 @@ def run(rank: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
         engine.data_parallel_rank,
         replicas,
     )
-    weights, pieces = hashlib.sha256(), hashlib.sha256()
+    weights, shards = hashlib.sha256(), hashlib.sha256()
     for name, value in found.weights.items():
         weights.update(f"{name} {value.shape} {value.dtype}".encode() + value.tobytes())
-    for some in engine.pieces():
-        for piece in some:
-            steps = None if piece.steps is None else piece.steps.item()
-            pieces.update(repr((piece.name, piece.region, piece.start, steps, piece.copy)).encode())
-            for kind, tensor in piece.tensors.items():
-                pieces.update(f"{kind} {tensor.dtype}".encode() + tensor.detach().cpu().float().numpy().tobytes())
+    for list_of_shards in engine.checkpoint_shards():
+        for shard in list_of_shards:
+            shards.update(described(shard).encode())
+            for kind, tensor in shard.tensors.items():
+                shards.update(f"{kind} {tensor.dtype}".encode() + tensor.detach().cpu().float().numpy().tobytes())
     return {
-        "losses": [one.hex() for one in found.losses],
-        "grad_norms": [one.hex() for one in found.grad_norms],
+        "losses": [loss.hex() for loss in found.losses],
+        "grad_norms": [norm.hex() for norm in found.grad_norms],
         "rates": found.rates,
         "evaluation": found.evaluation.hex(),
         "weights": weights.hexdigest(),
-        "pieces": pieces.hexdigest(),
+        "pieces": shards.hexdigest(),
     }
+
+
+def described(shard: CheckpointShard) -> str:
+    """What is hashed of a shard besides its tensors, in a form that does not depend on the names of classes."""
+    whole, replica = shard.weight_slice, (shard.replica.index, shard.replica.count)
+    boxes = "".join(f"Box(first={chunk.offsets!r}, size={chunk.sizes!r}), " for chunk in whole.chunks)
+    boxes = boxes.rstrip() if len(whole.chunks) == 1 else boxes.removesuffix(", ")
+    region = f"Region(shape={whole.shape!r}, boxes=({boxes}), dim={whole.dim!r})"
+    steps = None if shard.steps is None else shard.steps.item()
+    return f"({shard.name!r}, {region}, {shard.start!r}, {steps!r}, {replica!r})"
 
 
 def main(action: str, file: Path) -> int:

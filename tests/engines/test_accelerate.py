@@ -13,15 +13,15 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan import installed
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.installed import check_runnable
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import assemble, broken, resolve
+from llmtrain.plan.rules import assemble, broken, resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.reference_run import ReferenceRun

@@ -15,7 +15,7 @@ from llmtrain.engines.optim import schedule
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import installed
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import assemble
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import assemble
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers import flash_stand_in
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks

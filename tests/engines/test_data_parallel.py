@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.cluster import Cluster
-from llmtrain.engines.build import plain_loop
 from llmtrain.engines.data_parallel import DataParallel
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.reference_run import ReferenceRun
 from tests.helpers.traces import Trace, trace, worst
@@ -44,7 +43,7 @@ def _engine(devices: int, device: torch.device, micro_batch: int, **fields) -> P
     recipe = tiny_recipe(**{"parallel.backend": "data_parallel", "batch.micro_batch_size": micro_batch, **fields})
     plan = resolve(recipe, Cluster(devices_per_node=devices, device="cpu" if devices == 1 else "gpu"))
     assert plan.workers == 1
-    engine = plain_loop(plan, device, DataParallel(plan, device))
+    engine = DataParallel(plan, device)
     engine.shape = (plan.read_size, plan.batch.gradient_accumulation_steps)
     assert engine.shape == (micro_batch * devices, GLOBAL_BATCH // (micro_batch * devices))
     return engine
@@ -70,7 +69,7 @@ def test_data_parallel_matches_the_plain_loop(fields):
     expected = _reference(tiny_recipe(**fields), 2)
     for devices in (1, 2):
         engine = _engine(devices, CPU, micro_batch=2, **fields)
-        engine.distribution.module = InTurn(engine.distribution.module, devices)
+        engine.module = InTurn(engine.module, devices)
         _same(trace(engine, range(STEPS), *engine.shape), expected)
 
 
@@ -91,5 +90,5 @@ def test_data_parallel_continues_from_its_checkpoint(tmp_path):
 def test_several_gpus_match_the_plain_loop(fields):
     gpu = torch.device("cuda", 0)
     engine = _engine(2, gpu, micro_batch=2, **fields)
-    assert len(engine.distribution.devices) == 2
+    assert len(engine.devices) == 2
     _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2, gpu))

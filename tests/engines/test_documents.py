@@ -16,8 +16,8 @@ from transformers.integrations import flex_attention as integration
 
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.engines.forward import bounds_for, documents_known, forward
-from llmtrain.models.proof.cut import reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model
 from tests.helpers import flash_stand_in
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def _documents() -> list[tuple[int, slice]]:
 def _model(family: str, attention: str):
     architecture, fields = FAMILIES[family]
     config = shrink_configuration(AutoConfig.for_model(architecture), 2, **fields)
-    model = reference(copy.deepcopy(config), attention).train()
+    model = build_tiny_model(copy.deepcopy(config), attention).train()
     # A flash kernel is for numbers of 16 bits, which its callers ask for.
     return model.bfloat16() if attention.startswith("flash") else model
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward
 from llmtrain.models import build_model
-from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from tests.helpers.batches import T, tiny_recipe
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_the_coefficient_of_the_router_loss_is_found_under_each_name(family, fie
     config = AutoConfig.for_model(family, **fields)
     attention = {"attn_config": ATTENTION} if family == "dbrx" else {}
     config = shrink_configuration(config, 2, output_router_logits=True, **attention)
-    model = reference(config, "eager")
+    model = build_tiny_model(config, "eager")
     tokens, positions = packed_input(config)
     batch = MicroBatch(tokens, positions, labels=tokens)
     _, auxiliary = forward(model, model, batch, torch.device("cpu"))

@@ -109,8 +109,8 @@ DEEPSEEK = {
 
 def _buffers(rank: int, folder) -> dict:
     """The buffers of a model that ZeRO-3 has partitioned."""
-    from llmtrain.ds_config import render
     from llmtrain.engines.deepspeed import partitioned
+    from llmtrain.plan.ds_config import render
 
     plan = plan_of(_from(folder, **{"parallel.zero_stage": 3}), RANKS)
     model = partitioned.build_partitioned(plan.recipe, torch.float32, render(plan), CPU)

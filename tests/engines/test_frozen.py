@@ -13,7 +13,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
 from llmtrain.models import build_model
-from llmtrain.plan import built_model as frozen
+from llmtrain.plan.facts import built_model as frozen
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -133,7 +133,7 @@ def test_no_strategy_changes_a_parameter_without_gradient(family, names, tmp_pat
 
 def _freeze_slices(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The weights of an engine, and of one of another seed that has loaded its checkpoint, at ZeRO-0 and ZeRO-1."""
-    frozen.CHOOSERS["llama"] = "self_attn.q_proj"
+    frozen.INDEXERS["llama"] = "self_attn.q_proj"
     found = []
     for stage in (0, 1):
         split = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.zero_stage": stage}
@@ -159,7 +159,7 @@ def test_frozen_slices_of_a_stage_are_saved_and_loaded(tmp_path):
 
 
 def _run_frozen(rank: int, family: str, recipes: list[Recipe], folder: Path) -> list[tuple[Trace, dict[str, Any]]]:
-    frozen.CHOOSERS[family] = "self_attn.q_proj"
+    frozen.INDEXERS[family] = "self_attn.q_proj"
     return _run(rank, recipes, folder)
 
 
@@ -175,7 +175,7 @@ def test_frozen_weights_stay_the_same_if_ranks_split_the_model(family, split, tm
     recipe = moe_recipe(family) if family in EXPERTS else tiny_recipe()
     recipe = recipe.with_(**{"parallel.expert": 1, "optim.name": "sgd", "optim.lr": 0.1})
     recipes = [recipe.with_(**{split: 2, "parallel.zero_stage": stage}) for stage in range(4)]
-    monkeypatch.setitem(frozen.CHOOSERS, family, "self_attn.q_proj")
+    monkeypatch.setitem(frozen.INDEXERS, family, "self_attn.q_proj")
     expected = _plain(recipe, keeps_frozen=True)
     for runs in run_ranks(2, _run_frozen, family, recipes, tmp_path):
         for stage, (run, loaded) in enumerate(runs):

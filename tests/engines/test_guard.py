@@ -17,9 +17,9 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.cluster import Cluster
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of, reference_of, worst
@@ -125,7 +125,7 @@ def _readers() -> Iterator[set[str]]:
 
 def _held(engine) -> Iterator[np.ndarray]:
     """Everything that is trained, what the optimizer keeps for it, and its counts of updates."""
-    for pieces in engine.pieces():
+    for pieces in engine.checkpoint_shards():
         for piece in pieces:
             yield from (tensor.float().cpu().numpy().copy() for tensor in piece.tensors.values())
             if piece.steps is not None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.engines.guard import Guard, Measured, check_fused, finite_or_infinite, skip_if
-from llmtrain.engines.optim import locate_matrices, torch_optimizer
-from llmtrain.engines.state.held import held
-from llmtrain.engines.state.pieces import Region
+from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, finite_or_infinite, skip_if
+from llmtrain.engines.optim import locate_shards, torch_optimizer
+from llmtrain.engines.state.optimizer_shards import optimizer_shards
+from llmtrain.engines.state.shards import Replica, ShardLocation, WeightSlice
 from llmtrain.recipe import GuardConfig, OptimConfig
 from tests.helpers.batches import tiny_recipe
 
@@ -29,8 +29,9 @@ class Steps:
         self.weight = nn.Parameter(torch.randn(5))
         optim = OptimConfig(name=name, lr=0.1)
         self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
-        place = "weight", Region.whole(self.weight.shape), (0, 1)
-        locate_matrices(self.optimizer, self.optimizer, held(self.optimizer), lambda _: place, tiny_recipe(), CPU)
+        location = ShardLocation("weight", WeightSlice.whole(self.weight.shape), Replica())
+        shards = optimizer_shards(self.optimizer)
+        locate_shards(self.optimizer, self.optimizer, shards, lambda _: location, tiny_recipe(), CPU)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
         self.optimizer.register_step_pre_hook(self._judge_scaled)
         check_fused(self.optimizer)
@@ -38,13 +39,13 @@ class Steps:
     def _judge_scaled(self, optimizer, *_) -> None:
         """As under DeepSpeed: what torch's scaler has found is known when the optimizer begins."""
         if hasattr(optimizer, "grad_scale"):
-            skip_if(self.guard.judge(self.measured, optimizer.found_inf), optimizer)
+            skip_if(self.guard.should_skip(self.measured, optimizer.found_inf), optimizer)
 
     def take(self, loss: float = 2.0, grad_norm: float = 1.0, gradient: float = 1.0) -> bool:
         """A step; whether it changed anything at all."""
         before = self.everything()
         self.weight.grad = torch.full_like(self.weight, gradient)
-        skip_if(self.guard.judge(Measured(torch.tensor(loss), torch.tensor(grad_norm))), self.optimizer)
+        skip_if(self.guard.should_skip(LossAndNorm(torch.tensor(loss), torch.tensor(grad_norm))), self.optimizer)
         self.optimizer.step()
         after = self.everything()
         return before.keys() != after.keys() or any(not torch.equal(before[key], after[key]) for key in before)
@@ -168,7 +169,7 @@ def test_a_step_that_a_loss_scaler_dropped_is_not_counted():
     """DeepSpeed's fp16 then never calls the optimizer; unless the loss itself is wrong, which nothing scales."""
     guard = Steps().guard
     for loss, expected in ((2.0, 0), (math.nan, 1)):
-        guard.judge(Measured(torch.tensor(loss), torch.tensor(math.inf)), overflowed=torch.ones(()))
+        guard.should_skip(LossAndNorm(torch.tensor(loss), torch.tensor(math.inf)), overflowed=torch.ones(()))
         assert guard.read().total == expected
 
 
@@ -183,7 +184,7 @@ def test_the_scaler_of_torch_keeps_its_own_verdict():
     ):
         before = steps.everything()
         steps.weight.grad = torch.full_like(steps.weight, gradient)
-        steps.measured = Measured(torch.tensor(2.0), torch.tensor(norm))
+        steps.measured = LossAndNorm(torch.tensor(2.0), torch.tensor(norm))
         scaler.step(steps.optimizer)
         scaler.update()
         assert torch.equal(before["weight"], steps.everything()["weight"]) != changed
@@ -236,8 +237,8 @@ def test_the_host_reads_nothing_in_a_step(name):
     steps = Steps(name)
     steps.settle()
     steps.weight.grad = torch.ones_like(steps.weight)
-    measured = Measured(torch.tensor(math.nan), torch.tensor(1.0))
+    measured = LossAndNorm(torch.tensor(math.nan), torch.tensor(1.0))
     with NoReading():
-        steps.guard.judge(measured)
+        steps.guard.should_skip(measured)
         steps.optimizer.step()
     assert steps.total == 1

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
-from llmtrain.rules import resolve
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe, with_pairs
 from tests.helpers.harness import run_ranks
 
@@ -86,7 +86,7 @@ def _fit(rank, world, fields):
         step_batch(step, micro, accumulation, engine.data_parallel_rank, plan.data_parallel_size)
         for step in range(STEPS)
     ]
-    if recipe.objective.of_completions:
+    if recipe.objective.is_preference:
         batches = [with_pairs(batch) for batch in batches]
 
     questions = Questions()

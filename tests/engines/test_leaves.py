@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks

@@ -21,7 +21,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.data import prepare
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.plan.vocabulary import grown, shipped_templates
+from llmtrain.plan.facts.vocabulary import shipped_templates, with_resized_vocabulary
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.chat_tokenizers import base_tokenizer
 from tests.helpers.harness import run_ranks
@@ -172,7 +172,7 @@ def test_the_exported_folder_answers_with_its_template(tmp_path):
         **{"model.new_tokens": "template", "data.chat_template": "chatml", "data.sources": [data]},
         **{"data.tokenizer": str(tokenizer), "data.cache_dir": str(tmp_path / "cache"), "data.eval_fraction": 0.0},
     )
-    prepared = prepare(grown(recipe))
+    prepared = prepare(with_resized_vocabulary(recipe))
     run_ranks(1, _saved_run, recipe, tmp_path / "run")
     export(newest(tmp_path / "run"), prepared.tokenizer_dir, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, nf4
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.weights import packed_bytes
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.facts.weights import packed_bytes
+from llmtrain.plan.rules import assemble
 from llmtrain.recipe import Recipe
-from llmtrain.rules import assemble
-from llmtrain.verify import reference
-from llmtrain.verify.reference import ReferenceLoop
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.verify import reference
+from llmtrain.trials.verify.reference import ReferenceLoop
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace

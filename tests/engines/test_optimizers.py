@@ -10,23 +10,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmtrain.cluster import Cluster
-from llmtrain.engines.optim import averaged_weights, groups_for, locate_matrices, torch_optimizer
+from llmtrain.engines.optim import averaged_weights, groups_for, locate_shards, torch_optimizer
 from llmtrain.engines.optimizers import adamw_8bit, sums
 from llmtrain.engines.optimizers.adamw_8bit import CODES, SCALES
 from llmtrain.engines.optimizers.guarded import GuardedOptimizer
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.sums import SharedSums
-from llmtrain.engines.state.held import HeldState, held
-from llmtrain.engines.state.pieces import Region
+from llmtrain.engines.state.optimizer_shards import OptimizerShard, optimizer_shards
+from llmtrain.engines.state.shards import Replica, ShardLocation, WeightSlice
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.predict.traffic import volumes
-from llmtrain.rules import assemble
-from llmtrain.verify import compare
-from llmtrain.verify.job import Deviation
-from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.predict.traffic import volumes
+from llmtrain.plan.rules import assemble
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.verify import compare
+from llmtrain.trials.verify.job import Deviation
+from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
@@ -52,10 +52,10 @@ def _known(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], recipe
     """Lets an optimizer know that this process holds all weights of a layer."""
     names = {one: f"layers.0.{index}.weight" for index, one in enumerate(weights)}
 
-    def place(one):
-        return names[one], Region.whole(one.shape), (0, 1)
+    def locate(parameter):
+        return ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), Replica())
 
-    locate_matrices(optimizer, optimizer, held(optimizer), place, recipe, CPU)
+    locate_shards(optimizer, optimizer, optimizer_shards(optimizer), locate, recipe, CPU)
 
 
 def _own_muon(weights: list[nn.Parameter], precision: str, **fields) -> Muon:
@@ -229,21 +229,22 @@ def test_a_second_moment_that_is_not_0_never_becomes_0():
     assert (weight - before).abs().max() < 1e-2  # the learning rate
 
 
-Held = tuple[str, Region, int, int]
-"""A range of a region of a matrix: its name, the region, the first element, and the end."""
+Held = tuple[str, WeightSlice, int, int]
+"""A range of a slice of a matrix: its name, the slice, the first element, and the end."""
 MATRICES = {"a.weight": (6, 40), "b.weight": (2, 3, 50)}
 
 
-def _eight_bit(own: list[Held], steps: int = 4) -> list[dict[str, tuple[Region, int, NDArray]]]:
+def _eight_bit(own: list[Held], steps: int = 4) -> list[dict[str, tuple[WeightSlice, int, NDArray]]]:
     """What a rank that holds ranges of matrices in one flat tensor, as under ZeRO, has after some steps.
 
-    Of each range, by kind: the region, the first index, and the values of weights, codes and scales. Gradients are
+    Of each range, by kind: its slice, the first index, and the values of weights, codes and scales. Gradients are
     those of the whole matrices.
     """
 
     def parts(seed: int) -> Tensor:
         whole = dict(zip(MATRICES, _random(list(MATRICES.values()), seed), strict=True))
-        return torch.cat([*(region.take(whole[name])[first:end] for name, region, first, end in own), torch.zeros(3)])
+        ranges = [weight_slice.take(whole[name])[first:end] for name, weight_slice, first, end in own]
+        return torch.cat([*ranges, torch.zeros(3)])
 
     trained = nn.Parameter(parts(0))
     recipe = tiny_recipe(**{"optim": {"name": "adamw_8bit", "lr": 1e-2, "options": {"block_size": 16}}})
@@ -251,34 +252,34 @@ def _eight_bit(own: list[Held], steps: int = 4) -> list[dict[str, tuple[Region, 
     optimizer = torch_optimizer([group], recipe.optim)
     state = optimizer.state[trained]
     state.update(optimizer.first_state(optimizer.param_groups[0], trained))
-    listed, places, offset = [], {}, 0
-    for name, region, first, end in own:
-        parameter, last = nn.Parameter(torch.empty(region.shape, device="meta")), offset + end - first
-        places[parameter] = name, region, (0, 1)
+    listed, locations, offset = [], {}, 0
+    for name, weight_slice, first, end in own:
+        parameter, last = nn.Parameter(torch.empty(weight_slice.shape, device="meta")), offset + end - first
+        locations[parameter] = ShardLocation(name, weight_slice, Replica())
         tensors = {"weight": trained.detach()[offset:last]} | {kind: state[kind][offset:last] for kind in CODES}
-        listed.append(HeldState(parameter, first, tensors, state, trained, offset))
+        listed.append(OptimizerShard(parameter, first, tensors, state, trained, offset))
         offset = last
-    optimizer.find_parts([trained], [listed], places.__getitem__, CPU)
+    optimizer.locate_shards([trained], [listed], locations.__getitem__, CPU)
     for step in range(1, steps + 1):
         trained.grad = parts(step)
         optimizer.step()
     found = []
-    for one, (_, region, first, _) in zip(listed, own, strict=True):
-        states = {kind: (region, first, values) for kind, values in one.tensors.items()}
+    for one, (_, weight_slice, first, _) in zip(listed, own, strict=True):
+        states = {kind: (weight_slice, first, values) for kind, values in one.tensors.items()}
         states |= optimizer.factors(one.parameter)
         found.append({kind: (*place, values.numpy().copy()) for kind, (*place, values) in states.items()})
     return found
 
 
-def _eight_bit_of_rank(rank: int, ranks: list[list[Held]]) -> list[dict[str, tuple[Region, int, NDArray]]]:
+def _eight_bit_of_rank(rank: int, ranks: list[list[Held]]) -> list[dict[str, tuple[WeightSlice, int, NDArray]]]:
     return _eight_bit(ranks[rank])
 
 
-def _slice(name: str, dim: int, *ranges: tuple[int, int]) -> Region:
-    return Region.ranges(MATRICES[name], dim, ranges)
+def _slice(name: str, dim: int, *ranges: tuple[int, int]) -> WeightSlice:
+    return WeightSlice.ranges(MATRICES[name], dim, ranges)
 
 
-WHOLE = {name: Region.whole(shape) for name, shape in MATRICES.items()}
+WHOLE = {name: WeightSlice.whole(shape) for name, shape in MATRICES.items()}
 LEFT, RIGHT = _slice("a.weight", 1, (0, 20)), _slice("a.weight", 1, (20, 20))
 DIVISIONS = {
     "flat": [
@@ -313,13 +314,14 @@ DIVISIONS = {
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_ranks_with_parts_of_blocks_round_as_one_rank_does(name):
     """With the same gradients, bit for bit: weights, codes and scales."""
-    whole = dict(zip(WHOLE, _eight_bit([(one, region, 0, region.numel) for one, region in WHOLE.items()]), strict=True))
+    ranges = [(name, weight_slice, 0, weight_slice.numel) for name, weight_slice in WHOLE.items()]
+    whole = dict(zip(WHOLE, _eight_bit(ranges), strict=True))
     ranks = DIVISIONS[name]
     for own, found in zip(ranks, run_ranks(len(ranks), _eight_bit_of_rank, ranks), strict=True):
         for (weight, *_), states in zip(own, found, strict=True):
             assert states.keys() == {"weight", *CODES, *SCALES}
-            for kind, (region, start, values) in states.items():
-                expected = region.take(torch.from_numpy(whole[weight][kind][2]))[start : start + len(values)]
+            for kind, (weight_slice, start, values) in states.items():
+                expected = weight_slice.take(torch.from_numpy(whole[weight][kind][2]))[start : start + len(values)]
                 assert np.array_equal(values, expected), (weight, kind)
 
 
@@ -472,7 +474,7 @@ def test_muon_sends_no_more_than_is_counted(stage, precision):
 
 def _summed(rank: int, recipe) -> int:
     """Bytes of the messages of a step between ranks that hold parts of the same weights."""
-    plan, exchanged, own, reduce = plan_of(recipe, 2), [], SharedSums.over_ranks, sums.dist.all_reduce
+    plan, exchanged, own, reduce = plan_of(recipe, 2), [], SharedSums.reduce, sums.dist.all_reduce
 
     def noted(total, *arguments, **fields):
         exchanged.append(4 * total.numel())
@@ -484,9 +486,9 @@ def _summed(rank: int, recipe) -> int:
         sums.dist.all_reduce = reduce
         return found
 
-    SharedSums.over_ranks = watched
+    SharedSums.reduce = watched
     _run(plan, steps=1)
-    SharedSums.over_ranks = own
+    SharedSums.reduce = own
     return sum(exchanged)
 
 

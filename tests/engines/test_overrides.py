@@ -15,10 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from llmtrain import overrides
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.errors import RecipeError
 from llmtrain.overrides import OLDEST, OVERRIDES, TRIED, _difference, check_overrides, untried_versions
+from llmtrain.plan.ds_config import render
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import plan_of

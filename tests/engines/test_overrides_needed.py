@@ -263,7 +263,7 @@ REMOVALS = (
     Removal(
         "tracking:logger",
         *_removed("tracking.logger = logging.getLogger(tracking.__name__)"),
-        "tests/metrics/test_trackers.py",
+        "tests/train/metrics/test_trackers.py",
         ACCELERATE,
     ),
     Removal(
@@ -305,7 +305,7 @@ REMOVALS = (
         "FakeTensorMode",
         "fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)",
         "dist.distributed_c10d.nullcontext()",
-        "tests/predict/test_saved_activations.py",
+        "tests/plan/predict/test_saved_activations.py",
         TORCH,
     ),
     Removal(
@@ -354,7 +354,7 @@ REMOVALS = (
         "_destroy",
         "if wanted and _replaced is None:",
         "if wanted and _replaced:",
-        "tests/runtime/test_cpu.py",
+        "tests/engines/runtime/test_cpu.py",
         "overrides/onednn.py",
     ),
 )

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import FamilyError, RecipeError
-from llmtrain.models import build_model, find_stages
-from llmtrain.plan.built_model import _without_gradient
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.models import build_model, find_cut_and_split
+from llmtrain.plan.facts.built_model import _without_gradient
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from llmtrain.train.start import check_pretrained
 from tests.helpers.batches import tiny_recipe
@@ -93,7 +93,7 @@ def test_own_code_that_cannot_be_cut_is_refused(tmp_path):
         )
     )
     with pytest.raises(FamilyError, match="own_of_the_tests"):
-        find_stages(_pipeline(folder), 2)
+        find_cut_and_split(_pipeline(folder), 2)
 
 
 NORM = "self.norm = nn.LayerNorm(config.hidden_size)"

@@ -11,11 +11,11 @@ import torch
 from llmtrain.engines.deepspeed import autotp, engine
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, compiled, model_configuration
-from llmtrain.models.liger import use_blocks
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import reference
-from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
+from llmtrain.models.liger import use_liger_layers
+from llmtrain.models.recompute.checkpoints import gathers_whole_layers, use_recomputation
 from llmtrain.models.stages import decoder_layers
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.model import build_tiny_model
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from tests.helpers import triton_on_cpu
@@ -91,7 +91,9 @@ Train = Callable[[int, list[Recipe], int], list[Trace]]
 def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     """In every run, ZeRO-3 gathers whole layers: it sums gradients in another order if it gathers module by module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "gathers_layers", lambda recipe: gathers_layers(recipe) or not _is_selective(recipe))
+        patch.setattr(
+            engine, "gathers_whole_layers", lambda recipe: gathers_whole_layers(recipe) or not _is_selective(recipe)
+        )
         return [_run(plan_of(recipe, ranks)) for recipe in recipes]
 
 
@@ -163,8 +165,8 @@ def test_results_that_autotp_sums_in_place_are_not_kept():
 def test_results_that_liger_rotates_in_place_are_not_kept():
     """It is why `recompute.selective` refuses Liger's layers."""
     triton_on_cpu.complete()
-    model = reference(model_configuration(tiny_recipe()), "eager").train()
-    use_blocks(model)
+    model = build_tiny_model(model_configuration(tiny_recipe()), "eager").train()
+    use_liger_layers(model)
     comparison = Comparison(model)
     assert comparison.deviation() == 0
     use_recomputation(model, tiny_recipe(**AGAIN["selective"]).parallel)

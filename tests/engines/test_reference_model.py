@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from llmtrain.data import Prepared, Schedule, prepare
+from llmtrain.data import BatchLoader, Prepared, prepare
 from llmtrain.data.cache import Cache
 from llmtrain.data.progress import Progress
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine, reference_model
 from llmtrain.engines.reference_model import with_references
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_pairs import LENGTH, VOCAB, small_pairs, write_pairs
 from tests.helpers.small_verify import CPU, job_of
@@ -33,7 +33,7 @@ def _alone(plan: Plan, prepared: Prepared) -> dict[str, list[float]]:
         view: Any = getattr(prepared.sources[0], split)
         for start, length in zip(view.starts.tolist(), view.lengths.tolist(), strict=True):
             tokens = torch.from_numpy(view.stream.tokens[start : start + length + 1].astype(np.int64))
-            trained = torch.from_numpy(view.stream.trained[start + 1 : start + length + 1].copy())
+            trained = torch.from_numpy(view.stream.loss_mask[start + 1 : start + length + 1].copy())
             with torch.no_grad():
                 logits = model(tokens[None, :-1]).logits[0]
             taken = log_softmax(logits.double(), -1).gather(1, tokens[1:, None])[:, 0]
@@ -54,7 +54,7 @@ def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_model, "log_probs", None)  # nothing is computed again
         assert _references(with_references(engine, plan, prepared)) == _references(known)
-    batch = Schedule.of(plan, known, engine.data_parallel_rank).train_batch(0)
+    batch = BatchLoader.of(plan, known, engine.data_parallel_rank).train_batch(0)
     engine.eval_step(batch)
     evaluated = engine.rewards()
     engine.train_step(batch)

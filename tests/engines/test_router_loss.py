@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.engines.forward import documents_known
+from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import build_model
-from llmtrain.rules import resolve
-from llmtrain.runtime.agree import total
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of
@@ -31,7 +31,7 @@ def _logged(rank: int) -> list[list[float]]:
         engine = engine_of(plan)
         shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
         result = engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.data_parallel_size))
-        found.append(total(result.router_loss).tolist())
+        found.append(all_reduce_sum(result.router_loss).tolist())
     return found
 
 

@@ -17,7 +17,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.models import build_model
 from llmtrain.recipe import Recipe
-from llmtrain.verify import compare
+from llmtrain.trials.verify import compare
 from tests.engines.test_nf4 import recipe_on
 from tests.gpu.conftest import Run
 from tests.gpu.worker import GPU, engine_of, initial_weights, plan_of, train, waits_forbidden

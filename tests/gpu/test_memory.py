@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.cluster import DEVICES, GIB, device_of
 from llmtrain.errors import Exit
-from llmtrain.predict import memory_of
-from llmtrain.predict.memory import CONTEXT
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.predict.memory import CONTEXT
+from llmtrain.recipe.cluster import DEVICES, GIB, device_of
 from tests.cuda_on_host.test_memory import CLOSE, FULL, MODEL, assert_close, batch_of, zero
 from tests.gpu.conftest import EMULATED, faults_of
 from tests.gpu.worker import GPU, engine_of, plan_of

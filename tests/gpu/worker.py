@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.engines.engine import Engine
+from llmtrain.engines.runtime.distributed import init_process_group
+from llmtrain.launch.discovery.rank import Rank
 from llmtrain.launch.local import reserved_port
-from llmtrain.launch.place.rank import Rank
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
-from llmtrain.runtime.distributed import init_process_group
-from llmtrain.verify.train import drawn_weights
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.verify.train import drawn_weights
 from tests.gpu.conftest import EMULATED
 from tests.helpers.traces import Trace, trace
 

@@ -38,7 +38,7 @@ class Case(NamedTuple):
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         runs: list[list[int]] = []
         before = False
-        for token, trained in zip(encoded.ids.tolist(), encoded.trained.tolist(), strict=True):
+        for token, trained in zip(encoded.ids.tolist(), encoded.loss_mask.tolist(), strict=True):
             if trained:
                 runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
             before = trained

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmtrain.predict.links import TransferKind
+from llmtrain.plan.predict.links import TransferKind
 
 KINDS: dict[str, tuple[TransferKind, int]] = {
     "allreduce_": ("all_reduce", 0),

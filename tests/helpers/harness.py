@@ -68,8 +68,8 @@ def _rank_main(
     try:
         import torch
 
-        from llmtrain.launch.place.rank import Rank
-        from llmtrain.runtime.distributed import init_process_group
+        from llmtrain.engines.runtime.distributed import init_process_group
+        from llmtrain.launch.discovery.rank import Rank
 
         torch.set_num_threads(1)
         torch.manual_seed(rank)  # what imports have drawn differs from one server to the next

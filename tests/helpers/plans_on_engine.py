@@ -20,19 +20,19 @@ from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data import StepBatch
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.engines.deepspeed.autotp_split import split_of
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
-from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
-from llmtrain.models.tensor.exchanges import shard_of
+from llmtrain.models.tensor.collectives import shard_of
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import LEGALITY, assemble, broken
 from llmtrain.recipe import ParallelConfig, Recipe
-from llmtrain.rules import LEGALITY, assemble, broken
-from llmtrain.verify.compare import Trace, deviation, tolerance
-from llmtrain.verify.job import Deviation, worst
-from llmtrain.verify.train import sgd_fields
+from llmtrain.trials.verify.compare import Trace, deviation, tolerance
+from llmtrain.trials.verify.job import Deviation, worst
+from llmtrain.trials.verify.train import sgd_fields
 from tests.helpers.batches import global_batch, part_of
 from tests.helpers.harness import run_ranks
 from tests.helpers.random_plans import Case, rules_of

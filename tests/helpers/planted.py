@@ -10,10 +10,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from torch import distributed as dist
 from torch import nn
 
-from llmtrain.data import NO_TARGET, Schedule
+from llmtrain.data import NO_TARGET, BatchLoader
 from llmtrain.engines.deepspeed import engine
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-from llmtrain.verify import train
+from llmtrain.trials.verify import train
 
 
 def skipped_all_reduce(patch):
@@ -72,18 +72,18 @@ def documents_see_each_other(patch):
 
 
 def one_rank_with_another_seed(patch):
-    original = Schedule.of.__func__
+    original = BatchLoader.of.__func__
 
     def of(cls, plan, prepared, dp_rank):
         recipe = plan.recipe.with_(**{"train.seed": plan.recipe.train.seed + dp_rank})
         return original(cls, plan.model_copy(update={"recipe": recipe}), prepared, dp_rank)
 
-    patch.setattr(Schedule, "of", classmethod(of))
+    patch.setattr(BatchLoader, "of", classmethod(of))
 
 
 def every_rank_reads_the_same(patch):
-    original = Schedule.of.__func__
-    patch.setattr(Schedule, "of", classmethod(lambda cls, plan, prepared, dp_rank: original(cls, plan, prepared, 0)))
+    original = BatchLoader.of.__func__
+    patch.setattr(BatchLoader, "of", classmethod(lambda cls, plan, prepared, dp_rank: original(cls, plan, prepared, 0)))
 
 
 def other_initial_weights(patch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.models import adapter, nf4
-from llmtrain.models.tensor import regions, split
+from llmtrain.models.tensor import sequence_parallel, split
 
 
 def _after(patch, name, change):
@@ -26,7 +26,7 @@ def adapter_scaled_twice(patch):
         for _, module in adapter.adapters(arguments[0]):
             module.scaling = {name: value**2 for name, value in module.scaling.items()}
 
-    _after(patch, "_inject", scale)
+    _after(patch, "_inject_adapter", scale)
 
 
 def base_not_frozen(patch):
@@ -38,8 +38,8 @@ def scaling_by_rank_ignored(patch):
 
 
 def adapter_of_another_seed(patch):
-    original = adapter._drawn
-    patch.setattr(adapter, "_drawn", lambda like, seed: original(like, seed + 1))
+    original = adapter._draw_lora_a
+    patch.setattr(adapter, "_draw_lora_a", lambda like, seed: original(like, seed + 1))
 
 
 def module_not_saved(patch):
@@ -85,23 +85,25 @@ def adapter_of_one_stage_frozen(patch):
         stage = arguments[0]
         if stage.index:
             stage.model.requires_grad_(False)
-            stage.complete_groups()
+            stage.add_idle_parameters()
 
-    _after(patch, "apply_to_stage", freeze)
+    _after(patch, "apply_adapter_to_stage", freeze)
 
 
 def gradient_of_a_not_summed(patch):
     """Each tensor parallel rank keeps the part of A's gradient that its own rows of B give."""
-    original = split.TensorParallel.adapt
+    original = split.TensorParallel.split_adapter
 
     def adapt(self, name, base, inner, outer, config):
         forward = outer.forward
         with pytest.MonkeyPatch.context() as meanwhile:
-            meanwhile.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
+            meanwhile.setattr(
+                sequence_parallel.SequenceParallelBlock, "prepare_whole_parameter", lambda block, parameter: None
+            )
             original(self, name, base, inner, outer, config)
         outer.forward = forward
 
-    patch.setattr(split.TensorParallel, "adapt", adapt)
+    patch.setattr(split.TensorParallel, "split_adapter", adapt)
 
 
 FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]

@@ -37,7 +37,7 @@ def swapped_on_one_rank(patch):
             return pairs
         other = torch.arange(pairs.lengths.shape[1]) ^ 1
         changed = {"lengths": pairs.lengths[:, other], "references": pairs.references[:, other]}
-        return replace(pairs, segments=pairs.segments ^ 1, **changed)
+        return replace(pairs, segment_ids=pairs.segment_ids ^ 1, **changed)
 
     _on_pairs(patch, swap)
 
@@ -74,7 +74,7 @@ def segments_shifted(patch):
     """The last token of each completion is counted for the next conversation, for the references as well. Shifted the
     other way nothing would change, because each conversation begins with a prompt, whose tokens have no target; nor if
     the template wrote something after the last end token."""
-    _on_pairs(patch, lambda pairs: replace(pairs, segments=pairs.segments.roll(-1, dims=1)), only_training=False)
+    _on_pairs(patch, lambda pairs: replace(pairs, segment_ids=pairs.segment_ids.roll(-1, dims=1)), only_training=False)
 
 
 def label_smoothing_ignored(patch):

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from llmtrain.data import NO_TARGET
 from llmtrain.engines.deepspeed import engine, pipeline
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis, RankSpec, StagePipeline
-from llmtrain.verify.batches import Batches
+from llmtrain.trials.verify.batches import Batches
 from tests.helpers.planted_zero import clipping_per_partition
 
 
@@ -40,10 +40,10 @@ def stale_tied_copy(patch):
     """The last stage keeps its initial tied weight; the first one is right."""
     original, started = PipelineAxis.accumulate, {}
 
-    def accumulate(self, batch):
+    def accumulate(self, *arguments):
         for weight, _ in self._pipeline.get_tied_weights_and_groups() if self.model[-1].is_last else ():
             weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
-        return original(self, batch)
+        return original(self, *arguments)
 
     patch.setattr(PipelineAxis, "accumulate", accumulate)
 
@@ -51,15 +51,15 @@ def stale_tied_copy(patch):
 def loss_by_micro_batch(patch):
     original = PipelineAxis._loss
 
-    def loss(self, stage, inputs, batch):
-        terms = self._terms
-        self._terms = (
+    def loss(self, objective, stage, inputs, batch):
+        num_items = self._num_items
+        self._num_items = (
             (batch.labels != NO_TARGET).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
         )
         try:
-            return original(self, stage, inputs, batch)
+            return original(self, objective, stage, inputs, batch)
         finally:
-            self._terms = terms
+            self._num_items = num_items
 
     patch.setattr(PipelineAxis, "_loss", loss)
 
@@ -69,9 +69,8 @@ def loss_of_one_replica(patch):
     original = PipelineAxis._begin
 
     def begin(self, batch):
-        micros = original(self, batch)
-        self._terms *= self.plan.data_parallel_size
-        return micros
+        original(self, batch)
+        self._num_items *= self.plan.data_parallel_size
 
     patch.setattr(PipelineAxis, "_begin", begin)
 
@@ -83,13 +82,13 @@ def replicas_read_the_same(patch):
 
 def labels_in_another_order(patch):
     """The last stage reads the labels of the micro-batches in reverse order."""
-    original = PipelineAxis._begin
+    original = PipelineAxis.accumulate
 
-    def reverse(self, batch):
-        micros = original(self, batch)
-        return [replace(one, labels=other.labels) for one, other in zip(micros, micros[::-1], strict=True)]
+    def accumulate(self, batch, slices, objective):
+        pairs = zip(slices, slices[::-1], strict=True)
+        return original(self, batch, [replace(rows, labels=other.labels) for rows, other in pairs], objective)
 
-    patch.setattr(PipelineAxis, "_begin", reverse)
+    patch.setattr(PipelineAxis, "accumulate", accumulate)
 
 
 def one_stage_with_another_seed(patch):

@@ -11,14 +11,14 @@ from ctypes.util import find_library
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.installed import is_installed
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.rules import LEGALITY, broken
+from llmtrain.plan.search.variants import changed
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
-from llmtrain.rules import LEGALITY, broken
-from llmtrain.search.variants import changed
+from llmtrain.recipe.cluster import Cluster
 
 Fields = dict[str, Any]
 

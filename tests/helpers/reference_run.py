@@ -9,9 +9,9 @@ import torch
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.engine import StepResult
 from llmtrain.recipe import Recipe
-from llmtrain.verify.compare import Weights
-from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, Sequences
-from llmtrain.verify.train import drawn_weights
+from llmtrain.trials.verify.compare import Weights
+from llmtrain.trials.verify.reference import ReferenceDocument, ReferenceLoop, Sequences
+from llmtrain.trials.verify.train import drawn_weights
 
 CPU = torch.device("cpu")
 

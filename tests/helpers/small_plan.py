@@ -1,9 +1,9 @@
 """A small plan, for tests that read a plan but do not train."""
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan import Plan
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 
 MODEL = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from llmtrain.data import prepare
+from llmtrain.plan.search.enumerate import enumerate_plans
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -22,11 +23,10 @@ from llmtrain.recipe import (
     TrainConfig,
     TrainedTokenizer,
 )
-from llmtrain.search.enumerate import enumerate_plans
-from llmtrain.verify import train
-from llmtrain.verify.batches import Batches
-from llmtrain.verify.job import VerifyJob, comparable, read_references
-from llmtrain.verify.job import certified as is_certified
+from llmtrain.trials.verify import train
+from llmtrain.trials.verify.batches import Batches
+from llmtrain.trials.verify.job import VerifyJob, comparable, read_references
+from llmtrain.trials.verify.job import certified as is_certified
 
 STEPS = 4
 CPU = torch.device("cpu")

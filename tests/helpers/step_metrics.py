@@ -1,6 +1,6 @@
 """Made-up metrics of a step, for tests of what is logged."""
 
-from llmtrain.metrics import StepMetrics, Window
+from llmtrain.train.metrics import StepMetrics, Window
 
 
 def metrics(step, loss=2.0, grad_norm=1.0):

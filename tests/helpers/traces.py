@@ -10,16 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmtrain.cluster import Cluster
-from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.state.save_load import StateSource
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, step_batch
 from tests.helpers.reference_run import ReferenceRun
 
@@ -101,8 +101,8 @@ def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """Returns the weights of a checkpoint, in the data type of the plan's forward pass."""
     dtype = weight_dtype(plan.recipe.parallel.precision)
     shapes = empty_model(model_configuration(plan.recipe), dtype).state_dict()
-    source = StateSource(checkpoint)
-    return {name: source.whole(name).view(shapes[name].shape).to(shapes[name].dtype) for name in source.all}
+    source = CheckpointReader(checkpoint)
+    return {name: source.whole(name).view(shapes[name].shape).to(shapes[name].dtype) for name in source.shards}
 
 
 def worst(ours: list[float], theirs: list[float]) -> float:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from llmtrain.launch.jobs.accelerate import has_configuration, processes_asked, render_configuration
+from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration, requested_processes
 from tests.helpers.small_plan import small_plan
 
 
@@ -24,17 +24,17 @@ from tests.helpers.small_plan import small_plan
 def test_the_number_of_processes_is_read_from_the_command_line(arguments, number):
     env = {"ACCELERATE_MIXED_PRECISION": "no"}
     parent = ["python", "accelerate", "launch", *arguments, "recipes/tiny.py"]
-    assert processes_asked(env, parent) == number
+    assert requested_processes(env, parent) == number
 
 
 def test_without_accelerate_no_number_of_processes_is_requested():
-    assert processes_asked({}, ["accelerate", "launch", "--num_processes", "2"]) is None
-    assert processes_asked({"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"}, ["--num_processes", "2"]) is None
+    assert requested_processes({}, ["accelerate", "launch", "--num_processes", "2"]) is None
+    assert requested_processes({"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"}, ["--num_processes", "2"]) is None
 
 
 def test_the_number_of_processes_is_read_from_the_parent():
     """A parent with accelerate's arguments starts a child as accelerate does."""
-    child = "from llmtrain.launch.jobs.accelerate import processes_asked; print(processes_asked())"
+    child = "from llmtrain.launch.jobs.accelerate import requested_processes; print(requested_processes())"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
     env.pop("RANK", None)
@@ -48,10 +48,10 @@ def test_the_number_of_processes_is_read_from_a_configuration(text, tmp_path):
     file.parent.mkdir()
     file.write_text(text)
     env = {"ACCELERATE_MIXED_PRECISION": "no"}
-    assert processes_asked(env, ["accelerate", "launch", "--config_file", str(file), "recipes/tiny.py"]) == 3
-    assert processes_asked({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "recipes/tiny.py"]) == 3
-    assert processes_asked({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "--num_processes=2"]) == 2
-    assert processes_asked({**env, "HF_HOME": str(tmp_path / "other")}, ["accelerate", "launch"]) is None
+    assert requested_processes(env, ["accelerate", "launch", "--config_file", str(file), "recipes/tiny.py"]) == 3
+    assert requested_processes({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "recipes/tiny.py"]) == 3
+    assert requested_processes({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "--num_processes=2"]) == 2
+    assert requested_processes({**env, "HF_HOME": str(tmp_path / "other")}, ["accelerate", "launch"]) is None
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ from pathlib import Path
 # A handler that was made before the take-over holds the old sys.stderr.
 early = logging.getLogger("early")
 early.addHandler(logging.StreamHandler())
-from llmtrain.train.console import take_over_output
+from llmtrain.train.console import redirect_output
 from llmtrain.errors import DataError, Problem
 from llmtrain.launch import Rank
-from llmtrain.metrics import TrainingProgress
+from llmtrain.train.metrics import TrainingProgress
 from llmtrain.run_dir import RunDir
 rank, launcher = int(sys.argv[2]), sys.argv[3]
-output = take_over_output(RunDir(Path(sys.argv[1])), Rank(rank, rank, 2, 2, "127.0.0.1", 1, launcher))
+output = redirect_output(RunDir(Path(sys.argv[1])), Rank(rank, rank, 2, 2, "127.0.0.1", 1, launcher))
 """
 NOISES = ("print", "stderr", "a descriptor", "C", "warnings", "logging", "an early handler", "a child", "is no text")
 
@@ -97,7 +97,7 @@ def test_the_other_ranks_are_silent(script, run_dir):
 @pytest.mark.parametrize("signalled_first", [True, False])
 def test_a_signal_after_the_last_save_is_reported_to_the_user(script, run_dir, signalled_first):
     """While the run is exported: nothing is lost, but the exit code is that of a run that was stopped."""
-    steps = ["raise_signal(SIGHUP)", "signals.leave_at_once(60, output.stderr)"]
+    steps = ["raise_signal(SIGHUP)", "signals.exit_on_signal(60, output.stderr)"]
     body = """
 from signal import SIGHUP, raise_signal
 from llmtrain.train.signals import StopSignals

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.place.discovery import Rank, discover, without_local_rank
+from llmtrain.launch.discovery.discover import Rank, discover, without_local_rank
 
 COMMON = {
     "RANK": "3",

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Exit, RecipeError
 from llmtrain.launch import disks
 from llmtrain.launch.disks import check_disks
 from llmtrain.plan import Plan
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.small_plan import small_plan
 
 ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}

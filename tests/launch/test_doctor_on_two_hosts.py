@@ -114,7 +114,9 @@ def test_a_hang_is_bounded_and_the_rank_is_named(hosts):
     )
     environment = {**hosts.environment({}), "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    while not (ranks := [pid for pid in hosts.hosts[1].processes() if "llmtrain.doctor.rank" in _line(pid)]):
+    while not (
+        ranks := [pid for pid in hosts.hosts[1].processes() if "llmtrain.launch.doctor.all_reduce_worker" in _line(pid)]
+    ):
         assert process.poll() is None
         time.sleep(0.05)
     os.kill(ranks[0], signal.SIGSTOP)
@@ -153,7 +155,7 @@ def test_started_processes_end_with_the_command(hosts):
     environment = {**hosts.environment({}), "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not any("llmtrain.doctor.rank" in line for line in _our_processes(hosts)):
+        while not any("llmtrain.launch.doctor.all_reduce_worker" in line for line in _our_processes(hosts)):
             assert process.poll() is None
             time.sleep(0.2)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.hostfile import Host, hostfile_of, include_of, read_hosts
+from llmtrain.launch.hostfile import Host, include_option, read_hosts, render_hostfile
 
 TEXT = """# a comment
 a slots=4
@@ -25,7 +25,7 @@ def hostfile(tmp_path):
 def test_hosts_keep_their_order(hostfile):
     hosts = read_hosts(hostfile)
     assert hosts == [Host("a", (0, 1, 2, 3)), Host("node-2.example", (0, 1)), Host("10.0.0.3", (0,))]
-    assert hostfile_of(hosts) == "a slots=4\nnode-2.example slots=2\n10.0.0.3 slots=1\n"
+    assert render_hostfile(hosts) == "a slots=4\nnode-2.example slots=2\n10.0.0.3 slots=1\n"
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_deepspeed_parses_the_filtered_hostfile(hostfile, tmp_path):
 
     hosts = read_hosts(hostfile, exclude="a:1@10.0.0.3")
     written = tmp_path / "written"
-    written.write_text(hostfile_of(hosts))
-    active = parse_inclusion_exclusion(fetch_hostfile(str(written)), include_of(hosts), "")
+    written.write_text(render_hostfile(hosts))
+    active = parse_inclusion_exclusion(fetch_hostfile(str(written)), include_option(hosts), "")
     assert {name: tuple(devices) for name, devices in active.items()} == {one.name: one.devices for one in hosts}
 
 

@@ -11,11 +11,11 @@ import pytest
 from llmtrain.errors import RecipeError, WorkerError
 from llmtrain.launch import hosts
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.host_agent import version_facts
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.on_host import version_facts
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Phase
-from llmtrain.watchdog.verdict import Status, cut_off, loss
+from llmtrain.train.watchdog.diagnosis import Status, cut_off_problem, loss_problem
 
 OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}
 STATUS = Status("b", 7, 3, Phase.TRAINING, 12.0, 60.0, False, "")
@@ -65,13 +65,13 @@ def test_a_file_of_variables_that_is_not_text_is_named(tmp_path, monkeypatch):
 )
 def test_an_unsuitable_host_is_reported(answer, rule, said):
     process = answer and subprocess.CompletedProcess([], answer[0], answer[1], answer[2])
-    [problem] = hosts._judge(Host("b", (0,)), process, OWN)
+    [problem] = hosts._host_problems(Host("b", (0,)), process, OWN)
     assert (problem.rule, problem.field) == (rule, "b")
     assert said in problem.message
 
 
 def test_an_equal_host_is_suitable():
-    assert not list(hosts._judge(Host("b", (0,)), subprocess.CompletedProcess([], 0, json.dumps(OWN), ""), OWN))
+    assert not list(hosts._host_problems(Host("b", (0,)), subprocess.CompletedProcess([], 0, json.dumps(OWN), ""), OWN))
 
 
 def test_another_recipe_file_is_detected(tmp_path):
@@ -87,15 +87,15 @@ def test_another_recipe_file_is_detected(tmp_path):
 def test_a_python_that_a_shell_would_misread_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/home/a b/python")
     with pytest.raises(RecipeError, match="unquoted"):
-        hosts._check_here("pdsh")
+        hosts._check_launch_host("pdsh")
 
 
 def test_programs_that_are_missing_are_named(monkeypatch):
     monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
     with pytest.raises(RecipeError, match="apt-get install pdsh"):
-        hosts._check_here("pdsh")
+        hosts._check_launch_host("pdsh")
     with pytest.raises(RecipeError, match="apt-get install openmpi-bin"):
-        hosts._check_here("openmpi")
+        hosts._check_launch_host("openmpi")
 
 
 GONE, CUT_OFF = "rank 1: ended, or its machine does not answer", "rank 1 on b: lost contact with rank 0"
@@ -108,10 +108,10 @@ LOST = """lost communication with a remote daemon.
 @pytest.mark.parametrize(
     ("written", "log", "told"),
     [
-        ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, "", GONE),
-        ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, LOST, GONE),
-        ({1: cut_off(1, "b")}, LOST, "b: the connection to it was lost"),
-        ({1: cut_off(1, "b")}, "", CUT_OFF),
+        ({0: loss_problem({1: STATUS}, [1]), 1: cut_off_problem(1, "b")}, "", GONE),
+        ({0: loss_problem({1: STATUS}, [1]), 1: cut_off_problem(1, "b")}, LOST, GONE),
+        ({1: cut_off_problem(1, "b")}, LOST, "b: the connection to it was lost"),
+        ({1: cut_off_problem(1, "b")}, "", CUT_OFF),
     ],
 )
 def test_the_report_of_a_disconnected_rank_has_the_lowest_priority(tmp_path, written, log, told):
@@ -137,13 +137,13 @@ def test_the_rendezvous_of_a_job_is_the_loopback_or_the_first_host(tmp_path, mon
         return hosts._address(job(*named), told)
 
     assert address(one) == "127.0.0.1"
-    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("192.0.2.1", 23456)
+    assert hosts._rendezvous(job(one, other), {**told, "port": 23456}) == ("192.0.2.1", 23456)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("10.0.0.1", 29500)
+    assert hosts._rendezvous(job(one, other), {**told, "port": 23456}) == ("10.0.0.1", 29500)
     monkeypatch.setenv("MASTER_PORT", "high")
     with pytest.raises(RecipeError, match="MASTER_PORT: 'high' is not a number"):
-        hosts._meeting(job(one, other), {**told, "port": 23456})
+        hosts._rendezvous(job(one, other), {**told, "port": 23456})
     assert address(one, other) == "192.0.2.1"
     assert address(other, one) == "192.0.2.9"  # its name means another machine on each
     told["addresses"] = []

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from llmtrain.launch.place import interfaces
-from llmtrain.launch.place.interfaces import (
+from llmtrain.launch.discovery import interfaces
+from llmtrain.launch.discovery.interfaces import (
     ELSEWHERE,
     GLOO,
     NCCL,
@@ -17,7 +17,7 @@ from llmtrain.launch.place.interfaces import (
     nccl_setting,
     set_interfaces,
 )
-from llmtrain.launch.place.rank import Rank
+from llmtrain.launch.discovery.rank import Rank
 
 LO = Interface("lo", ("127.0.0.1", "::1"), is_loopback=True)
 ETH0 = Interface("eth0", ("10.0.0.5", "fe80::5"))

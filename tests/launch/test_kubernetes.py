@@ -12,10 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.kubernetes import KubernetesOptions, render_manifest
-from llmtrain.launch.jobs.slurm import parse_site
+from llmtrain.launch.jobs.slurm import parse_job_options
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.launching_doc import commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ JOBSET = _object(
 
 def _document(*options: str, nodes: int = 2, device: str = "h100", script: tuple[str, ...] = ("recipes/tiny.py",)):
     cluster = Cluster(nodes=nodes, devices_per_node=8, device=device)
-    parsed = parse_site(KubernetesOptions, "kubernetes", [*GIVEN, *options])
+    parsed = parse_job_options(KubernetesOptions, "kubernetes", [*GIVEN, *options])
     run_dir = PurePosixPath(parsed.mount) / "runs" / "tiny"
     return yaml.safe_load(render_manifest("tiny", cluster, script, run_dir, parsed))
 
@@ -220,19 +220,19 @@ def test_arguments_arrive_unchanged():
 )
 def test_impossible_options_are_refused(options, said):
     with pytest.raises(RecipeError) as error:
-        parse_site(KubernetesOptions, "kubernetes", options)
+        parse_job_options(KubernetesOptions, "kubernetes", options)
     assert said in str(error.value)
 
 
 def test_a_run_that_is_not_on_the_volume_is_refused():
-    options = parse_site(KubernetesOptions, "kubernetes", GIVEN)
+    options = parse_job_options(KubernetesOptions, "kubernetes", GIVEN)
     with pytest.raises(RecipeError, match="is not on the volume"):
         render_manifest("tiny", Cluster(), ("x.py",), PurePosixPath("/home/me/run"), options)
 
 
 @pytest.mark.parametrize(("recipe", "name"), [("Llama3_8B", "llama3-8b"), ("3b", None), ("ü", None), ("x" * 50, None)])
 def test_the_name_is_derived_from_that_of_the_recipe(recipe, name):
-    options = parse_site(KubernetesOptions, "kubernetes", GIVEN)
+    options = parse_job_options(KubernetesOptions, "kubernetes", GIVEN)
     given = (recipe, Cluster(), ("x.py",), PurePosixPath("/data/run"), options)
     if name is None:
         with pytest.raises(RecipeError, match="--kubernetes name"):

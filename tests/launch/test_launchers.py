@@ -13,9 +13,9 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import dataclasses, sys
 from llmtrain.launch import discover
-from llmtrain.launch.jobs.accelerate import processes_asked
+from llmtrain.launch.jobs.accelerate import requested_processes
 rank = discover(argv=sys.argv[1:])
-print(f"<<{rank and dataclasses.asdict(rank)}|{processes_asked()}>>", flush=True)
+print(f"<<{rank and dataclasses.asdict(rank)}|{requested_processes()}>>", flush=True)
 """
 COMMANDS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2"],

@@ -12,25 +12,25 @@ from threading import Thread
 import pytest
 
 from llmtrain.errors import DataError, UserError, WorkerError
-from llmtrain.launch import local, standstill
+from llmtrain.launch import hang_detector, local
+from llmtrain.launch.fork_server import ForkServer
 from llmtrain.launch.local import reserved_port, run_workers
-from llmtrain.launch.template import Template
-from llmtrain.system.heartbeat import Board
-from llmtrain.system.stops import QUIT, STOPS
+from llmtrain.system.heartbeat import HeartbeatPages
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
 
 END_S = 15
 """A dead worker ends the others within so many seconds."""
 
 
 @pytest.fixture(params=["alone", "forked"])
-def template(request, monkeypatch, tmp_path):
+def fork_server(request, monkeypatch, tmp_path):
     """Each worker is started by itself, or forked from a process that has imported what it needs."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     if request.param == "alone":
         yield None
         return
-    with Template(["json"]) as template:
-        yield template
+    with ForkServer(["json"]) as fork_server:
+        yield fork_server
 
 
 def worker(script, body):
@@ -45,7 +45,7 @@ def guarded(script, run_dir, body):
         f"""
             import os, signal, sys, time
             from pathlib import Path
-            from llmtrain.train.console import take_over_output
+            from llmtrain.train.console import redirect_output
             from llmtrain.errors import DataError, Problem
             from llmtrain.launch import discover
             from llmtrain.run_dir import RunDir
@@ -55,7 +55,7 @@ def guarded(script, run_dir, body):
 {lines}
 
             rank = discover()
-            output = take_over_output(RunDir(Path({str(run_dir.path)!r})), rank)
+            output = redirect_output(RunDir(Path({str(run_dir.path)!r})), rank)
             try:
                 main(rank.rank)
             except Exception as error:
@@ -90,7 +90,7 @@ EXTRA = "a b $(c)\nü \udcff"
 """The last of it is no UTF-8."""
 
 
-def test_each_worker_gets_its_rank(script, run_dir, tmp_path, capfd, monkeypatch, template):
+def test_each_worker_gets_its_rank(script, run_dir, tmp_path, capfd, monkeypatch, fork_server):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = worker(
         script,
@@ -101,7 +101,7 @@ def test_each_worker_gets_its_rank(script, run_dir, tmp_path, capfd, monkeypatch
         print(json.dumps([dataclasses.asdict(discover()), threads, extra, sys.stdin.read()]))
         """,
     )
-    assert run_workers(command, 3, run_dir, {"EXTRA": EXTRA}, template=template) == 0
+    assert run_workers(command, 3, run_dir, {"EXTRA": EXTRA}, fork_server=fork_server) == 0
     outputs = [capfd.readouterr().out, run_dir.log_file(1).read_text(), run_dir.log_file(2).read_text()]
     ranks = [json.loads(output)[0] for output in outputs]
     assert [rank["rank"] for rank in ranks] == [rank["local_rank"] for rank in ranks] == [0, 1, 2]
@@ -113,7 +113,7 @@ def test_each_worker_gets_its_rank(script, run_dir, tmp_path, capfd, monkeypatch
     assert (launch["launcher"], launch["world_size"], launch["command"]) == ("local", 3, command)
 
 
-def test_the_first_error_is_reported(script, run_dir, tmp_path, template):
+def test_the_first_error_is_reported(script, run_dir, tmp_path, fork_server):
     """Rank 1 fails; rank 0 fails because of it, and is gone before rank 1 has finished dying."""
     command = guarded(
         script,
@@ -130,7 +130,7 @@ raise ConnectionError("a peer is gone")
         """,
     )
     with pytest.raises(WorkerError) as error:
-        run_workers(command, 2, run_dir, template=template)
+        run_workers(command, 2, run_dir, fork_server=fork_server)
     assert str(error.value).startswith("rank 1: ValueError: the real cause (")
     assert str(run_dir.log_file(1)) in str(error.value)
     assert "a peer is gone" not in str(error.value)
@@ -139,14 +139,14 @@ raise ConnectionError("a peer is gone")
     assert "a peer is gone" in run_dir.log_file(0).read_text()
 
 
-def test_user_errors_are_passed_on(script, run_dir, template):
+def test_user_errors_are_passed_on(script, run_dir, fork_server):
     command = guarded(
         script,
         run_dir,
         "raise DataError([Problem('data.empty', 'data.sources', 'no text', 'add some'), Problem('b', 'c', 'd')])",
     )
     with pytest.raises(DataError) as error:
-        run_workers(command, 2, run_dir, template=template)
+        run_workers(command, 2, run_dir, fork_server=fork_server)
     assert error.value.exit_code == 3
     assert str(error.value) == "data.sources: no text [data.empty]\n    add some\nc: d [b]"
 
@@ -160,7 +160,7 @@ def test_user_errors_are_passed_on(script, run_dir, template):
         ("sys.exit('a last word')", "a last word"),
     ],
 )
-def test_a_death_without_an_error_file_is_described(script, run_dir, death, says, template):
+def test_a_death_without_an_error_file_is_described(script, run_dir, death, says, fork_server):
     command = worker(
         script,
         f"""
@@ -174,7 +174,7 @@ def test_a_death_without_an_error_file_is_described(script, run_dir, death, says
     run_dir.log_file(1).write_text("of an earlier attempt\n")
     started = time.monotonic()
     with pytest.raises(WorkerError) as error:
-        run_workers(command, 3, run_dir, template=template)
+        run_workers(command, 3, run_dir, fork_server=fork_server)
     assert time.monotonic() - started < END_S
     assert str(error.value).startswith("rank 1: ")
     assert says in str(error.value)
@@ -182,7 +182,7 @@ def test_a_death_without_an_error_file_is_described(script, run_dir, death, says
     assert "earlier attempt" not in str(error.value)
 
 
-def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch, template):
+def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch, fork_server):
     monkeypatch.setattr(local, "GRACE_S", 0.5)
     command = worker(
         script,
@@ -197,7 +197,7 @@ time.sleep(60)
 """,
     )
     with pytest.raises(WorkerError, match="rank 1: exited with code 1"):
-        run_workers([*command, str(tmp_path)], 2, run_dir, template=template)
+        run_workers([*command, str(tmp_path)], 2, run_dir, fork_server=fork_server)
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
@@ -205,7 +205,7 @@ def test_the_grace_period_is_as_documented():
     assert local.GRACE_S == 10 < END_S
 
 
-def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path, template):
+def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path, fork_server):
     command = worker(
         script,
         """
@@ -216,34 +216,36 @@ def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path, templa
         """,
     )
     with pytest.raises(WorkerError):
-        run_workers([*command, str(tmp_path)], 1, run_dir, template=template)
+        run_workers([*command, str(tmp_path)], 1, run_dir, fork_server=fork_server)
     wait_until(lambda: not any(alive(pid) for pid in pids(tmp_path, 1)))
 
 
-def test_stopping_after_a_save_is_not_a_failure(script, run_dir, template):
+def test_stopping_after_a_save_is_not_a_failure(script, run_dir, fork_server):
     command = worker(script, "import os, sys, time; time.sleep(0.3 * int(os.environ['RANK'])); sys.exit(75)")
-    assert run_workers(command, 2, run_dir, template=template) == 75
+    assert run_workers(command, 2, run_dir, fork_server=fork_server) == 75
 
 
-def test_an_error_of_an_earlier_attempt_is_forgotten(script, run_dir, template):
+def test_an_error_of_an_earlier_attempt_is_forgotten(script, run_dir, fork_server):
     run_dir.error_file(0).write_text('{"an": "old one"}')
-    assert run_workers(worker(script, ""), 1, run_dir, template=template) == 0
+    assert run_workers(worker(script, ""), 1, run_dir, fork_server=fork_server) == 0
     assert not run_dir.error_file(0).exists()
 
 
-def launcher(template, run_dir, command, count=2):
+def launcher(fork_server, run_dir, command, count=2):
     """A launcher in its own process, for the tests that kill it; exits as the command line does."""
     program = f"""
 import sys
 from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
+from llmtrain.launch.fork_server import ForkServer
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
 from llmtrain.launch.template import Template
-from llmtrain.system.stops import QUIT, STOPS
+from llmtrain.system.stops import QUIT, STOP_SIGNALS
 from llmtrain.run_dir import RunDir
-template = Template(["json"]) if {template is not None} else None
+fork_server = ForkServer(["json"]) if {fork_server is not None} else None
 try:
-    sys.exit(run_workers({command!r}, {count}, RunDir(Path({str(run_dir.path)!r})), template=template))
+    sys.exit(run_workers({command!r}, {count}, RunDir(Path({str(run_dir.path)!r})), fork_server=fork_server))
 except UserError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -254,8 +256,8 @@ except UserError as error:
 SLEEP = READY + "time.sleep(60)"
 
 
-def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path, template):
-    process = launcher(template, run_dir, [*worker(script, SLEEP), str(tmp_path)])
+def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path, fork_server):
+    process = launcher(fork_server, run_dir, [*worker(script, SLEEP), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.kill()
     process.wait()
@@ -263,8 +265,8 @@ def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path, templat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on(script, run_dir, tmp_path, number, template):
-    process = launcher(template, run_dir, [*worker(script, SLEEP), str(tmp_path)])
+def test_a_signal_is_passed_on(script, run_dir, tmp_path, number, fork_server):
+    process = launcher(fork_server, run_dir, [*worker(script, SLEEP), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.send_signal(number)
     output, _ = process.communicate(timeout=END_S)
@@ -273,7 +275,7 @@ def test_a_signal_is_passed_on(script, run_dir, tmp_path, number, template):
     assert not any(alive(pid) for pid in workers)
 
 
-def test_workers_may_save_when_stopped(script, run_dir, tmp_path, template):
+def test_workers_may_save_when_stopped(script, run_dir, tmp_path, fork_server):
     body = """
 import os, pathlib, signal, sys, time
 def save(*_):
@@ -283,16 +285,16 @@ signal.signal(signal.SIGTERM, save)
 pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()
 time.sleep(60)
 """
-    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
+    process = launcher(fork_server, run_dir, [*worker(script, body), str(tmp_path)])
     pids(tmp_path, 2)
     process.terminate()
     process.communicate(timeout=END_S)
     assert process.returncode == 75
 
 
-def test_a_second_interrupt_kills(script, run_dir, tmp_path, template):
+def test_a_second_interrupt_kills(script, run_dir, tmp_path, fork_server):
     body = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP
-    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
+    process = launcher(fork_server, run_dir, [*worker(script, body), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -305,9 +307,9 @@ def test_a_second_interrupt_kills(script, run_dir, tmp_path, template):
 
 
 @pytest.mark.parametrize("before", [[], [signal.SIGTERM]])
-def test_a_quit_kills_at_any_time(script, run_dir, tmp_path, template, before):
+def test_a_quit_kills_at_any_time(script, run_dir, tmp_path, fork_server, before):
     body = "".join(f"import signal; signal.signal({int(one)}, signal.SIG_IGN)\n" for one in before) + SLEEP
-    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
+    process = launcher(fork_server, run_dir, [*worker(script, body), str(tmp_path)])
     workers = pids(tmp_path, 2)
     for number in (*before, QUIT):
         process.send_signal(number)
@@ -317,7 +319,7 @@ def test_a_quit_kills_at_any_time(script, run_dir, tmp_path, template, before):
     assert not any(alive(pid) for pid in workers)
 
 
-def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, template, capfd):
+def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, fork_server, capfd):
     """Nothing is lost with them, and they may need minutes to come to one."""
     body = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
 
@@ -327,13 +329,13 @@ def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, te
 
     Thread(target=stop).start()
     command = [*worker(script, body), str(tmp_path)]
-    assert run_workers(command, 2, run_dir, board=Board(2), template=template) == 75
+    assert run_workers(command, 2, run_dir, board=HeartbeatPages(2), fork_server=fork_server) == 75
     assert "stopped on SIGTERM before the first step" in capfd.readouterr().err
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
-def test_a_stopped_worker_ends_the_job(script, run_dir, tmp_path, template, monkeypatch):
-    monkeypatch.setattr(standstill, "LATER_S", 0.5)
+def test_a_stopped_worker_ends_the_job(script, run_dir, tmp_path, fork_server, monkeypatch):
+    monkeypatch.setattr(hang_detector, "GRACE_S", 0.5)
 
     def stop():
         os.kill(pids(tmp_path, 2)[0], signal.SIGSTOP)
@@ -343,53 +345,53 @@ def test_a_stopped_worker_ends_the_job(script, run_dir, tmp_path, template, monk
     with pytest.raises(
         WorkerError, match=r"rank \d: stopped by a signal \(SIGSTOP\) for \d s, but only 1 s are allowed"
     ):
-        run_workers(command, 2, run_dir, template=template, allowed_s=1.0)
+        run_workers(command, 2, run_dir, fork_server=fork_server, hang_timeout_s=1.0)
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
 def test_a_process_that_stops_before_it_forks_ends_the_job(script, run_dir, tmp_path, monkeypatch):
     """While it imports, and when it is to fork."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    monkeypatch.setattr(standstill, "LATER_S", 0.5)
+    monkeypatch.setattr(hang_detector, "GRACE_S", 0.5)
     command = worker(script, "")
     for waits in (False, True):
-        with Template(["json"]) as template:
-            template.start(local.common_environment(1))
-            while waits and not template.settled(0.1):
+        with ForkServer(["json"]) as fork_server:
+            fork_server.start(local.common_environment(1))
+            while waits and not fork_server.wait_until_ready(0.1):
                 pass
-            (pid,) = template.process.values()
+            (pid,) = fork_server.process.values()
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(WorkerError, match="the process that forks workers: stopped by a signal"):
-                run_workers(command, 1, run_dir, template=template, allowed_s=0.5)
+                run_workers(command, 1, run_dir, fork_server=fork_server, hang_timeout_s=0.5)
         assert not alive(pid)
 
 
 def test_time_during_which_the_launcher_was_stopped_does_not_count(monkeypatch):
     """A job that is suspended as a whole."""
     clock = [0.0]
-    monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hang_detector.time, "monotonic", lambda: clock[0])
     child = subprocess.Popen(["sleep", "60"])
     os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: standstill.process_state(child.pid) == "T")
-    still = standstill.Standstill(60.0)
+    wait_until(lambda: hang_detector.process_state(child.pid) == "T")
+    detector = hang_detector.HangDetector(60.0)
     try:
         for _ in range(10):
             clock[0] += 3600.0
-            still.look({"rank 0": child.pid})
-        standstill.Standstill(0.0).look({"rank 0": child.pid})
-        still = standstill.Standstill(60.0)
+            detector.check({"rank 0": child.pid})
+        hang_detector.HangDetector(0.0).check({"rank 0": child.pid})
+        detector = hang_detector.HangDetector(60.0)
         for _ in range(70):
             clock[0] += 1.0
-            still.look({"rank 0": child.pid})
+            detector.check({"rank 0": child.pid})
         clock[0] += 1.0
         with pytest.raises(WorkerError, match="but only 60 s are allowed"):
-            still.look({"rank 0": child.pid})
+            detector.check({"rank 0": child.pid})
     finally:
         child.kill()
         child.wait()
 
 
-def test_a_killed_worker_is_named_even_if_it_is_noticed_late(script, run_dir, tmp_path, template):
+def test_a_killed_worker_is_named_even_if_it_is_noticed_late(script, run_dir, tmp_path, fork_server):
     """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
     body = """
 if rank == 1:
@@ -398,7 +400,7 @@ if rank == 1:
 while not Path(sys.argv[1], 'go').exists(): time.sleep(0.01)
 raise ConnectionError("a peer is gone")
     """
-    process = launcher(template, run_dir, [*guarded(script, run_dir, body), str(tmp_path)])
+    process = launcher(fork_server, run_dir, [*guarded(script, run_dir, body), str(tmp_path)])
     (second,) = pids(tmp_path, 1)
     process.send_signal(signal.SIGSTOP)
     (tmp_path / "go").touch()
@@ -416,10 +418,10 @@ def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
         run_workers(["/no/such/program"], 2, run_dir)
 
 
-def test_the_signal_handlers_are_restored(script, run_dir, template):
-    before = [signal.getsignal(number) for number in STOPS]
-    run_workers(worker(script, ""), 1, run_dir, template=template)
-    assert [signal.getsignal(number) for number in STOPS] == before
+def test_the_signal_handlers_are_restored(script, run_dir, fork_server):
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    run_workers(worker(script, ""), 1, run_dir, fork_server=fork_server)
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_only_rank_0_can_use_a_reserved_port():

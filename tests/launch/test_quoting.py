@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, render_job
-from llmtrain.launch.tools import TOOLS, lines_of
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, example_scripts, render_job
+from llmtrain.launch.tools import TOOLS, manual_commands
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.nasty import CANARY, WORDS, words
 from tests.helpers.small_plan import small_plan
 
@@ -64,7 +64,7 @@ def test_an_argument_at_which_srun_would_split_the_command_is_refused(spy, tmp_p
     """`srun a : b` runs b as well (seen, Slurm 22.05)."""
     job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
-    for script in (render_job(job), committed()["verify.sbatch"]):
+    for script in (render_job(job), example_scripts()["verify.sbatch"]):
         line = ["bash", "-s", "recipes/tiny.py", ":", "touch", CANARY]
         done = subprocess.run(line, input=script, capture_output=True, text=True, env={**os.environ, **allocation})
         assert done.returncode == 2
@@ -93,7 +93,7 @@ def test_arguments_pass_unchanged_through_printed_commands(spy, tmp_path, tool, 
     given = tuple(words(seed))
     plan = small_plan().model_copy(update={"cluster": Cluster(nodes=2, devices_per_node=1)})
     folder, planned = tmp_path / "it's $(touch executed)", ("plan", "x.py", *given)
-    lines = lines_of(tool, plan, ("x.py", *given), folder, planned)
+    lines = manual_commands(tool, plan, ("x.py", *given), folder, planned)
     _run("sh", "\n".join(lines), HEAD="a b", NODE="1")
     calls = spy()
     assert calls[-1][-1 - len(given) :] == ["x.py", *given]

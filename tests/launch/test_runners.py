@@ -41,10 +41,10 @@ STEP = "step 1/6  loss 6.1853  grad 1.4824  lr 0.00e+00  5.93k tok/s  0s left\n"
 
 
 def test_lines_of_pdsh_are_known():
-    is_chatter = RUNNERS["pdsh"].chatter()
-    assert is_chatter("[2026-11-21 12:13:21,207] [INFO] [launch.py:170:main] dist_world_size=2")
-    assert is_chatter("pdsh@vm: 192.0.2.2: ssh exited with exit code 5")
-    assert not is_chatter(STEP)
+    is_launcher_line = RUNNERS["pdsh"].launcher_line_filter()
+    assert is_launcher_line("[2026-11-21 12:13:21,207] [INFO] [launch.py:170:main] dist_world_size=2")
+    assert is_launcher_line("pdsh@vm: 192.0.2.2: ssh exited with exit code 5")
+    assert not is_launcher_line(STEP)
 
 
 MPIRUN = f"""{"-" * 74}
@@ -59,10 +59,10 @@ This is usually due to either a failure of the TCP network
 
 
 def test_paragraphs_of_mpirun_are_known():
-    is_chatter = RUNNERS["openmpi"].chatter()
+    is_launcher_line = RUNNERS["openmpi"].launcher_line_filter()
     lines = [STEP, *MPIRUN.splitlines(), STEP, *MPIRUN.splitlines(), STEP]
-    assert [line for line in lines if not is_chatter(line)] == [STEP] * 3
-    assert is_chatter("[vm:04711] 1 more process has sent help message help-orterun.txt")
+    assert [line for line in lines if not is_launcher_line(line)] == [STEP] * 3
+    assert is_launcher_line("[vm:04711] 1 more process has sent help message help-orterun.txt")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_lost_host_is_read_from_the_output_of_runners(runner, said):
 
 def test_a_killed_rank_is_read_from_the_output_of_mpirun():
     said = "mpirun noticed that process rank 1 with PID 21138 on node 192.0.2.2 exited on signal 9 (Killed).\n"
-    found = RUNNERS["openmpi"].struck.search(said)
+    found = RUNNERS["openmpi"].killed.search(said)
     assert (found["rank"], found["signal"]) == ("1", "9 (Killed)")
 
 

@@ -17,7 +17,7 @@ import pytest
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
-from llmtrain.launch.place.slurm_step import hosts
+from llmtrain.launch.discovery.slurm_step import hosts
 from tests.helpers.commands import BREAKABLE
 from tests.helpers.launching_doc import commands
 from tests.helpers.slurm_cluster import missing, slurm_cluster

@@ -4,8 +4,8 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.launch import discover
-from llmtrain.launch.place.discovery import Rank
-from llmtrain.launch.place.slurm_step import hosts, port_of, tasks_per_node
+from llmtrain.launch.discovery.discover import Rank
+from llmtrain.launch.discovery.slurm_step import hosts, port_of, tasks_per_node
 
 STEP = {
     **{"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},

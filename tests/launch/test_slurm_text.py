@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster import Cluster
+from llmtrain.launch.discovery.slurm_step import hosts, tasks_per_node
 from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, _directive, render_job
-from llmtrain.launch.place.slurm_step import hosts, tasks_per_node
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.launching_doc import commands
 from tests.helpers.nasty import CANARY, WORDS, words
 from tests.helpers.slurm_cluster import missing, slurm_cluster

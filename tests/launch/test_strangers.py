@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError, WorkerError
-from llmtrain.launch import seal as seals
-from llmtrain.launch.place.rank import Rank
-from llmtrain.launch.seal import SECRET_VARIABLE, Seal, Secret, read_sealed
+from llmtrain.launch import authentication
+from llmtrain.launch.authentication import SECRET_VARIABLE, MessageAuthenticator, Secret, read_verified
+from llmtrain.launch.discovery.rank import Rank
 from tests.helpers.harness import run_ranks
 
-SEAL = Seal("secret")
+AUTHENTICATOR = MessageAuthenticator("secret")
 LISTENING = "0A"
 
 
@@ -47,16 +47,16 @@ def test_ranks_of_one_machine_listen_on_its_loopback():
     assert run_ranks(2, _listening) == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
-FORGED = ("", "abc", "15", "-1", "[" * 60_000, Seal("guess").seal("stop 0 request", "15"))
+FORGED = ("", "abc", "15", "-1", "[" * 60_000, MessageAuthenticator("guess").sign("stop 0 request", "15"))
 
 
 def _agree(rank, forged):
     """Rank 1 also acts as the attacker, who can reach the store."""
-    from llmtrain.runtime.distributed import barrier, store
-    from llmtrain.train.signals import Agreement, StopSignals
+    from llmtrain.engines.runtime.distributed import barrier, store
+    from llmtrain.train.signals import StopAgreement, StopSignals
 
-    stop, reached, step = Agreement(StopSignals(), SEAL), store("stop/0"), 0
-    while not stop.agreed(step):
+    stop, reached, step = StopAgreement(StopSignals(), AUTHENTICATOR), store("stop/0"), 0
+    while not stop.should_stop(step):
         barrier()  # neither is far ahead
         assert step < 60
         if rank == 1 and step < 20:
@@ -82,33 +82,33 @@ class Shelf(dict):
 
 
 def test_a_signed_decision_counts_only_for_its_step(monkeypatch):
-    monkeypatch.setattr(seals, "FORGED_S", 0.0)
-    genuine = SEAL.seal("stop 0 57", "15").encode()
-    assert read_sealed(Shelf({"57": genuine}), "57", SEAL, "stop 0 57") == "15"
+    monkeypatch.setattr(authentication, "RETRY_S", 0.0)
+    genuine = AUTHENTICATOR.sign("stop 0 57", "15").encode()
+    assert read_verified(Shelf({"57": genuine}), "57", AUTHENTICATOR, "stop 0 57") == "15"
     replayed = [genuine, genuine.replace(b" 15", b" 10"), b"", b"\xff", b" ", genuine + b"\n"]
     for forged in replayed:
         with pytest.raises(WorkerError) as error:
-            read_sealed(Shelf({"58": forged}), "58", SEAL, "stop 0 58")
+            read_verified(Shelf({"58": forged}), "58", AUTHENTICATOR, "stop 0 58")
         assert error.value.problems[0].rule == "worker.stranger"
 
 
 def test_an_invalid_decision_that_is_replaced_in_time_is_read():
-    answers = [b"junk", b"junk", SEAL.seal("a", "15").encode()]
+    answers = [b"junk", b"junk", AUTHENTICATOR.sign("a", "15").encode()]
 
     class Mended:
         def get(self, key):
             return answers.pop(0)
 
-    assert read_sealed(Mended(), "1", SEAL, "a") == "15"
+    assert read_verified(Mended(), "1", AUTHENTICATOR, "a") == "15"
 
 
 def _agreed(rank, given):
-    from llmtrain.runtime.distributed import agreed_secret, barrier
+    from llmtrain.engines.runtime.distributed import agreed_secret, barrier
 
     secret = Secret.of_worker({SECRET_VARIABLE: given[rank]})
     place = Rank(rank, rank, 2, 2, "127.0.0.1", 1, "test")
     try:
-        return agreed_secret(secret, place).seal.key
+        return agreed_secret(secret, place).authenticator.key
     except RecipeError as error:
         return error.problems[0].message
     finally:
@@ -137,7 +137,7 @@ def test_a_secret_is_removed_from_the_environment_and_not_shown():
     env = {SECRET_VARIABLE: A}
     secret = Secret.of_worker(env)
     assert env == {}
-    assert A not in repr(secret) + repr(secret.seal)
-    assert secret.seal.key != A
+    assert A not in repr(secret) + repr(secret.authenticator)
+    assert secret.authenticator.key != A
     with pytest.raises(RecipeError):
         Secret.of_worker({SECRET_VARIABLE: "short"})

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.seal import Secret
+from llmtrain.launch.authentication import Secret
 from llmtrain.run_dir import RunDir
-from llmtrain.verify.compare import FP32
+from llmtrain.trials.verify.compare import FP32
 from tests.helpers.launching_doc import commands
 from tests.helpers.nasty import CANARY, words
 from tests.helpers.two_hosts import INTERFACE, Host, TwoHosts, missing, two_hosts
@@ -330,7 +330,7 @@ def _secrets(host: Host) -> set[str]:
     """What the workers on a host sign with."""
     environments = [Path(f"/proc/{pid}/environ").read_text() for pid in host.processes()]
     texts = {text for one in environments for text in re.findall(r"LLMTRAIN_SECRET=(\w+)", one)}
-    return texts | {Secret(text, is_given=True).seal.key for text in texts}
+    return texts | {Secret(text, is_given=True).authenticator.key for text in texts}
 
 
 @pytest.mark.breadth

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import ChunkedLoss, chunked, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
-from llmtrain.models.proof.cut import reference
-from llmtrain.models.proof.tiny import LAYERS, shrink_configuration
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model
 
 VOCABULARY = 97
 FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -66,18 +66,18 @@ def test_a_lost_router_loss_is_detected(monkeypatch):
         check_chunks(config)
 
 
-@pytest.mark.parametrize("tokens", [5, chunked.ALL])
+@pytest.mark.parametrize("tokens", [5, chunked.ONE_CHUNK])
 def test_the_router_loss_is_that_of_the_model(tokens):
     config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
-    model, (inputs, labels) = reference(shrink_configuration(config, LAYERS), "eager"), _batch()
+    model, (inputs, labels) = build_tiny_model(shrink_configuration(config, LAYERS), "eager"), _batch()
     expected = model(inputs, use_cache=False).aux_loss
     ChunkedLoss(model, tokens, recomputed=False)
     assert torch.equal(model(inputs, use_cache=False, targets=labels).aux_loss, expected)
 
 
 def test_a_family_whose_head_has_other_inputs_is_refused(monkeypatch):
-    part = ChunkedLoss._part
-    monkeypatch.setattr(ChunkedLoss, "_part", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
+    part = ChunkedLoss._chunk_loss
+    monkeypatch.setattr(ChunkedLoss, "_chunk_loss", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
     with pytest.raises(RecipeError, match=r"losses or gradients deviate by .*\n.*kernels\.loss=whole"):
         check_chunks(AutoConfig.for_model("llama"))
 

@@ -21,10 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from llmtrain.data import Documents
 from llmtrain.errors import RecipeError
 from llmtrain.models import compiled, target_loss_sum, varlen
-from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_compiler_threads
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.recipe import ParallelConfig
-from llmtrain.system.stops import STOPS
+from llmtrain.system.stops import STOP_SIGNALS
 
 FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
 FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -33,7 +33,7 @@ PARTS = {"blocks": "kernels.blocks", "loss": "kernels.loss"}
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    monkeypatch.setattr(compiled, "_let_through", set())
+    monkeypatch.setattr(compiled, "_accepted", set())
 
 
 def _llama():
@@ -65,7 +65,7 @@ def test_a_family_without_a_tiny_copy_is_refused():
 
 
 def test_too_many_kinds_of_layers_are_refused(monkeypatch):
-    monkeypatch.setattr(compiled, "KINDS", 2)
+    monkeypatch.setattr(compiled, "MAX_LAYER_KINDS", 2)
     forward = LlamaDecoderLayer.forward
 
     def numbered(self, hidden_states, *args, **kwargs):
@@ -132,7 +132,7 @@ def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
 def test_other_documents_need_no_new_graph(again, monkeypatch):
     """One graph for training, whatever the number of documents and their lengths; attention is computed once in the
     forward pass, and on a CPU once more for its gradient, but not a third time for a selective checkpoint."""
-    made, computed, one_by_one = [], [], varlen._one_by_one
+    made, computed, one_by_one = [], [], varlen._attend_per_document
 
     def backend(graph, inputs):
         made.append(graph)
@@ -143,7 +143,7 @@ def test_other_documents_need_no_new_graph(again, monkeypatch):
         return one_by_one(*given)
 
     monkeypatch.setattr(compiled, "_inductor", backend)
-    monkeypatch.setattr(varlen, "_one_by_one", counted)
+    monkeypatch.setattr(varlen, "_attend_per_document", counted)
     torch._dynamo.reset()
     config = AutoConfig.for_model("mistral", **FIELDS | {"num_hidden_layers": 2, "sliding_window": 6})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
@@ -177,7 +177,7 @@ def test_compilers_are_shielded_from_signals_and_the_watchdog_waits_longer(monke
         said.append("ends")
 
     def compiler(graph, inputs):
-        said.append(set(STOPS) <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        said.append(set(STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
         return graph.forward
 
     monkeypatch.setattr(compiled, "compiling", told)
@@ -211,10 +211,10 @@ def test_ranks_share_the_processors(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     with inductor_config.patch(compile_threads=7):
         for ranks, threads in ((1, 32), (8, 12), (200, 1)):
-            share_processors(ranks)
+            share_compiler_threads(ranks)
             assert inductor_config.compile_threads == threads
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-        share_processors(8)
+        share_compiler_threads(8)
         assert inductor_config.compile_threads == 1
 
 
@@ -265,7 +265,7 @@ def test_compiler_processes_end_with_their_rank_and_ignore_stopping_signals(is_k
         compilers = _session(rank.pid)
         assert compilers
         for process in compilers:
-            for stop in STOPS:
+            for stop in STOP_SIGNALS:
                 os.kill(process, stop)
         time.sleep(1)
         assert compilers <= _session(rank.pid)

@@ -18,9 +18,9 @@ from llmtrain.models.build import model_configuration
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import compile_for_cpu, compiled_loss
 from llmtrain.models.loss import target_loss_sum, target_losses
-from llmtrain.models.varlen import in_graph
+from llmtrain.models.varlen import varlen_operator
 from llmtrain.overrides.torch import compile_cpp
-from llmtrain.predict.activations import layer_bytes
+from llmtrain.plan.predict.activations import layer_bytes
 from tests.helpers.small_plan import small_plan
 
 UNIT = 2.0**-24
@@ -57,7 +57,7 @@ def _with_kernels():
 
 def _compile_for(prefix: str, monkeypatch) -> None:
     monkeypatch.setattr(cpu, "_library", None)
-    cpu.use(compile_cpp(prefix + cpu.SOURCE.read_text()))
+    cpu.set_library(compile_cpp(prefix + cpu.SOURCE.read_text()))
 
 
 def _states(bounds, heads, keys, width, values, dtype=torch.float32) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def test_output_and_gradients_are_those_of_a_mask(monkeypatch, prefix, case, ste
     bounds, *sizes, window = case
     scale = steepness / math.sqrt(sizes[2])
     states = _states(bounds, *sizes)
-    output, _ = in_graph(*states, torch.tensor(bounds, dtype=torch.int32), LONGEST, scale, window)
+    output, _ = varlen_operator(*states, torch.tensor(bounds, dtype=torch.int32), LONGEST, scale, window)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     found = [output.detach(), *torch.autograd.grad(output, states, direction)]
     exact, most = _expected(states, direction, scale, _allowed(bounds, window))
@@ -131,7 +131,7 @@ def test_output_and_gradients_are_those_of_a_mask(monkeypatch, prefix, case, ste
 
 def test_the_log_sums_are_those_of_the_scores():
     query, key, value = _states([0, 100], 2, 2, 8, 8)
-    _, log_sums = in_graph(query, key, value, torch.tensor([0, 100], dtype=torch.int32), LONGEST, 0.3, None)
+    _, log_sums = varlen_operator(query, key, value, torch.tensor([0, 100], dtype=torch.int32), LONGEST, 0.3, None)
     scores = torch.einsum("ihd,jhd->hij", query, key).mul(0.3).masked_fill(~_allowed([0, 100], None), -torch.inf)
     torch.testing.assert_close(log_sums, scores.logsumexp(-1))
 
@@ -145,7 +145,7 @@ def test_no_bit_depends_on_tokens_that_are_not_attended_to(changed):
     for one in others:
         one[: kept.start] = torch.nan
         one[kept.stop :] = torch.nan if changed == "other documents" else 1e4
-    outputs = [in_graph(*given, bounds, LONGEST, 0.3, None)[0][kept] for given in (states, others)]
+    outputs = [varlen_operator(*given, bounds, LONGEST, 0.3, None)[0][kept] for given in (states, others)]
     assert torch.equal(*outputs)
     outputs[0].sum().backward()
     for one in states:
@@ -161,7 +161,7 @@ def test_numbers_that_are_not_finite_are_not_hidden(state, wrong):
     states = [one.detach() for one in _states([0, 100], 1, 1, 8, 8)]
     states[state][40, 0, 3] = wrong
     states = [one.requires_grad_() for one in states]
-    output, _ = in_graph(*states, torch.tensor([0, 100], dtype=torch.int32), LONGEST, 0.3, None)
+    output, _ = varlen_operator(*states, torch.tensor([0, 100], dtype=torch.int32), LONGEST, 0.3, None)
     assert not output[40].isfinite().all()
     assert not all(one.isfinite().all() for one in torch.autograd.grad(output.sum(), states))
 
@@ -173,13 +173,13 @@ def test_numbers_that_are_not_finite_are_not_hidden(state, wrong):
 def test_invalid_boundaries_and_heads_are_refused(bounds, heads):
     states = _states([0, 9], heads, 2, 8, 8)
     with pytest.raises(ValueError, match="do not fit its tokens"):
-        in_graph(*states, torch.tensor(bounds, dtype=torch.int32), LONGEST, 0.3, None)
+        varlen_operator(*states, torch.tensor(bounds, dtype=torch.int32), LONGEST, 0.3, None)
 
 
 def test_the_operator_obeys_the_rules_of_torch():
     states = _states([0, 7, 24], 4, 2, 8, 6)
     states[0] = states[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous
-    torch.library.opcheck(in_graph, (*states, torch.tensor([0, 7, 24], dtype=torch.int32), LONGEST, 0.3, 5))
+    torch.library.opcheck(varlen_operator, (*states, torch.tensor([0, 7, 24], dtype=torch.int32), LONGEST, 0.3, 5))
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
@@ -188,7 +188,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     found, before = [], torch.get_num_threads()
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        output, _ = in_graph(*given)
+        output, _ = varlen_operator(*given)
         found.append((output, *torch.autograd.grad(output.square().sum(), states)))
     torch.set_num_threads(before)
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
@@ -197,7 +197,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_computed_one_document_at_a_time(dtype):
     states = _states([0, 30, 50], 2, 2, 8, 8, dtype)
-    output, log_sums = in_graph(*states, torch.tensor([0, 30, 50], dtype=torch.int32), LONGEST, 0.3, None)
+    output, log_sums = varlen_operator(*states, torch.tensor([0, 30, 50], dtype=torch.int32), LONGEST, 0.3, None)
     assert output.dtype == dtype
     assert not log_sums.numel()
 
@@ -218,7 +218,7 @@ def test_the_plan_counts_what_is_kept_for_the_backward_pass():
 
     states = _states([0, tokens], heads, heads, width, width)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        in_graph(*states, torch.tensor([0, tokens], dtype=torch.int32), LONGEST, 0.3, None)
+        varlen_operator(*states, torch.tensor([0, tokens], dtype=torch.int32), LONGEST, 0.3, None)
     assert sum(kept.values()) == 4 * tokens * heads * (4 * width + 1)  # what the plan counts for a fused kernel
     assert layer_bytes(plan, plan.model.weights, 0, tokens) == layer_bytes(fused, fused.model.weights, 0, tokens)
 
@@ -233,7 +233,7 @@ def _model_with(attention: str):
 def test_plain_and_compiled_layers_call_the_kernel(monkeypatch):
     tokens, positions = torch.arange(40).view(2, 20), torch.stack([torch.arange(20) % 13, torch.arange(20)])
     bounds = Documents.of(positions).arguments(torch.device("cpu"))
-    monkeypatch.setattr(varlen, "_one_by_one", None)
+    monkeypatch.setattr(varlen, "_attend_per_document", None)
     monkeypatch.setattr(compiled, "_inductor", compiled.run_graph)
     torch._dynamo.reset()
     model = _model_with("varlen")
@@ -269,7 +269,7 @@ def test_without_the_kernels_the_log_or_the_error_says_why(monkeypatch, capsys, 
         f"'varlen' computes one document at a time, because its kernel is not compiled: {why}\n"
     )
     states = _states([0, 30, 50], 2, 2, 8, 8)
-    assert not in_graph(*states, torch.tensor([0, 30, 50], dtype=torch.int32), LONGEST, 0.3, None)[1].numel()
+    assert not varlen_operator(*states, torch.tensor([0, 30, 50], dtype=torch.int32), LONGEST, 0.3, None)[1].numel()
     with pytest.raises(RecipeError, match=rf"kernels.loss: 'compiled' cannot be used: {re.escape(why)}.*\n.*=chunked"):
         compile_for_cpu("sdpa", "compiled")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.models.varlen import KERNEL_STEP, KERNEL_TYPES, check_device
-from llmtrain.rules import resolve
-from llmtrain.rules.model import FLASH_HEAD, WITHOUT_FLASH_3
+from llmtrain.plan.rules import resolve
+from llmtrain.plan.rules.model import FLASH_HEAD, WITHOUT_FLASH_3
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.flash_stand_in import FACTS, signature_of
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import precision
-from llmtrain.models.proof.cut import check_cut
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import build_stage
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.plan.stages import StageBounds
 
 CPU = torch.device("cpu")

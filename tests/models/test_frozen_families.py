@@ -12,9 +12,9 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.models import target_loss_sum
-from llmtrain.models.loss import freeze_unreached
-from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.plan.built_model import CHOOSERS
+from llmtrain.models.loss import freeze_unused
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.plan.facts.built_model import INDEXERS
 
 SPEC = importlib.util.spec_from_file_location(
     "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"
@@ -33,7 +33,7 @@ def _without_gradient(family: str) -> tuple[set[str], set[str]]:
     config = families.tiny_config(family)
     for name, value in LONG.get(family, {}).items():
         setattr(config, name, value)
-    model = freeze_unreached(reference(config, "eager").train())
+    model = freeze_unused(build_tiny_model(config, "eager").train())
     frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
     tokens, positions = packed_input(config)
     output = model(input_ids=tokens, position_ids=positions, use_cache=False)
@@ -44,12 +44,12 @@ def _without_gradient(family: str) -> tuple[set[str], set[str]]:
     return {name for name, one in model.named_parameters() if one.requires_grad and one.grad is None}, frozen
 
 
-@pytest.mark.parametrize("family", sorted(CHOOSERS))
+@pytest.mark.parametrize("family", sorted(INDEXERS))
 def test_sparse_indexers_are_frozen_and_no_other_weight_lacks_a_gradient(family):
     torch.manual_seed(0)
     lacking, frozen = _without_gradient(family)
     assert lacking == set()
-    assert any(CHOOSERS[family] in name for name in frozen)
+    assert any(INDEXERS[family] in name for name in frozen)
 
 
 @pytest.mark.breadth
@@ -59,6 +59,6 @@ def test_every_other_family_has_gradients_for_all_trained_parameters():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-            if not families.out_of_scope(family) and family not in NOT_BUILT | set(CHOOSERS):
+            if not families.out_of_scope(family) and family not in NOT_BUILT | set(INDEXERS):
                 found[family] = _without_gradient(family)[0]
     assert {family: names for family, names in found.items() if names} == {}

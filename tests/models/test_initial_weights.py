@@ -6,8 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.proof.cut import check_cut
 from llmtrain.models.stages import build_stage
+from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.plan.stages import StageBounds
 
 FAMILIES = {

@@ -13,10 +13,11 @@ from transformers.initialization import no_init_weights
 from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import check_cut, reference
-from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import build_stage
+from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model
+from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.plan.stages import StageBounds
 from tests.helpers import triton_on_cpu
 from tests.helpers.harness import run_ranks
@@ -66,7 +67,7 @@ def test_norms_rotations_and_activations_are_those_of_liger():
     from transformers.models.llama import modeling_llama
 
     model, plain, seen = _model(), modeling_llama.apply_rotary_pos_emb, []
-    liger.use_blocks(model)
+    liger.use_liger_layers(model)
     layer = model.model.layers[1]
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
         assert norm.forward.__func__ is LigerRMSNorm.forward
@@ -86,7 +87,7 @@ def test_kernels_are_those_that_liger_would_choose(family):
     """In a process of its own, since Liger changes the family for all of it."""
     theirs, rotation = run_ranks(1, _by_liger, family)[0]
     model = _empty(family)
-    liger.use_blocks(model)
+    liger.use_liger_layers(model)
     ours, named = _bound(model), liger.FAMILIES[family].rotation
     assert ours.keys() == theirs.keys()
     for name, (forward, read) in ours.items():
@@ -133,7 +134,7 @@ def test_other_models_stay_plain():
 
     names = dict(vars(modeling_llama))
     before, changed = _model(), _model()
-    liger.use_blocks(changed)
+    liger.use_liger_layers(changed)
     assert vars(modeling_llama) == names
     for plain in (before, _model()):
         assert not [name for name, module in plain.named_modules() if "forward" in vars(module)]
@@ -145,7 +146,7 @@ def test_other_models_stay_plain():
 def test_parameters_keep_their_names():
     model = _model()
     names = [name for name, _ in model.named_parameters()]
-    liger.use_blocks(model)
+    liger.use_liger_layers(model)
     assert [name for name, _ in model.named_parameters()] == names == [*_model().state_dict()]
 
 
@@ -154,7 +155,7 @@ def test_experts_are_not_replaced():
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     model = _model("mixtral", num_local_experts=4)
-    liger.use_blocks(model)
+    liger.use_liger_layers(model)
     experts = [module for module in model.modules() if isinstance(module, MixtralExperts)]
     assert experts
     assert not [module for module in experts if "forward" in vars(module)]
@@ -165,7 +166,7 @@ def test_modules_with_other_computations_are_not_replaced():
     model = _model()
     norm = model.model.norm
     norm.forward = lambda states: states
-    liger.use_blocks(model)
+    liger.use_liger_layers(model)
     assert norm.forward.__name__ == "<lambda>"
     assert "forward" in vars(model.model.layers[0].input_layernorm)
 
@@ -183,7 +184,7 @@ def test_only_the_layers_of_a_stage_are_replaced():
         for stage in stages:
             draw_all_weights(stage.model, 0)
             if changed:
-                liger.use_blocks(stage.model)
+                liger.use_liger_layers(stage.model)
                 assert len(_changed(stage)) == 4 + stage.is_last
             states = stage(states)
         return states
@@ -263,7 +264,7 @@ def test_a_kernel_with_deviating_results_is_refused(monkeypatch):
 
 def test_a_nan_gradient_deviates():
     config = shrink_configuration(AutoConfig.for_model("llama"), 2)
-    model = reference(config, "eager")
+    model = build_tiny_model(config, "eager")
     comparison = Comparison(model)
     assert comparison.deviation() == 0
     model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))

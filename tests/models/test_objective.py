@@ -93,7 +93,7 @@ def test_sums_are_those_computed_by_hand(config: ObjectiveConfig) -> None:
 def test_gradients_are_finite_and_those_of_differences(config: ObjectiveConfig) -> None:
     def loss(values: torch.Tensor) -> torch.Tensor:
         held = pairs()
-        members = (held.segments[:, None] == torch.arange(4)[:, None]).double()
+        members = (held.segment_ids[:, None] == torch.arange(4)[:, None]).double()
         log_probs = -(members @ values[:, :, None])[:, :, 0]
         return pair_losses(config, log_probs, held.lengths, held.references)[0].where(held.lengths[:, 0::2] > 0, 0)
 
@@ -108,7 +108,7 @@ def _sliced(rank: int, config: ObjectiveConfig) -> list[list[Any]]:
     held, own = pairs(), slice(5 * rank, 5 * rank + 5)
     tokens = losses()[:, own].clone().requires_grad_()
     objective = Objective(config, dist.group.WORLD)
-    share = objective(tokens, replace(held, segments=held.segments[:, own]))
+    share = objective(tokens, replace(held, segment_ids=held.segment_ids[:, own]))
     share.backward()  # type: ignore[no-untyped-call]
     assert tokens.grad is not None
     return [[share.item()], objective.rewards(torch.device("cpu")).tolist(), tokens.grad.tolist()]

@@ -15,18 +15,11 @@ from llmtrain.data import NO_TARGET
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import draw_all_weights
-from llmtrain.models.loss import freeze_unreached
-from llmtrain.models.proof.cut import (
-    build_chain,
-    check_cut,
-    find_cut,
-    packed_input,
-    reference,
-    relative_deviation,
-    run_chain,
-)
-from llmtrain.models.proof.tiny import SIZES, shrink_configuration
+from llmtrain.models.loss import freeze_unused
 from llmtrain.models.stages import StageEntry, build_stage
+from llmtrain.models.tiny.configuration import SIZES, shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input, relative_deviation
+from llmtrain.models.tiny.stages_check import build_chain, check_cut, find_cut, run_chain
 from llmtrain.plan.stages import StageBounds, balance
 
 ROOT = Path(__file__).parents[2]
@@ -88,20 +81,20 @@ def test_two_stages_have_the_logits_and_gradients_of_the_whole_model(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma4_text", "qwen3_next"])
 def test_stages_of_unequal_length_match_the_whole_model(family, attention):
     config = families.tiny_config(family)
-    whole, inputs = reference(config, attention), packed_input(config)
+    whole, inputs = build_tiny_model(config, attention), packed_input(config)
     cut = find_cut(config, UNEVEN, attention)
     assert families.wrong_gradients(whole, cut, inputs) == []
 
 
 def test_one_stage_equals_the_whole_model():
     config = families.tiny_config("gpt2")
-    whole, cut = reference(config, "eager"), find_cut(config, [StageBounds(0, 4)])
+    whole, cut = build_tiny_model(config, "eager"), find_cut(config, [StageBounds(0, 4)])
     assert families.wrong_gradients(whole, cut, packed_input(config)) == []
 
 
 def test_the_auxiliary_loss_is_that_of_all_layers():
     config = families.tiny_config("mixtral")
-    whole, inputs = reference(config, "eager"), packed_input(config)
+    whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
     results = run_chain(build_chain(whole, find_cut(config, UNEVEN), "eager"), inputs)
     expected = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
     assert [len(result) for result in results] == [3, 3, 2]
@@ -111,7 +104,7 @@ def test_the_auxiliary_loss_is_that_of_all_layers():
 
 def test_without_an_auxiliary_loss_only_hidden_states_cross_stages_as_floats():
     config = shrink_configuration(AutoConfig.for_model("mixtral"), 4)
-    whole = reference(config, "eager")
+    whole = build_tiny_model(config, "eager")
     (hidden, positions), (logits,) = run_chain(
         build_chain(whole, find_cut(config, HALVES), "eager"), packed_input(config)
     )
@@ -124,7 +117,7 @@ def test_without_an_auxiliary_loss_only_hidden_states_cross_stages_as_floats():
 def test_several_micro_batches_may_be_in_flight(checkpointing):
     """1F1B: a stage goes forward with the next micro-batch before it goes back with the first."""
     config = families.tiny_config("llama")
-    whole = reference(config, "eager").train()
+    whole = build_tiny_model(config, "eager").train()
     one = packed_input(config)
     other = (one[0].flip(0), one[1])
     for inputs in (one, other):
@@ -146,7 +139,7 @@ def test_several_micro_batches_may_be_in_flight(checkpointing):
 def test_a_last_stage_computes_the_loss_in_chunks(family, recomputed):
     """Tied heads, scaled and capped logits, a projection between layers and head, a router's loss."""
     config = families.tiny_config(family)
-    whole, inputs = reference(config, "eager").train(), packed_input(config)
+    whole, inputs = build_tiny_model(config, "eager").train(), packed_input(config)
     labels = inputs[0].roll(-1, dims=1)
     labels[0, 3:9] = NO_TARGET
     output = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
@@ -205,9 +198,9 @@ def test_a_stage_takes_no_memory_for_other_stages(monkeypatch):
 
     def whole(model):
         devices.update(parameter.device.type for parameter in model.parameters())
-        return freeze_unreached(model)
+        return freeze_unused(model)
 
-    monkeypatch.setattr("llmtrain.models.stages.freeze_unreached", whole)
+    monkeypatch.setattr("llmtrain.models.stages.freeze_unused", whole)
     config = families.tiny_config("llama")
     stage = build_stage(config, 0, check_cut(config, HALVES), "eager", torch.bfloat16, CPU)
     layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 96 + 2 * 64
@@ -246,7 +239,7 @@ class TestRefusal:
 
     def test_a_lost_gradient_is_detected(self, monkeypatch):
         config = families.tiny_config("llama")
-        whole, cut = reference(config, "eager"), find_cut(config, HALVES)
+        whole, cut = build_tiny_model(config, "eager"), find_cut(config, HALVES)
         monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received.detach())
         assert "model.layers.0.mlp.up_proj.weight" in families.wrong_gradients(whole, cut, packed_input(config))
 
@@ -312,7 +305,7 @@ def test_opt_with_projections_around_its_layers_is_cut_unchanged():
     sizes = {"hidden_size": 96, "word_embed_proj_dim": 48, "ffn_dim": 128, "num_attention_heads": 4}
     fields = {"num_hidden_layers": 4, "vocab_size": 99, "max_position_embeddings": 64, "do_layer_norm_before": False}
     config = AutoConfig.for_model("opt", **sizes, **fields, dropout=0.0)
-    whole, inputs = reference(config, "eager"), packed_input(config)
+    whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
     cut = check_cut(config, HALVES)
     with torch.no_grad():
         expected = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits

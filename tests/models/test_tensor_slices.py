@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
 from llmtrain.models.build import stage_builder
-from llmtrain.models.proof import slices_check
-from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.slices_check import ThreadRanks, check_slices, compare_slices
-from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import exchanges, regions, split
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor import collectives, sequence_parallel, split
+from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
 from llmtrain.models.tensor.split import TensorParallel, plan_split
-from llmtrain.plan.families import REGION_FAMILIES
-from llmtrain.rules.tensor import SLICED_FAMILIES
+from llmtrain.models.tiny import tensor_check
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.models.tiny.tensor_check import ThreadTensorGroup, check_tensor_split, compare_tensor_split
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
+from llmtrain.plan.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 
@@ -44,9 +44,11 @@ def tiny(family: str, **fields):
 
 @pytest.mark.parametrize("family", SUMS)
 def test_two_ranks_have_the_logits_and_gradients_of_the_whole_model(family, monkeypatch):
-    own, sums = ThreadRanks.sum, []
-    monkeypatch.setattr(ThreadRanks, "sum", lambda ranks, value: sums.append(value.shape) or own(ranks, value))
-    compare_slices(config := tiny(family))
+    own, sums = ThreadTensorGroup.all_reduce, []
+    monkeypatch.setattr(
+        ThreadTensorGroup, "all_reduce", lambda group, value: sums.append(value.shape) or own(group, value)
+    )
+    compare_tensor_split(config := tiny(family))
     activations = [shape for shape in sums if shape[-1] == config.get_text_config().hidden_size and len(shape) > 1]
     assert len(activations) // 2 // 4 == SUMS[family]
 
@@ -56,21 +58,21 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
     width, length = tiny(family).hidden_size, packed_input(tiny(family))[0].size(1)
     seen = []
 
-    class Counted(ThreadRanks):
-        def sum(self, value):
+    class Counted(ThreadTensorGroup):
+        def all_reduce(self, value):
             seen.append("all_reduce" if value.dim() == 3 and value.shape[-1] == width else "other")
-            return torch.stack(super().gather(value)).sum(0)
+            return torch.stack(super().all_gather(value)).sum(0)
 
-        def sum_own(self, values):
+        def reduce_scatter(self, values):
             seen.append("reduce_scatter")
-            return torch.stack(super().gather(torch.stack(tuple(values)))).sum(0)[self.rank]
+            return torch.stack(super().all_gather(torch.stack(tuple(values)))).sum(0)[self.rank]
 
-        def gather(self, value):
+        def all_gather(self, value):
             seen.append("all_gather" if value.shape[1:] == (length // 2, width) else "other")
-            return super().gather(value)
+            return super().all_gather(value)
 
-    monkeypatch.setattr(slices_check, "ThreadRanks", Counted)
-    compare_slices(tiny(family), regions=True)
+    monkeypatch.setattr(tensor_check, "ThreadTensorGroup", Counted)
+    compare_tensor_split(tiny(family), sequence_parallel=True)
     # Of four layers four of each; the embedding's sum and its gradient, and what enters the head and its gradient.
     own = {kind: seen.count(kind) // 2 for kind in seen}
     splits_head = family != "gpt_neox"  # whose plan leaves it whole, with a gradient that is whole
@@ -80,56 +82,60 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
 
 def test_other_families_hold_the_whole_residual():
     config = AutoConfig.for_model("minicpm3", num_hidden_layers=2)
-    assert not check_slices(config, 2, regions=True).regions
-    assert check_slices(AutoConfig.for_model("llama", num_hidden_layers=2), 2, regions=True).regions
+    assert not check_tensor_split(config, 2, sequence_parallel=True).sequence_parallel
+    assert check_tensor_split(
+        AutoConfig.for_model("llama", num_hidden_layers=2), 2, sequence_parallel=True
+    ).sequence_parallel
 
 
 @pytest.mark.parametrize("size", [99, 100])
 def test_slices_of_the_residual_fit_a_whole_embedding_and_head(size):
-    compare_slices(tiny("llama", vocab_size=size, tie_word_embeddings=True), regions=True)
+    compare_tensor_split(tiny("llama", vocab_size=size, tie_word_embeddings=True), sequence_parallel=True)
 
 
-@pytest.mark.parametrize("with_regions", [False, True])
-def test_the_auxiliary_loss_has_its_gradient_once(with_regions):
-    compare_slices(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=with_regions)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_auxiliary_loss_has_its_gradient_once(sequence_parallel):
+    compare_tensor_split(
+        tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), sequence_parallel=sequence_parallel
+    )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_rows_get_no_gradient_on_any_rank(attention):
     for row in (7, 60):
-        compare_slices(tiny("llama", pad_token_id=row, tie_word_embeddings=False), attention)
+        compare_tensor_split(tiny("llama", pad_token_id=row, tie_word_embeddings=False), attention)
 
 
 class TestRefusal:
     def test_a_family_without_a_plan_is_refused(self):
         with pytest.raises(FamilyError, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
-            check_slices(AutoConfig.for_model("gpt2"), 2)
+            check_tensor_split(AutoConfig.for_model("gpt2"), 2)
 
     def test_an_unknown_style_is_refused(self):
         with pytest.raises(FamilyError, match=r"the styles? '?all_reduce"):
-            compare_slices(tiny("inkling_text"))
+            compare_tensor_split(tiny("inkling_text"))
 
     def test_a_plan_for_the_head_only_is_refused(self):
         with pytest.raises(FamilyError, match="splits no weight of the layers"):
-            compare_slices(tiny("bamba"))
+            compare_tensor_split(tiny("bamba"))
 
     def test_a_plan_that_loses_a_gradient_is_refused(self):
         with pytest.raises(FamilyError, match=r"its gradients deviate .*act_fn"):
-            compare_slices(tiny("apertus"))
+            compare_tensor_split(tiny("apertus"))
 
     def test_a_forward_pass_that_needs_all_heads_is_refused(self):
         with pytest.raises(FamilyError, match="its forward pass fails when split"):
-            compare_slices(tiny("doge"))
+            compare_tensor_split(tiny("doge"))
 
     def test_indivisible_sizes_are_refused(self):
         config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
         with pytest.raises(FamilyError, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
-            check_slices(config, 2)
+            check_tensor_split(config, 2)
 
 
 def test_the_rule_allows_the_working_families():
     assert SUMS.keys() <= SLICED_FAMILIES
-    assert {*DENSE, "mixtral"} <= REGION_FAMILIES <= SLICED_FAMILIES
+    assert {*DENSE, "mixtral"} <= MEGATRON_SP_FAMILIES <= SLICED_FAMILIES
     assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
 
 
@@ -142,7 +148,7 @@ def test_the_documented_families_and_the_rule_are_up_to_date():
     verdicts = families.every_family(families.judge)
     works = [verdict for verdict in verdicts if verdict.kind == "works"]
     assert {verdict.family for verdict in works} == SLICED_FAMILIES
-    assert {verdict.family for verdict in works if verdict.note.endswith(families.SLICES)} == REGION_FAMILIES
+    assert {verdict.family for verdict in works if verdict.note.endswith(families.SLICES)} == MEGATRON_SP_FAMILIES
     assert (ROOT / "docs/reference/families_tensor.md").read_text(encoding="utf-8") == families.render(
         verdicts, families.HEAD
     )
@@ -152,59 +158,67 @@ class TestMistakes:
     """What the comparison is for: each is found."""
 
     def test_a_gradient_summed_for_one_of_several_modules_is_detected(self, monkeypatch):
-        class First(exchanges.SplitSection):
-            def enter(self, value):
-                return value if self._entered and self._entered[0] is value else super().enter(value)
+        class First(collectives.TensorParallelBlock):
+            def copy_shared_input(self, value):
+                return (
+                    value if self._shared_input and self._shared_input[0] is value else super().copy_shared_input(value)
+                )
 
-        monkeypatch.setattr(split, "SplitSection", First)
+        monkeypatch.setattr(split, "TensorParallelBlock", First)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare_slices(tiny("llama"))
+            compare_tensor_split(tiny("llama"))
 
     def test_a_gradient_not_summed_over_ranks_is_detected(self, monkeypatch):
-        monkeypatch.setattr(exchanges, "copy", lambda value, ranks: value)
+        monkeypatch.setattr(collectives, "copy_to_tensor_parallel", lambda value, group: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare_slices(tiny("llama"))
+            compare_tensor_split(tiny("llama"))
 
     def test_a_norm_of_heads_updated_by_each_rank_alone_is_detected(self, monkeypatch):
         alone = {**split.STYLES, "replicated_with_grad_allreduce": split.STYLES["replicate"]}
         monkeypatch.setattr(split, "STYLES", alone)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*_norm"):
-            compare_slices(tiny("qwen3"))
+            compare_tensor_split(tiny("qwen3"))
 
     def test_a_bias_added_by_each_rank_is_detected(self, monkeypatch):
-        def naive(module, forward, section):
-            return lambda value: exchanges.reduce(forward(value), section.ranks)
+        def naive(module, forward, block):
+            return lambda value: collectives.reduce_from_tensor_parallel(forward(value), block.group)
 
-        row = split.Style(split.STYLES["rowwise"].shard, split._wrapping(naive))
+        row = split.Style(split.STYLES["rowwise"].shard, split._wrap_forward(naive))
         monkeypatch.setattr(split, "STYLES", {**split.STYLES, "rowwise": row})
         with pytest.raises(FamilyError, match="its logits deviate"):
-            compare_slices(tiny("starcoder2"))
+            compare_tensor_split(tiny("starcoder2"))
 
     def test_a_norm_updated_by_the_tokens_of_one_rank_is_detected(self, monkeypatch):
-        monkeypatch.setattr(regions, "sum_gradient", lambda parameter, ranks: None)
+        monkeypatch.setattr(sequence_parallel, "all_reduce_gradient", lambda parameter, group: None)
         with pytest.raises(FamilyError, match=r"its gradients deviate .*norm"):
-            compare_slices(tiny("llama"), regions=True)
+            compare_tensor_split(tiny("llama"), sequence_parallel=True)
 
     def test_a_bias_updated_by_the_tokens_of_one_rank_is_detected(self, monkeypatch):
-        monkeypatch.setattr(regions.GatheredSection, "use", lambda section, parameter: None)
+        monkeypatch.setattr(
+            sequence_parallel.SequenceParallelBlock, "prepare_whole_parameter", lambda block, parameter: None
+        )
         with pytest.raises(FamilyError, match=r"its gradients deviate .*o_proj\.bias"):
-            compare_slices(tiny("starcoder2"), regions=True)
+            compare_tensor_split(tiny("starcoder2"), sequence_parallel=True)
 
     def test_a_router_loss_counted_by_each_rank_is_detected(self, monkeypatch):
-        monkeypatch.setattr(regions, "share_gradient", lambda value, ranks: value)
+        monkeypatch.setattr(sequence_parallel, "divide_gradient", lambda value, group: value)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare_slices(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), regions=True)
+            compare_tensor_split(
+                tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0), sequence_parallel=True
+            )
 
     def test_a_router_updated_by_one_ranks_parts_of_experts_is_detected(self, monkeypatch):
-        own = regions.sum_gradient
-        monkeypatch.setattr(regions, "sum_gradient", lambda one, ranks: None if one.shape[0] == 4 else own(one, ranks))
+        own = sequence_parallel.all_reduce_gradient
+        monkeypatch.setattr(
+            sequence_parallel, "all_reduce_gradient", lambda one, group: None if one.shape[0] == 4 else own(one, group)
+        )
         with pytest.raises(FamilyError, match=r"its gradients deviate .*gate\.weight"):
-            compare_slices(tiny("mixtral"), regions=True)
+            compare_tensor_split(tiny("mixtral"), sequence_parallel=True)
 
     def test_a_slice_with_the_gradient_of_only_one_rank_is_detected(self, monkeypatch):
-        monkeypatch.setattr(regions, "gather_tokens", exchanges.join_tokens)
+        monkeypatch.setattr(sequence_parallel, "gather_to_tensor_parallel", collectives.gather_from_sequence_parallel)
         with pytest.raises(FamilyError, match="its gradients deviate"):
-            compare_slices(tiny("llama"), regions=True)
+            compare_tensor_split(tiny("llama"), sequence_parallel=True)
 
 
 def test_joined_slices_equal_the_whole_tensor():
@@ -223,13 +237,13 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
         found = plan_split(model, 2)
         assert names & found.shards.keys() == (set() if size == 99 else names)
         assert ("lm_head" in found.styles) == (size == 100)
-    compare_slices(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
+    compare_tensor_split(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
 
 
 def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numbers():
     config = AutoConfig.for_model("qwen3", num_hidden_layers=2, layer_types=None)
     before = torch.get_rng_state()
-    found = check_slices(config, 8, "flash_attention_2")
+    found = check_tensor_split(config, 8, "flash_attention_2")
     assert torch.equal(torch.get_rng_state(), before)
     assert found.shards["model.layers.1.self_attn.o_proj.weight"] == Shard(1)
 
@@ -237,13 +251,13 @@ def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numb
 def _accumulated(family: str):
     """How far gradients of two passes, joined from the ranks, are from the whole model's; the share of it held."""
     config = tiny(family)
-    whole, inputs = reference(config, "eager"), packed_input(config)
-    ranks = GroupRanks(torch.distributed.group.WORLD)
-    own = TensorParallel(plan_split(whole, 2), ranks)
+    whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
+    group = TorchTensorGroup(torch.distributed.group.WORLD)
+    own = TensorParallel(plan_split(whole, 2), group)
     sliced = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     sliced.load_state_dict(whole.state_dict())
     for name, parameter in sliced.named_parameters():
-        own.slice(name, parameter)
+        own.shard(name, parameter)
     own.install(sliced, {name: name for name, _ in sliced.named_parameters()})
     for tokens in (inputs[0], inputs[0].flip(0)):
         for model in (whole, sliced):
@@ -252,7 +266,7 @@ def _accumulated(family: str):
     worst, largest = 0.0, max(p.grad.abs().max() for p in whole.parameters())
     for name, parameter in sliced.named_parameters():
         shard = shard_of(parameter)
-        gradient = parameter.grad if shard is None else own.join(parameter.grad, shard)
+        gradient = parameter.grad if shard is None else own.all_gather(parameter.grad, shard)
         worst = max(worst, float((gradient - whole.get_parameter(name).grad).abs().max() / largest))
     return worst, sum(p.numel() for p in sliced.parameters()) / sum(p.numel() for p in whole.parameters())
 
@@ -267,15 +281,15 @@ def _stages(pretrained: str | None):
     fields = {"model.architecture": None, "model.config": {}, "model.pretrained": pretrained} if pretrained else {}
     recipe = tiny_recipe(**fields)
     whole = build_model(recipe, torch.float32, CPU)
-    ranks = GroupRanks(torch.distributed.group.WORLD)
+    group = TorchTensorGroup(torch.distributed.group.WORLD)
     build = stage_builder(recipe, 2, torch.float32, CPU, tensor=2)
     found = {}
     for index in range(2):
-        stage = build(index, ranks)
+        stage = build(index, group)
         for own, name in stage.hf_names.items():
             parameter = stage.get_parameter(own)
             shard = shard_of(parameter)
-            joined = parameter if shard is None else shard.whole(ranks.gather(parameter.detach()))
+            joined = parameter if shard is None else shard.whole(group.all_gather(parameter.detach()))
             found[name] = torch.equal(joined, whole.get_parameter(name))
     assert found.keys() == dict(whole.named_parameters()).keys()
     return found

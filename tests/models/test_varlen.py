@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import cpu, varlen
-from llmtrain.models.proof.varlen_check import check_attention
-from llmtrain.models.varlen import in_graph, varlen_attention
-from llmtrain.rules.model import MIXES_DOCUMENTS
+from llmtrain.models.tiny.varlen_check import check_attention
+from llmtrain.models.varlen import varlen_attention, varlen_operator
+from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan
 
 ROOT = Path(__file__).parents[2]
@@ -110,13 +110,13 @@ def test_torchs_kernel_gets_valid_arguments(monkeypatch, keys, width, values, wi
         assert groups == ({"enable_gqa": keys != 4} if varlen.GROUPS_ANNOUNCED else {})
         assert window_size[1] == 0
         own = None if window_size[0] < 0 else window_size[0] + 1
-        return varlen._one_by_one(query, key, value, first, scale, own), None
+        return varlen._attend_per_document(query, key, value, first, scale, own), None
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     states = [state.detach() for state in _states(4, keys, width, values)]
     bounds = Documents.of(POSITIONS)
-    joined = [varlen._joined(state).bfloat16() for state in states]
-    output = varlen._by_kernel(*joined, bounds.bounds, bounds.longest, width**-0.5, window)
+    joined = [varlen._flatten_batch(state).bfloat16() for state in states]
+    output = varlen._attend_by_kernel(*joined, bounds.bounds, bounds.longest, width**-0.5, window)
     expected = _expected(*(state.bfloat16().float() for state in states), width**-0.5, window)
     # The weights, which add up to 1, and the sum are rounded to 8 bits; values go up to about 4.
     torch.testing.assert_close(output.view(2, 12, 4, values).float(), expected, rtol=2**-6, atol=2**-6)
@@ -127,7 +127,9 @@ def test_torch_accepts_the_call_and_differentiates_it(longest):
     """The real operator, on tensors without memory: its arguments, its shapes and its backward pass, no numbers."""
     states = [state.detach().to("meta", torch.bfloat16).requires_grad_() for state in _states(4, 2, 12, 6)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="meta")
-    output = varlen._by_kernel(*(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, longest, 0.3, 3)
+    output = varlen._attend_by_kernel(
+        *(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, longest, 0.3, 3
+    )
     assert output.shape == (24, 4, 6)
     output.sum().backward()
     assert [state.grad.shape for state in states] == [state.shape for state in states]
@@ -136,21 +138,21 @@ def test_torch_accepts_the_call_and_differentiates_it(longest):
 def test_the_kernel_does_not_get_fp32():
     state = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match=r"bf16 or fp16, not in torch\.float32"):
-        varlen._by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
+        varlen._attend_by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
 
 
 @pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, 50)])
 def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
-    states = [varlen._joined(state).detach().requires_grad_() for state in _states(4, keys, width, values)]
+    states = [varlen._flatten_batch(state).detach().requires_grad_() for state in _states(4, keys, width, values)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     given = (*states, bounds, torch.tensor([12]), 0.3, window)
-    output, _ = in_graph(*given)
-    expected = varlen._one_by_one(*states, bounds, 0.3, window)
+    output, _ = varlen_operator(*given)
+    expected = varlen._attend_per_document(*states, bounds, 0.3, window)
     assert torch.equal(output, expected)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
     for own, other in zip(*(torch.autograd.grad(one, states, direction) for one in (output, expected)), strict=True):
         assert torch.equal(own, other)
-    torch.library.opcheck(in_graph, given)
+    torch.library.opcheck(varlen_operator, given)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +195,8 @@ def test_document_boundaries_reach_a_flash_kernel(family):
 
 
 def test_a_family_with_deviating_attention_is_refused(monkeypatch):
-    own = varlen._one_by_one
-    monkeypatch.setattr(varlen, "_one_by_one", lambda *states: own(*states) * 1.001)
+    own = varlen._attend_per_document
+    monkeypatch.setattr(varlen, "_attend_per_document", lambda *states: own(*states) * 1.001)
     with pytest.raises(FamilyError, match="logits deviate from those of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
@@ -209,8 +211,8 @@ def test_a_wrong_gradient_is_detected(monkeypatch):
         def backward(ctx, gradient):
             return gradient * 1.01
 
-    own = varlen._one_by_one
-    monkeypatch.setattr(varlen, "_one_by_one", lambda *states: Wrong.apply(own(*states)))
+    own = varlen._attend_per_document
+    monkeypatch.setattr(varlen, "_attend_per_document", lambda *states: Wrong.apply(own(*states)))
     with pytest.raises(FamilyError, match=r"the gradient of .* deviates from that of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llmtrain.cluster import MOST_RANKS, Cluster
 from llmtrain.errors import DataError, RecipeError
-from llmtrain.plan import Plan, vocabulary
-from llmtrain.plan import model_facts as facts_module
-from llmtrain.plan.hub import stored_file
+from llmtrain.plan import Plan
+from llmtrain.plan.facts import model_facts as facts_module
+from llmtrain.plan.facts import vocabulary
+from llmtrain.plan.facts.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
+from llmtrain.plan.rules import resolve
+from llmtrain.plan.search.nearest import nearest_plans
 from llmtrain.plan.stages import balance
 from llmtrain.recipe import LARGEST, ModelConfig
-from llmtrain.rules import resolve
-from llmtrain.search.nearest import nearest_plans
+from llmtrain.recipe.cluster import MOST_RANKS, Cluster
+from llmtrain.system.hub import stored_file
 from tests.helpers.small_plan import small_plan
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.stages import flops_per_token, matmul_parameters
 from llmtrain.recipe import ModelConfig
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss
-from llmtrain.predict import memory_of
-from llmtrain.predict.time import predict
-from llmtrain.rules import resolve
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.predict.time import predict
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.small_plan import small_plan
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}

@@ -5,7 +5,7 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import PythonRecipe, load_recipe, with_variant
 from llmtrain.recipe import OptimConfig, Recipe
-from llmtrain.recipe.other_names import OURS, THEIR_NAMES
+from llmtrain.recipe.aliases import ALIASES, FIELD_OF_ALIAS
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
 
@@ -124,9 +124,9 @@ def test_a_replaced_field_is_a_copy(tiny):
 
 def test_field_names_of_other_tools_map_to_existing_fields(tiny):
     ours = {*tiny.dotted(), "data.sources", "data.tokenizer", "optim.betas", "logging.trackers"}
-    assert set(THEIR_NAMES) <= ours
-    assert len(OURS) == sum(len(names) for names in THEIR_NAMES.values())
-    for theirs, field in OURS.items():
+    assert set(ALIASES) <= ours
+    assert len(FIELD_OF_ALIAS) == sum(len(names) for names in ALIASES.values())
+    for theirs, field in FIELD_OF_ALIAS.items():
         part = field.rpartition(".")[0]
         for path in {theirs, f"{part}.{theirs}" if part else theirs} - ours - set(Recipe.model_fields):
             with pytest.raises(RecipeError) as error:

@@ -7,11 +7,11 @@ import pytest
 from huggingface_hub import constants
 
 from llmtrain.errors import RecipeError
-from llmtrain.plan import hub
-from llmtrain.plan.families import FAMILIES
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.families import FAMILIES
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.stages import attention_flops
 from llmtrain.recipe import ModelConfig
+from llmtrain.system import hub
 
 PUBLISHED = {
     "gpt2": ({"vocab_size": 50257}, 124_439_808),
@@ -258,7 +258,7 @@ def test_pretrained_weights_missing_on_the_hub_are_reported(name, tmp_path):
 def test_computed_sizes_include_each_layer(family):
     from transformers import CONFIG_MAPPING
 
-    from llmtrain.plan.model_facts import _meta_facts
+    from llmtrain.plan.facts.model_facts import _meta_facts
 
     draw = random.Random(f"{family} layers")
     for _ in range(4):
@@ -290,11 +290,11 @@ def test_a_hub_that_never_answers_is_asked_once(monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setattr(hub, "ANSWER_S", 0.1)
+        monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.1)
         assert hub.hub_has("owner/name") is None
     assert constants.is_offline_mode()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    hub.ask_first("owner/name")
+    hub.probe_hub_for("owner/name")
 
 
 @pytest.mark.parametrize("name", ["clip_text_model", "t5", "nothing"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.plan.described import split_lines
-from llmtrain.rules import resolve
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 
 WIDE = {"model.config.num_attention_heads": 16, "model.config.num_key_value_heads": 16}
@@ -53,8 +53,8 @@ def test_the_residual_is_divided_over_as_many_ranks_as_possible(tensor, fields, 
     """Micro-batches that are shortened have a multiple of 8 tokens, which 16 ranks cannot divide."""
     degrees = tensor * fields.get("parallel.sequence", 1) * fields.get("parallel.pipeline", 1)
     plan = plan_of(tensor, degrees, **fields)
-    assert plan.region_ranks == ranks
-    assert plan.summary()["region_ranks"] == ranks
+    assert plan.megatron_sp_ranks == ranks
+    assert plan.summary()["megatron_sp_ranks"] == ranks
     said = [line for line in split_lines(plan) if line.startswith("residual")]
     held = "a slice of each sequence" if ranks > 1 else "each sequence whole"
     assert said == ([f"residual {held} on each of {tensor} tensor parallel ranks"] if tensor > 1 else [])

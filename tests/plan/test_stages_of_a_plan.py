@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import resolve
 from llmtrain.plan.stages import describe_stages, flops_per_token, layer_costs, plan_stages, stage_bounds
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}

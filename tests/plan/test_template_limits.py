@@ -9,9 +9,9 @@ import pytest
 from llmtrain.data.chat.conversation import Conversation, RowError
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import DataError
-from llmtrain.plan import template_limits as limits
-from llmtrain.plan.template_limits import limited_templates
-from llmtrain.plan.vocabulary import control_tokens
+from llmtrain.plan.facts import template_limits as limits
+from llmtrain.plan.facts.template_limits import limited_templates
+from llmtrain.plan.facts.vocabulary import control_tokens
 
 MESSAGES = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

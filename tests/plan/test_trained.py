@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.plan.described import model_line
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.stages import flops_per_token, layer_costs, reached_layers
-from llmtrain.rules import resolve
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import resolve
+from llmtrain.plan.stages import backward_layers, flops_per_token, layer_costs
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 
 UNTIED = {"model.config.tie_word_embeddings": False}
@@ -80,7 +80,7 @@ def test_frozen_weights_cost_no_gradient():
     whole, every = facts(), facts(**{"model.trainable": ["*"]})
     assert sum(layer_costs(whole, 32)) == sum(layer_costs(every, 32)) == flops_per_token(every, 32)
     top = facts(**{"model.trainable": ["model.layers.1.*"]})
-    assert (reached_layers(whole), reached_layers(top)) == (2, 1)
+    assert (backward_layers(whole), backward_layers(top)) == (2, 1)
     attention, layer, head = 12 * 64 * 32, whole.layer_parameters[0], 256 * 64
     # Forward only; forward and both products of the backward pass; forward and the product for the input.
     assert layer_costs(top, 32) == [2 * layer + attention / 3, 6 * layer + attention + 4 * head]

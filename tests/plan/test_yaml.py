@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.commands.train import TrainRequest
+from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import RecipeError
 from llmtrain.launch.torchrun import split_arguments
 from llmtrain.plan.load import load_recipe, open_recipe, with_variant

@@ -9,16 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from llmtrain.cli import app
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import model_parallel_size
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import PythonRecipe, declared, load_recipe, shipped_recipes
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.predict import lacking
-from llmtrain.predict.time import predict
-from llmtrain.rules import resolve
-from llmtrain.search.cheapest import EQUAL
-from llmtrain.search.search import search_plans
+from llmtrain.plan.predict import lacking
+from llmtrain.plan.predict.time import predict
+from llmtrain.plan.rules import resolve
+from llmtrain.plan.search.cheapest import EQUAL
+from llmtrain.plan.search.search import search_plans
+from llmtrain.recipe.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -131,15 +131,15 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
-import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
+import llmtrain, llmtrain.recipe.cluster, llmtrain.errors, llmtrain.recipe
 from llmtrain_lint import examine
-from llmtrain.ds_config import render
+from llmtrain.plan.ds_config import render
 from llmtrain.cli import app
-from llmtrain.cluster import Cluster
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.plan.rules import resolve
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.facts.model_facts import model_facts
 for path in sorted(Path("recipes").glob("*.py")):
     recipe, cluster = load_recipe(str(path), [])
     if recipe.model.pretrained is None:

@@ -176,13 +176,13 @@ def _loss_of(folder: Path, fields: dict[str, object]) -> float:
     """Loss of the folder's own model on the first global batch."""
     from transformers import AutoModelForCausalLM
 
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.engines.plain import PlainLoop
     from llmtrain.plan.load import load_recipe
 
     recipe, _ = load_recipe(str(ROOT / "recipes/continue_pretrained.py"), [])
     recipe = recipe.with_(**fields)
     sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
-    data = Schedule(prepare(recipe), seed=recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
+    data = BatchLoader(prepare(recipe), seed=recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
     engine = PlainLoop(AutoModelForCausalLM.from_pretrained(folder), recipe)
     return engine.eval_step(data.train_batch(0)).item()

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from llmtrain.cluster import Cluster
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.report import read_run
 from llmtrain.report.page import page, write_report, write_report_at_end
-from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir
 from tests.helpers.nasty import HTML
 from tests.helpers.recorded_runs import long_run, write_lines

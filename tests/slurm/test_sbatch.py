@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, parse_site, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, example_scripts, parse_job_options, render_job
+from llmtrain.recipe.cluster import Cluster
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash
@@ -70,7 +70,7 @@ def called(tmp_path):
 
 def a_job(*options, command=("recipes/tiny.py",), device="h100"):
     cluster = Cluster(nodes=2, devices_per_node=8, device=device)
-    parsed = parse_site(SlurmOptions, "slurm", options)
+    parsed = parse_job_options(SlurmOptions, "slurm", options)
     return SlurmJob("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parsed)
 
 
@@ -79,7 +79,7 @@ def directives(script):
 
 
 def test_the_committed_scripts_are_rendered():
-    assert {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")} == committed()
+    assert {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")} == example_scripts()
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda path: path.name)
@@ -269,7 +269,7 @@ def test_containers_are_started_by_srun_or_apptainer(options, line):
 )
 def test_invalid_options_are_named(options, fields):
     with pytest.raises(RecipeError) as error:
-        parse_site(SlurmOptions, "slurm", options)
+        parse_job_options(SlurmOptions, "slurm", options)
     assert [problem.field for problem in error.value.problems] == fields
     assert {problem.rule for problem in error.value.problems} == {"slurm.option"}
 

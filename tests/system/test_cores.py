@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from llmtrain import cli
-from llmtrain.metrics import throughput
-from llmtrain.metrics.throughput import BusyCores
 from llmtrain.system import host
+from llmtrain.train.metrics import throughput
+from llmtrain.train.metrics.throughput import BusyCores
 
 SPIN_S = 1.0
 SPIN = f"""
@@ -29,9 +29,9 @@ def test_a_child_counts_as_another_process_until_it_has_ended():
     started, meter = time.monotonic(), host.CoreMeter()
     child = subprocess.Popen([sys.executable, "-c", SPIN])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    beside = meter.cores_of_others() * (time.monotonic() - started)
+    beside = meter.cores_used_by_others() * (time.monotonic() - started)
     child.wait()
-    after = meter.cores_of_others() * (time.monotonic() - started)
+    after = meter.cores_used_by_others() * (time.monotonic() - started)
     assert beside - after > 0.9 * SPIN_S
 
 
@@ -40,13 +40,13 @@ def test_the_time_of_this_process_is_not_counted(monkeypatch):
     monkeypatch.setattr(host, "_busy_s", lambda: next(busy_s))
     started, meter = time.monotonic(), host.CoreMeter()
     exec(SPIN)
-    of_others = meter.cores_of_others() * (time.monotonic() - started)
+    of_others = meter.cores_used_by_others() * (time.monotonic() - started)
     assert of_others == pytest.approx(2 * SPIN_S, abs=0.1)
 
 
 def test_a_larger_machine_may_have_more_background_load():
-    assert host.most_cores_of_others(2) == host.most_cores_of_others(15) == 0.15
-    assert host.most_cores_of_others(128) == 1.28
+    assert host.max_cores_used_by_others(2) == host.max_cores_used_by_others(15) == 0.15
+    assert host.max_cores_used_by_others(128) == 1.28
 
 
 def test_all_processes_of_a_launcher_count_as_its_own():
@@ -127,11 +127,11 @@ def test_large_pinned_memory_is_not_rounded_unless_allocators_are_configured(mon
     ],
 )
 def test_threads_sleep_if_other_processes_use_their_cores(monkeypatch, said, ranks, others, spins):
-    monkeypatch.setattr(host, "own_cores", lambda: 4)
-    monkeypatch.setattr(host, "cores_of_others", lambda seconds: others)
+    monkeypatch.setattr(host, "available_cores", lambda: 4)
+    monkeypatch.setattr(host, "cores_used_by_others", lambda seconds: others)
     environment = dict(said)
     host.limit_spinning(environment)
-    line = host.sleep_beside_others(environment, ranks)
+    line = host.stop_spinning_on_busy_cores(environment, ranks)
     assert environment["GOMP_SPINCOUNT"] == spins
     assert (line is not None) == (spins == "0")
     assert line is None or line.startswith(f"others use {others:.2f} of 4 cores: threads sleep")
@@ -144,9 +144,9 @@ class Used:
         self.cores, self.seconds = iter(cores), seconds
         monkeypatch.setattr(throughput, "CoreMeter", lambda of_launcher: self)
         for module in (throughput, host):
-            monkeypatch.setattr(module, "own_cores", lambda: 4)
+            monkeypatch.setattr(module, "available_cores", lambda: 4)
 
-    def cores_of_others(self):
+    def cores_used_by_others(self):
         return next(self.cores)
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from llmtrain.system import heartbeat
-from llmtrain.system.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Board, Heartbeat, Phase
+from llmtrain.system.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Heartbeat, HeartbeatPages, Phase
 
 
 class Clock:
@@ -98,7 +98,7 @@ def test_own_time_is_summed(clock):
             return clock.now - self.begun + data_wait_s
 
     heartbeat = Heartbeat()
-    heartbeat.own = Own()
+    heartbeat.work_timer = Own()
     for number in range(1, 8):
         heartbeat.begin_step(number)
         clock.now += 2
@@ -111,10 +111,10 @@ def test_a_straggler_from_the_watcher_is_read_once():
     heartbeat = Heartbeat()
     reader = heartbeat.reader()
     assert heartbeat.slowest() is None
-    reader.tell_slowest(3, 1.2, is_named=False)
+    reader.set_slowest(3, 1.2, is_named=False)
     assert heartbeat.slowest() == (3, 1.2)
     assert heartbeat.straggler() is None
-    reader.tell_slowest(3, 2.5, is_named=True)
+    reader.set_slowest(3, 2.5, is_named=True)
     assert heartbeat.straggler() == (3, 2.5)
     assert heartbeat.straggler() is None
 
@@ -122,14 +122,14 @@ def test_a_straggler_from_the_watcher_is_read_once():
 def test_an_address_fits_or_is_refused():
     heartbeat = Heartbeat()
     assert heartbeat.reader().address() is None
-    heartbeat.tell_address('["fe80::1", 1234, "aä"]')
+    heartbeat.set_address('["fe80::1", 1234, "aä"]')
     assert heartbeat.reader().address() == '["fe80::1", 1234, "aä"]'
     with pytest.raises(ValueError, match="address"):
-        heartbeat.tell_address("x" * 1000)
+        heartbeat.set_address("x" * 1000)
 
 
 def test_a_launcher_reads_the_steps_of_dead_workers():
-    board = Board(2)
+    board = HeartbeatPages(2)
     program = """
 import sys
 from llmtrain.system.heartbeat import Heartbeat

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.doctor.agent import Agent
 from llmtrain.errors import Exit, RecipeError
+from llmtrain.launch.doctor.agent import Agent
 from llmtrain.launch.local import common_environment
 from llmtrain.run_dir import RunDir
 from llmtrain.system.kernel_caches import FOLDERS, kernel_caches, private_folder, use_kernel_caches
-from llmtrain.tune import request
+from llmtrain.train.tune import request
 from tests.helpers.small_plan import small_plan
 
 

@@ -22,8 +22,8 @@ def test_the_smallest_limit_from_the_own_group_to_the_root_counts(own, limits, e
     for group, limit in limits.items():
         (tmp_path / "tree" / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / group / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(host, "GROUPS", tmp_path / "tree")
-    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "CGROUP_ROOT", tmp_path / "tree")
+    monkeypatch.setattr(host, "PROCESS_CGROUP", tmp_path / "own")
     assert host.memory_limit() == expected
 
 

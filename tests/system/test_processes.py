@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from llmtrain.launch.standstill import process_state
+from llmtrain.launch.hang_detector import process_state
 from llmtrain.system.host import process_fields
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.system.stops import QUIT, STOPS, caught_signals
+from llmtrain.system.stops import QUIT, STOP_SIGNALS, caught_signals
 
 MARK = "LLMTRAIN_TEST_MARK"
 """Every process of a run inherits it."""
@@ -42,9 +42,9 @@ class Strike:
 
     @classmethod
     def drawn(cls, draw: random.Random, programs: tuple[str, ...]) -> "Strike":
-        second = draw.choice([None, *STOPS, QUIT, signal.SIGPIPE])
+        second = draw.choice([None, *STOP_SIGNALS, QUIT, signal.SIGPIPE])
         after_s = SECONDS * draw.random() ** 2
-        first = draw.choice([*STOPS, *STOPS, QUIT, signal.SIGPIPE])
+        first = draw.choice([*STOP_SIGNALS, *STOP_SIGNALS, QUIT, signal.SIGPIPE])
         return cls(draw.choice(programs), after_s, first, second, draw.choice([0.0, 0.005, 0.02, 0.3, 2.0]))
 
     @property

@@ -131,7 +131,7 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llmtrain.data import Schedule, prepare
+    from llmtrain.data import BatchLoader, prepare
     from llmtrain.engines.plain import PlainLoop
     from llmtrain.plan.load import load_recipe
 
@@ -142,7 +142,7 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
     assert tokenizer.decode(tokenizer("def f(x):\n\treturn 1")["input_ids"]) == "def f(x):\n\treturn 1"
     engine = PlainLoop(model.to(torch.float32), recipe)
     sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
-    data = Schedule(prepare(recipe), seed=1, dp_rank=0, dp_size=1, **sizes)
+    data = BatchLoader(prepare(recipe), seed=1, dp_rank=0, dp_size=1, **sizes)
     batches = list(data.eval_batches(10))
     targets = sum(batch.target_tokens for batch in batches)
     loss = sum(engine.eval_step(batch).item() * batch.target_tokens for batch in batches) / targets

@@ -14,8 +14,8 @@ from rich.console import Console
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines import StepResult
 from llmtrain.engines.guard import Skipped, SkippedStep
-from llmtrain.metrics import Evaluation, TrainingProgress
 from llmtrain.train.loop import Run, TooManySkippedError, fit
+from llmtrain.train.metrics import Evaluation, TrainingProgress
 from tests.helpers.small_plan import MODEL, small_plan
 
 SPOILT = range(7, 40)
@@ -51,7 +51,7 @@ class Engine:
 
 def _batches(_samples):
     while True:
-        yield SimpleNamespace(samples=8, target_tokens=512, terms=512)
+        yield SimpleNamespace(samples=8, target_tokens=512, num_items=512)
 
 
 def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
@@ -66,7 +66,7 @@ def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
     quiet = SimpleNamespace(show=lambda record: None, note=lambda line: None, advance=lambda step: None)
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
     state = TrainerState()
-    stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
+    stop = SimpleNamespace(should_stop=lambda step: False, stopped_by=None)
     with TrainingProgress(Console(quiet=True), 100) as progress:
         quiet.busy = progress.busy
         data = SimpleNamespace(train_batches=_batches)
@@ -119,7 +119,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
         flush=lambda: None,
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
-    batches = [SimpleNamespace(evaluated=name, loss=loss, terms=tokens) for name, loss, tokens in of]
+    batches = [SimpleNamespace(evaluated=name, loss=loss, num_items=tokens) for name, loss, tokens in of]
     data = SimpleNamespace(
         train_batches=_batches,
         eval_sets=["", "late"],
@@ -128,7 +128,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
     )
     quiet = SimpleNamespace(**dict.fromkeys(("show", "note", "advance"), lambda _: None))
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
-    stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
+    stop = SimpleNamespace(should_stop=lambda step: False, stopped_by=None)
     engine = Evaluated()
     engine.guard = SimpleNamespace(read=lambda: Skipped(0, ()))
     with TrainingProgress(Console(quiet=True), 100) as progress:

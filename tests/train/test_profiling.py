@@ -25,7 +25,7 @@ def recorded_steps(run: RunDir, profiler: StepProfiler, steps: range, every: int
         torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.end(step)
         if step % every == 0:
-            profiler.look(step)
+            profiler.check_request(step)
     profiler.close()
     return {
         str(file.relative_to(run.profile)): json.loads(file.read_text())["steps"]

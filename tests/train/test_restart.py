@@ -14,7 +14,7 @@ from rich.console import Console
 from llmtrain.errors import WorkerError
 from llmtrain.run_dir import RunDir
 from llmtrain.train import restart
-from llmtrain.train.restart import Death, enough, next_resume, pause_after, train_with_restarts
+from llmtrain.train.restart import Death, next_resume, pause_after, reason_to_give_up, train_with_restarts
 from tests.helpers.commands import events
 
 WORKER = """
@@ -146,7 +146,7 @@ def test_the_next_attempt_continues_from_the_newest_checkpoint(resume, death, fo
 
 def test_a_later_checkpoint_is_progress():
     deaths = [Death(9, "step_00000004"), Death(9, "step_00000008")]
-    assert enough(deaths, 5) is None
-    assert "died twice" in (enough([*deaths, deaths[-1]], 5) or "")
-    assert all(enough(deaths[:count], 0) for count in range(1, 3))
-    assert list(itertools.accumulate(enough(deaths[:count], 2) is None for count in (1, 2))) == [1, 2]
+    assert reason_to_give_up(deaths, 5) is None
+    assert "died twice" in (reason_to_give_up([*deaths, deaths[-1]], 5) or "")
+    assert all(reason_to_give_up(deaths[:count], 0) for count in range(1, 3))
+    assert list(itertools.accumulate(reason_to_give_up(deaths[:count], 2) is None for count in (1, 2))) == [1, 2]

@@ -12,7 +12,7 @@ import torch
 from llmtrain.data import encode_prompts
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import DataError
-from llmtrain.plan import template_limits as limits
+from llmtrain.plan.facts import template_limits as limits
 from llmtrain.train.sampling import COLUMNS, Sampler
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_plan import small_plan

@@ -137,14 +137,14 @@ APART = 4
 
 def _ask(rank, told, at):
     """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
-    from llmtrain.launch.seal import Seal
-    from llmtrain.runtime.distributed import barrier
-    from llmtrain.train.signals import Agreement, StopSignals
+    from llmtrain.engines.runtime.distributed import barrier
+    from llmtrain.launch.authentication import MessageAuthenticator
+    from llmtrain.train.signals import StopAgreement, StopSignals
 
-    stop = Agreement(StopSignals(), Seal("secret"))
+    stop = StopAgreement(StopSignals(), MessageAuthenticator("secret"))
     pace = random.Random(rank)
     step = 0
-    while not stop.agreed(step):
+    while not stop.should_stop(step):
         if step % APART == 0:
             barrier()
         time.sleep(pace.random() / 200)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
-from llmtrain.search.enumerate import enumerate_plans
-from llmtrain.train.start import check_stages, runnable_plan, without_uncut
+from llmtrain.plan.search.enumerate import enumerate_plans
+from llmtrain.recipe.cluster import Cluster
+from llmtrain.train.start import check_stages, runnable_plan, without_unsplittable
 
 TINY = load_recipe("recipes/tiny.py:verify", [])[0]
 PIPELINE = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
@@ -18,7 +18,7 @@ ZAYA = TINY.with_(**{"model.architecture": "zaya", "model.config": UNCUT})
 
 def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
     plans, refused = enumerate_plans(ZAYA, 2)
-    kept, out = without_uncut(plans, refused)
+    kept, out = without_unsplittable(plans, refused)
     assert {one.plan.parallel.pipeline for one in plans} == {1, 2}
     assert {one.plan.parallel.pipeline for one in kept} == {1}
     assert [one.name for one in kept] == [one.name for one in plans if one.plan.parallel.pipeline == 1]
@@ -31,7 +31,7 @@ def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
 def test_nothing_is_verified_if_no_plan_remains():
     plans, refused = enumerate_plans(ZAYA, 2)
     with pytest.raises(RecipeError) as error:
-        without_uncut([one for one in plans if one.plan.parallel.pipeline == 2], refused)
+        without_unsplittable([one for one in plans if one.plan.parallel.pipeline == 2], refused)
     assert [problem.rule for problem in error.value.problems] == ["pipeline.family"]
 
 

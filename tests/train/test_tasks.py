@@ -24,7 +24,7 @@ from llmtrain.errors import CheckpointError, RecipeError, UserError
 from llmtrain.models import build_model
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.train import tasks
-from llmtrain.train.tasks import Score, ScoringError, TasksBeside, score_table, scores
+from llmtrain.train.tasks import BackgroundScoring, Score, ScoringError, score_table, scores
 from tests.helpers.batches import VOCAB, tiny_recipe
 from tests.helpers.commands import llmtrain
 from tests.helpers.word_tokenizer import write_word_tokenizer
@@ -49,7 +49,7 @@ def test_the_numbers_among_results_are_scores():
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
+def background(tmp_path, monkeypatch):
     """Scores every tenth step of a run that continues after step 10; `begun` are the processes by their step."""
     run, begun = RunDir(tmp_path), {}
 
@@ -58,48 +58,48 @@ def beside(tmp_path, monkeypatch):
         return begun[step]
 
     monkeypatch.setattr(tasks, "_start", begin)
-    return SimpleNamespace(run=run, tasks=TasksBeside(run, 10, 10), begun=begun)
+    return SimpleNamespace(run=run, scoring=BackgroundScoring(run, 10, 10), begun=begun)
 
 
-def end(beside, step: int, code: int = 0) -> None:
+def end(background, step: int, code: int = 0) -> None:
     if code == 0:
-        beside.run.eval_file(step).parent.mkdir(exist_ok=True)
-        write_json(beside.run.eval_file(step), {"results": RESULTS})
-    beside.begun[step].returncode = code
+        background.run.eval_file(step).parent.mkdir(exist_ok=True)
+        write_json(background.run.eval_file(step), {"results": RESULTS})
+    background.begun[step].returncode = code
 
 
-def save(beside, step: int) -> None:
-    (beside.run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+def save(background, step: int) -> None:
+    (background.run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
 
 
-def test_only_the_newest_complete_checkpoint_is_scored_at_a_time(beside):
-    save(beside, 10)
-    assert beside.tasks.look(19) is None  # that of the step from which the run continues
-    assert beside.tasks.look(20) is None  # it is not written yet
-    assert not beside.begun
-    save(beside, 20)
-    assert beside.tasks.look(21) is None
-    save(beside, 30)
-    save(beside, 40)
-    assert beside.tasks.look(42) is None
-    assert list(beside.begun) == [20]
-    end(beside, 20)
-    assert beside.tasks.look(43) == RESULTS
-    assert beside.tasks.look(44) is None
-    assert list(beside.begun) == [20, 40]
+def test_only_the_newest_complete_checkpoint_is_scored_at_a_time(background):
+    save(background, 10)
+    assert background.scoring.poll(19) is None  # that of the step from which the run continues
+    assert background.scoring.poll(20) is None  # it is not written yet
+    assert not background.begun
+    save(background, 20)
+    assert background.scoring.poll(21) is None
+    save(background, 30)
+    save(background, 40)
+    assert background.scoring.poll(42) is None
+    assert list(background.begun) == [20]
+    end(background, 20)
+    assert background.scoring.poll(43) == RESULTS
+    assert background.scoring.poll(44) is None
+    assert list(background.begun) == [20, 40]
 
 
-def test_scores_that_were_not_computed_are_reported_and_the_next_ones_follow(beside):
-    save(beside, 20)
-    beside.tasks.look(20)
-    end(beside, 20, code=4)
+def test_scores_that_were_not_computed_are_reported_and_the_next_ones_follow(background):
+    save(background, 20)
+    background.scoring.poll(20)
+    end(background, 20, code=4)
     with pytest.raises(ScoringError, match=r"step 20 has no scores: the process ended with code 4, see .*eval\.log"):
-        beside.tasks.look(21)
-    save(beside, 30)
-    beside.tasks.look(30)
-    beside.begun[30].returncode = 0  # without having written anything
+        background.scoring.poll(21)
+    save(background, 30)
+    background.scoring.poll(30)
+    background.begun[30].returncode = 0  # without having written anything
     with pytest.raises(ScoringError, match="step_00000030"):
-        beside.tasks.look(31)
+        background.scoring.poll(31)
 
 
 def test_folders_without_a_run_and_a_missing_harness_are_refused(tmp_path, monkeypatch):
@@ -155,10 +155,10 @@ def test_a_mistake_in_a_task_is_named_with_file_and_line(key, value, words, task
     pytest.importorskip("lm_eval")
     from lm_eval.models.dummy import DummyLM
 
-    from llmtrain.train import harness
+    from llmtrain.train import lm_eval_harness
 
-    monkeypatch.setattr(harness, "load_model", lambda *_: (None, torch.nn.Linear(1, 1)))
-    monkeypatch.setattr(harness, "HFLM", lambda **_: DummyLM())
+    monkeypatch.setattr(lm_eval_harness, "load_model", lambda *_: (None, torch.nn.Linear(1, 1)))
+    monkeypatch.setattr(lm_eval_harness, "HFLM", lambda **_: DummyLM())
     lines = (task_folder / "which_word.yaml").read_text().strip().splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith(f"{key}:"))
     lines[place] = f"{key}: {value}"
@@ -166,8 +166,8 @@ def test_a_mistake_in_a_task_is_named_with_file_and_line(key, value, words, task
     (tmp_path / "code.py").write_text('def text(document):\n    return document["nothing"]\n')
 
     def score() -> None:
-        manager = harness.tasks_of(["which_word"], tmp_path)
-        harness.results_of(tmp_path, ["which_word"], manager, tmp_path, None, 1)
+        manager = lm_eval_harness.tasks_of(["which_word"], tmp_path)
+        lm_eval_harness.results_of(tmp_path, ["which_word"], manager, tmp_path, None, 1)
 
     with pytest.raises(UserError) as error:
         score()
@@ -190,7 +190,7 @@ def accuracy(folder: Path) -> float:
 
 def test_tables_that_an_adapter_holds_apart_are_not_tied_again(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
-    from llmtrain.train import harness
+    from llmtrain.train import lm_eval_harness
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     build_model(tiny_recipe(), torch.float32, torch.device("cpu")).save_pretrained(base)
@@ -201,8 +201,10 @@ def test_tables_that_an_adapter_holds_apart_are_not_tied_again(tmp_path, monkeyp
     model.save_pretrained(adapter)
     write_word_tokenizer(adapter, VOCAB)
     seen = []
-    monkeypatch.setattr(harness.lm_eval, "simple_evaluate", lambda scored, **_: seen.append(scored) or {"results": {}})
-    harness.results_of(adapter, [], None, None, None, 1)
+    monkeypatch.setattr(
+        lm_eval_harness.lm_eval, "simple_evaluate", lambda scored, **_: seen.append(scored) or {"results": {}}
+    )
+    lm_eval_harness.results_of(adapter, [], None, None, None, 1)
     ids = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(seen[0].model(ids).logits, model(ids).logits)
@@ -213,12 +215,12 @@ import sys
 import torch
 from lm_eval.models.dummy import DummyLM
 from llmtrain.errors import UserError
-from llmtrain.train import harness
-harness.load_model = lambda *_: (None, torch.nn.Linear(1, 1))
-harness.HFLM = lambda **_: DummyLM()
-own = harness.Path(sys.argv[1])
+from llmtrain.train import lm_eval_harness
+lm_eval_harness.load_model = lambda *_: (None, torch.nn.Linear(1, 1))
+lm_eval_harness.HFLM = lambda **_: DummyLM()
+own = lm_eval_harness.Path(sys.argv[1])
 try:
-    harness.results_of(own, ["which_word"], harness.tasks_of(["which_word"], own), own, None, 1)
+    lm_eval_harness.results_of(own, ["which_word"], lm_eval_harness.tasks_of(["which_word"], own), own, None, 1)
 except UserError as error:
     print(error.report())
 """

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import ModelCardData
 
-from llmtrain.checkpoint.contents import TrainerState, changed_values, course
+from llmtrain.checkpoint.contents import TrainerState, changed_values, values_by_step
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
-from llmtrain.plan.families import TEXT_PARTS
+from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
@@ -36,7 +36,7 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
     rows = [
         ("model", f"{_model_type(plan)}, {plan.model.parameters:,} parameters, {dtype}"),
         ("started from", portable(recipe.model.pretrained) if recipe.model.pretrained else "random weights"),
-        ("data", "; ".join(f"{portable(one.name)} (weight {one.weight:g})" for one in recipe.data.sources)),
+        ("data", "; ".join(f"{portable(source.name)} (weight {source.weight:g})" for source in recipe.data.sources)),
         ("sequence length", f"{recipe.data.sequence_length:,} tokens"),
         ("optimizer", f"{recipe.optim.name}, peak rate {recipe.optim.lr:g}, {recipe.optim.schedule}"),
         ("global batch", _batches(plan, state)),
@@ -88,7 +88,7 @@ def _portable(value: Any) -> Any:
 
 def _front_matter(plan: Plan) -> str:
     recipe = plan.recipe
-    names = [one.name for one in recipe.data.sources]
+    names = [source.name for source in recipe.data.sources]
     base = recipe.model.pretrained
     data = ModelCardData(
         library_name="transformers",
@@ -113,9 +113,9 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
     if loss is not None:
         rows.append(("evaluation loss", f"{loss:.4f} nats per {unit} after step {step:,}, on held-out text"))
     parts = (*evaluation.get("eval_loss_by_source", {}).items(), *evaluation.get("eval_loss_by_set", {}).items())
-    for name, of_part in parts:
-        if of_part is not None:
-            rows.append((f"evaluation loss, {portable(name)}", f"{of_part:.4f} nats per {unit}"))
+    for name, part_loss in parts:
+        if part_loss is not None:
+            rows.append((f"evaluation loss, {portable(name)}", f"{part_loss:.4f} nats per {unit}"))
     return rows
 
 
@@ -127,7 +127,7 @@ def _model_type(plan: Plan) -> str:
 
 def _batches(plan: Plan, state: TrainerState) -> str:
     """Describes the global batch size of all steps, which may change when a run continues."""
-    sizes = course(state.history, BATCH) or [(0, plan.recipe.batch.global_batch_size)]
+    sizes = values_by_step(state.history, BATCH) or [(0, plan.recipe.batch.global_batch_size)]
     return ", ".join(f"{_grouped(size)} sequences" + (f" after step {step:,}" if step else "") for step, size in sizes)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmtrain.checkpoint.hub.model_card import FOLDER, portable
 from llmtrain.errors import CheckpointError, HubError, Problem, RecipeError, reason
-from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 CARD = "README.md"
 _TRY_AGAIN = (408, 429)
@@ -43,7 +43,7 @@ def check_exported(folder: Path) -> None:
 
 
 def open_repository(name: str, public: bool) -> None:
-    """Creates a repository, or finds it. So missing rights are known before an export takes its time.
+    """Creates a repository, or finds it: before an export, which takes long, so that missing rights are known early.
 
     public: whether others may see it. Raises RecipeError for what the hub refuses, and for a repository that exists and
     is not as private as asked for, HubError if the hub cannot be reached.
@@ -52,7 +52,7 @@ def open_repository(name: str, public: bool) -> None:
 
     if name.count("/") != 1:
         raise RecipeError(Problem("hub.name", "--push", f"'{name}' is not OWNER/NAME", "--push OWNER/NAME"))
-    with _answers(name):
+    with _user_errors(name):
         if not get_token():
             raise RecipeError(Problem("hub.token", "HF_TOKEN", "there is no token for the hub", "hf auth login"))
         hub = HfApi()
@@ -61,9 +61,9 @@ def open_repository(name: str, public: bool) -> None:
         except Exception as error:
             if _status(error) != 409:
                 raise
-            found = hub.repo_info(name)
-            if bool(found.private) == public:  # a private model must not be published by an old, public repository
-                state = "private" if found.private else "public"
+            existing = hub.repo_info(name)
+            if bool(existing.private) == public:  # a private model must not be published by an old, public repository
+                state = "private" if existing.private else "public"
                 fix = "leave --public out" if public else "--public"
                 raise RecipeError(
                     Problem("hub.exists", name, f"exists and is {state}", f"{fix}, or another name")
@@ -85,22 +85,22 @@ def push(folder: Path, name: str) -> str:
     try:
         files = [CommitOperationAdd(str(path.relative_to(folder)), content(path)) for path in _content(folder)]
     except UNREADABLE as error:
-        raise CheckpointError(Problem("export.read", str(folder), f"cannot be read: {why(error)}")) from None
-    with _answers(name, f"llmtrain export {folder} --push {name}"):
+        raise CheckpointError(Problem("export.read", str(folder), f"cannot be read: {file_fault(error)}")) from None
+    with _user_errors(name, f"llmtrain export {folder} --push {name}"):
         return str(HfApi().create_commit(name, files, commit_message="Add the model and its card").commit_url)
 
 
 def _content(folder: Path) -> list[Path]:
-    """Returns what a folder and the folders in it hold, except for hidden files and folders."""
-    found: list[Path] = []
+    """Returns the files in a folder and in the folders in it, except for hidden ones."""
+    files: list[Path] = []
     for path in sorted(folder.iterdir()):
         if not path.name.startswith("."):
-            found += _content(path) if path.is_dir() and not path.is_symlink() else [path]
-    return found
+            files += _content(path) if path.is_dir() and not path.is_symlink() else [path]
+    return files
 
 
 @contextmanager
-def _answers(name: str, again: str = "") -> Iterator[None]:
+def _user_errors(name: str, again: str = "") -> Iterator[None]:
     """Turns errors of the hub's client into user errors. again: the command that tries it again."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -112,30 +112,30 @@ def _answers(name: str, again: str = "") -> Iterator[None]:
     except HFValidationError as error:
         raise RecipeError(Problem("hub.name", "--push", reason(error), "--push OWNER/NAME")) from None
     except Exception as error:  # the client raises those of its HTTP library, too
-        status, said = _status(error), reason(_answer(error))
+        status, answer = _status(error), reason(_error_with_response(error))
         if token := os.environ.get("HF_TOKEN") or get_token():
-            said = said.replace(token, "…")
+            answer = answer.replace(token, "…")
         if status == 401:
             message = "the hub does not accept the token"
             raise RecipeError(Problem("hub.token", name, message, "hf auth login, or another HF_TOKEN")) from None
         if status in (402, 403):
             fix = "use a token that may write there, or another owner"
-            raise RecipeError(Problem("hub.rights", name, f"the hub refuses to write there: {said}", fix)) from None
+            raise RecipeError(Problem("hub.rights", name, f"the hub refuses to write there: {answer}", fix)) from None
         if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
-            raise RecipeError(Problem("hub.refused", name, f"the hub refuses it: {said}")) from None
-        raise HubError(Problem("hub.reached", constants.ENDPOINT, said, again or "try again")) from None
+            raise RecipeError(Problem("hub.refused", name, f"the hub refuses it: {answer}")) from None
+        raise HubError(Problem("hub.reached", constants.ENDPOINT, answer, again or "try again")) from None
 
 
-def _answer(error: BaseException) -> BaseException:
-    """Returns the error in a chain of causes that carries the hub's HTTP response; `error` itself if none does."""
-    one: BaseException | None = error
-    while one is not None:
-        if hasattr(one, "response"):
-            return one
-        one = one.__cause__
+def _error_with_response(error: BaseException) -> BaseException:
+    """Returns the first error in a chain of causes that has an HTTP response; `error` itself if none has."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if hasattr(cause, "response"):
+            return cause
+        cause = cause.__cause__
     return error
 
 
 def _status(error: BaseException) -> int | None:
-    status = getattr(getattr(_answer(error), "response", None), "status_code", None)
+    status = getattr(getattr(_error_with_response(error), "response", None), "status_code", None)
     return status if isinstance(status, int) else None

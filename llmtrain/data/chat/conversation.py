@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
 
-from llmtrain.errors import DataError, Problem, nearest, shown
+from llmtrain.errors import DataError, Problem, did_you_mean, format_value
 
 Format = Literal["messages", "prompt_completion", "instruction", "preference", "unpaired_preference"]
 Message = dict[str, Any]
@@ -42,31 +42,31 @@ _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 """Names of keys and columns that may say who speaks."""
 
-MOST_NESTED = 100
+MAX_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
 
-_ANSWERED: dict[str, tuple[str, ...]] = {
+_PROMPT_COMPLETION: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "query"),
     "completion": ("completion", "response", "answer"),
 }
-_ASIDE: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
+_CONTEXT: dict[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools",)}
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
-    "prompt_completion": _ANSWERED,
+    "prompt_completion": _PROMPT_COMPLETION,
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
     "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
-    "unpaired_preference": {**_ANSWERED, "label": ("label", "desirable")},
+    "unpaired_preference": {**_PROMPT_COMPLETION, "label": ("label", "desirable")},
 }
 """The parts that each format requires → their usual column names, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
-    "messages": {**_ASIDE, "tools": ("tools", "functions")},
-    "prompt_completion": {"history": ("history",), **_ASIDE},
-    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _ASIDE["system"]},
-    "preference": {"prompt": _ANSWERED["prompt"], **_ASIDE},
-    "unpaired_preference": _ASIDE,
+    "messages": {**_CONTEXT, "tools": ("tools", "functions")},
+    "prompt_completion": {"history": ("history",), **_CONTEXT},
+    "instruction": {"input": ("input", "context"), "history": ("history",), "system": _CONTEXT["system"]},
+    "preference": {"prompt": _PROMPT_COMPLETION["prompt"], **_CONTEXT},
+    "unpaired_preference": _CONTEXT,
 }
-FOUND: dict[Format | None, tuple[Format, ...]] = {
+FORMATS_TO_TRY: dict[Format | None, tuple[Format, ...]] = {
     None: ("messages", "prompt_completion", "instruction"),
     "unpaired_preference": ("unpaired_preference", "preference"),
 }
@@ -120,27 +120,29 @@ class Layout:
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
         """Returns the conversation of a row, or one per completion (chosen before rejected). Raises RowError."""
         if self.format in _COMPLETIONS:
-            return self.answered(row).conversations
+            return self.read_completions(row).conversations
         row = self._considered(row)
         parts = self._parts(row)
-        found = (self._conversation(_TURNS[self.format](parts), parts),)
-        self._require_read(row, found)
-        return found
+        conversations = (self._conversation(_TURNS[self.format](parts), parts),)
+        self._require_read(row, conversations)
+        return conversations
 
-    def answered(self, row: Mapping[str, Any]) -> Answered:
+    def read_completions(self, row: Mapping[str, Any]) -> PromptWithCompletions:
         """Returns the prompt of a row with its completions. Raises RowError."""
         row = self._considered(row)
         parts = self._parts(row)
         prompt, completions = _COMPLETIONS[self.format](parts)
 
         def conversation(turns: list[Any]) -> Conversation:
-            one = self._conversation([*prompt, *turns], parts)
-            return replace(one, trained=(*[False] * (len(one.messages) - len(turns)), *one.trained[-len(turns) :]))
+            whole = self._conversation([*prompt, *turns], parts)
+            return replace(
+                whole, trained=(*[False] * (len(whole.messages) - len(turns)), *whole.trained[-len(turns) :])
+            )
 
         turns, labels = zip(*completions, strict=True)
-        found = tuple(map(conversation, turns))
-        self._require_read(row, found)
-        return Answered(prompt, turns, labels, found, conversation)
+        conversations = tuple(map(conversation, turns))
+        self._require_read(row, conversations)
+        return PromptWithCompletions(prompt, turns, labels, conversations, conversation)
 
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
@@ -164,7 +166,7 @@ class Layout:
 
         def without(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
-                return [without(one) for one in value]
+                return [without(item) for item in value]
             return {key: value[key] for key in value if key not in self.ignored} if _role(value) else value
 
         return {name: without(value) for name, value in row.items() if name not in self.ignored}
@@ -198,7 +200,7 @@ class Layout:
                 )
         return {part: row.get(column) for part, column in self.columns.items()}
 
-    def _require_read(self, row: Mapping[str, Any], found: tuple[Conversation, ...]) -> None:
+    def _require_read(self, row: Mapping[str, Any], conversations: tuple[Conversation, ...]) -> None:
         """Raises RowError if an unread column, or key of a message, may say who speaks, or what."""
         columns = self._unread_columns(row)
         suspects: list[tuple[str, str, Any, str | None]] = [
@@ -210,15 +212,15 @@ class Layout:
             ]
         if not suspects:
             return
-        said = "\n".join(one.text() for one in found)
+        known_text = "\n".join(conversation.text() for conversation in conversations)
         for what, name, value, role in suspects:
             if name.lower() in _SPEAKERS:
                 if _ROLE[value] != role:
                     raise RowError(f"nothing reads the {what} '{name}', which may say who speaks; {_or_ignore(name)}")
-            elif not all(text.strip() in said for text in _texts(value)):
+            elif not all(text.strip() in known_text for text in _texts(value)):
                 raise RowError(
-                    f"nothing reads the {what} '{name}', which may be a part of the conversation: {shown(value)}; "
-                    f"name its part in `columns` of the source, {_or_ignore(name)}"
+                    f"nothing reads the {what} '{name}', which may be a part of the conversation: "
+                    f"{format_value(value)}; name its part in `columns` of the source, {_or_ignore(name)}"
                 )
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
@@ -228,7 +230,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptWithCompletions:
     """A prompt with completions, each labelled as desirable or undesirable."""
 
     prompt: list[Any]
@@ -274,17 +276,19 @@ def find_layout(
     known = list(columns)
     for part, column in named.items():
         if column not in known:
-            message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
+            message = f"has no column '{column}'{did_you_mean(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
-    formats = FOUND.get(format, (format,) if format else ())
-    for one in formats:
-        found = {part: _column(part, names, named, known) for part, names in (NAMES[one] | OPTIONAL[one]).items()}
-        if all(found[part] for part in NAMES[one]):
-            if unused := set(named) - set(found):
-                message = f"'{one}' has no part {', '.join(sorted(unused))}; its parts are {', '.join(found)}"
+    formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
+    for name in formats:
+        columns_of = {
+            part: _column(part, names, named, known) for part, names in (NAMES[name] | OPTIONAL[name]).items()
+        }
+        if all(columns_of[part] for part in NAMES[name]):
+            if unused := set(named) - set(columns_of):
+                message = f"'{name}' has no part {', '.join(sorted(unused))}; its parts are {', '.join(columns_of)}"
                 raise DataError(Problem("data.column", f"{field}.columns", message))
-            return Layout(one, {part: column for part, column in found.items() if column}, system)
-    parts = "; ".join(f"{one}: {', '.join(NAMES[one])}" for one in formats)
+            return Layout(name, {part: column for part, column in columns_of.items() if column}, system)
+    parts = "; ".join(f"{name}: {', '.join(NAMES[name])}" for name in formats)
     message = f"no conversations were found in the columns {', '.join(known) or '(none)'}"
     fix = f'name the columns: columns={{"PART": "COLUMN"}} ({parts})'
     raise DataError(Problem("data.column", f"{field}.columns", message, fix))
@@ -293,7 +297,7 @@ def find_layout(
 def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
-        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+        raise RowError(f"messages are {format_value(turns)}, not a list of messages")
     if _are_plain(turns):
         messages, trained = list(turns), [True] * len(turns)
     else:
@@ -305,8 +309,8 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     if "assistant" not in roles:
         raise RowError("the assistant says nothing")
     if "tool" in roles:
-        for number, (role, before) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
-            if role == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
+        for number, (role, previous) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
+            if role == "tool" and not (previous and (previous["role"] == "tool" or "tool_calls" in previous)):
                 raise RowError(f"message {number} is the result of a tool that was not called")
     return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
 
@@ -317,14 +321,14 @@ def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: 
 
 def _message(number: int, turn: Any) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowError(f"message {number} is {shown(turn)}, not an object")
+        raise RowError(f"message {number} is {format_value(turn)}, not an object")
     role = _role(turn)
     content = _text(number, _content(turn))
     message: Message = {"role": role, "content": content}
     if turn.get("role", turn.get("from")) in FUNCTION_CALL:
         message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
     elif role is None:
-        raise RowError(f"message {number} has the unknown role {shown(turn.get('role', turn.get('from')))}")
+        raise RowError(f"message {number} has the unknown role {format_value(turn.get('role', turn.get('from')))}")
     elif calls := turn.get("tool_calls") or [turn[name] for name in ("function_call",) if turn.get(name)]:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             raise RowError(f"message {number} has tool_calls that are not a list of the assistant's calls")
@@ -364,13 +368,13 @@ def _text(number: int, content: Any) -> str:
         return ""
     if isinstance(content, (list, tuple)):
         if not all(map(_is_text, content)):
-            raise RowError(f"message {number} has parts that are not text: {shown(content)}")
+            raise RowError(f"message {number} has parts that are not text: {format_value(content)}")
         for name, value in chain.from_iterable(part.items() for part in content):
             if name not in PART_KEYS and _may_mask(name, value):
                 raise RowError(f"a part of message {number} has the unknown key '{name}', which may be a mask")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RowError(f"the content of message {number} is {shown(content)}, not text")
+        raise RowError(f"the content of message {number} is {format_value(content)}, not text")
     return content
 
 
@@ -382,12 +386,12 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        raise RowError(f"a tool call of message {number} names no function: {shown(call)}")
+        raise RowError(f"a tool call of message {number} names no function: {format_value(call)}")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = _json(arguments, f"the arguments of message {number} for {name}")
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise RowError(f"the arguments of message {number} for {name} are {shown(arguments)}, not an object")
+        raise RowError(f"the arguments of message {number} for {name} are {format_value(arguments)}, not an object")
     given = dict(arguments or {})
     _check_nesting(given, f"the arguments of message {number} for {name}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -398,7 +402,7 @@ def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
     given = {name: turn[name] for name in turn if turn[name] is not None}
     for name, value in given.items():
         if name in TRAINED and value not in (0, 1):
-            raise RowError(f"message {number} has {name} {shown(value)}; only 0 and 1 (false, true) are known")
+            raise RowError(f"message {number} has {name} {format_value(value)}; only 0 and 1 (false, true) are known")
         if name not in KEYS and _may_mask(name, value):
             known = ", ".join(TRAINED)
             raise RowError(f"message {number} has the unknown key '{name}', which may be a mask (known: {known})")
@@ -435,8 +439,8 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _texts(_content(value) if _role(value) else list(value.values()))
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)
 
 
 def _parts_of(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -450,7 +454,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"tools are {shown(tools)}, not a list of JSON schemas")
+        raise RowError(f"tools are {format_value(tools)}, not a list of JSON schemas")
     _check_nesting(tools, "tools")
     return [dict(tool) for tool in tools]
 
@@ -458,25 +462,27 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 def _check_nesting(value: Any, what: str) -> None:
     """Raises RowError for JSON data that is nested too deeply for a template, which writes it recursively."""
     level = [value]
-    for _ in range(MOST_NESTED):
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, _CONTAINERS)]
+    for _ in range(MAX_NESTED):
+        inner = [
+            item.values() if isinstance(item, Mapping) else item for item in level if isinstance(item, _CONTAINERS)
+        ]
         if not inner:
             return
         level = list(chain.from_iterable(inner))
-    raise RowError(f"{what} are nested more than {MOST_NESTED} levels deep")
+    raise RowError(f"{what} are nested more than {MAX_NESTED} levels deep")
 
 
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} are not JSON ({error}): {shown(text)}") from None
+        raise RowError(f"{what} are not JSON ({error}): {format_value(text)}") from None
 
 
 def _from_messages(parts: dict[str, Any]) -> list[Any]:
     turns = parts["messages"]
     if not isinstance(turns, (list, tuple)):
-        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+        raise RowError(f"messages are {format_value(turns)}, not a list of messages")
     return list(turns)
 
 
@@ -488,10 +494,10 @@ def _history(parts: Mapping[str, Any]) -> list[Any]:
     """Returns the earlier turns of a row, which are pairs of a question and its answer. Raises RowError."""
     pairs = parts.get("history") or []
     if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
-        raise RowError(f"the history is {shown(pairs)}, not a list of pairs of a question and its answer")
-    return [{"role": role, "content": text} for one in pairs for role, text in zip(_EXCHANGE, one, strict=True)]
+        raise RowError(f"the history is {format_value(pairs)}, not a list of pairs of a question and its answer")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(_EXCHANGE, pair, strict=True)]
 
 
 def _turns(value: Any, role: str) -> list[Any]:
@@ -511,7 +517,7 @@ def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
     if not turns or _role(turns[0]) != "assistant":
         raise RowError("the completion does not continue the prompt with a turn of the assistant")
     if (desirable := truth_value(label)) is None:
-        raise RowError(f"the label is {shown(label)}; it must be true (desirable) or false")
+        raise RowError(f"the label is {format_value(label)}; it must be true (desirable) or false")
     return prompt, [(turns, desirable)]
 
 
@@ -540,7 +546,7 @@ def _from_instruction(parts: dict[str, Any]) -> list[Any]:
     texts = [parts["instruction"], parts.get("input")]
     for text in texts:
         if text is not None and not isinstance(text, str):
-            raise RowError(f"the instruction is {shown(text)}, not text")
+            raise RowError(f"the instruction is {format_value(text)}, not text")
     question = "\n\n".join(text for text in texts if text)
     return [*_history(parts), {"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
 

@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
-from llmtrain.data.chat.marks import CONTROL, Controls, Rendered, plain_contents, reject_reserved
+from llmtrain.data.chat.marks import CONTROL, ControlTokens, Rendered, plain_contents, reject_reserved
 from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
-from llmtrain.data.chat.spans import MOST_SKELETONS, PARTS, Renderer, Turn
+from llmtrain.data.chat.spans import MAX_SKELETONS, PARTS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
-MOST_RENDERED = 1000
+MAX_MESSAGES = 1000
 """Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
 for this number."""
 UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
@@ -32,8 +32,8 @@ class Encoded:
     """The tokens of a conversation."""
 
     ids: NDArray[np.int64]
-    trained: NDArray[np.bool_]
-    """For each token, whether the loss includes its prediction."""
+    loss_mask: NDArray[np.bool_]
+    """[tokens]: whether a token is a label, so that the loss includes its prediction."""
     turns: tuple[int, ...]
     """For each assistant turn, the number of tokens up to its end: the places where the conversation may be cut."""
     ends: frozenset[int]
@@ -41,7 +41,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class ChatText:
+class RenderedChat:
     """A rendered conversation."""
 
     conversation: Conversation
@@ -81,11 +81,11 @@ class ChatEncoder:
         self._plain.no_padding()
         tokens = self._plain.get_added_tokens_decoder().values()
         literal = template.literal_text
-        added = {one.content for one in tokens if not one.special and not one.content.isspace()}
-        controls = Controls(
-            [one.content for one in tokens if one.special], sorted(text for text in added if text in literal)
+        added = {token.content for token in tokens if not token.special and not token.content.isspace()}
+        controls = ControlTokens(
+            [token.content for token in tokens if token.special], sorted(text for text in added if text in literal)
         )
-        self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
+        self._tokenizer, self._aliases = _with_control_characters(self._plain, controls)
         self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
         """Token id in the copy → id of the control token that it stands for; -1 for all other tokens."""
         for copy, token in self._aliases.values():
@@ -121,49 +121,51 @@ class ChatEncoder:
         except RowError as fault:
             raise RecipeError(Problem("chat.template", "the messages", str(fault))) from None
 
-    def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
+    def tokenize(self, rendered: Sequence[RenderedChat | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
-        chats = [one for one in rendered if isinstance(one, ChatText)]
+        chats = [chat for chat in rendered if isinstance(chat, RenderedChat)]
         bounds = [chat.bounds for chat in chats]
-        texts = [chat.text for chat, one in zip(chats, bounds, strict=True) if one]
+        texts = [chat.text for chat, chat_bounds in zip(chats, bounds, strict=True) if chat_bounds]
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        found = iter(self._bounded(list(zip(filter(None, bounds), ids, strict=True))))
-        made: list[Encoded | RowError | None] = [next(found) if one else None for one in bounds]
-        others = [number for number, one in enumerate(made) if one is None]
-        texts = [chats[number].text for number in others]
+        encoded_by_bounds = iter(self._encode_by_bounds(list(zip(filter(None, bounds), ids, strict=True))))
+        results: list[Encoded | RowError | None] = [
+            next(encoded_by_bounds) if chat_bounds else None for chat_bounds in bounds
+        ]
+        remaining = [number for number, result in enumerate(results) if result is None]
+        texts = [chats[number].text for number in remaining]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        for number, encoding in zip(others, encodings, strict=True):
-            made[number] = self._encoded(chats[number], encoding)
-        whole = iter(one for one in made if one)
-        return [one if isinstance(one, RowError) else next(whole) for one in rendered]
+        for number, encoding in zip(remaining, encodings, strict=True):
+            results[number] = self._encode_by_offsets(chats[number], encoding)
+        encoded = iter(result for result in results if result)
+        return [chat if isinstance(chat, RowError) else next(encoded) for chat in rendered]
 
-    def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
+    def render(self, conversations: Sequence[Conversation]) -> list[RenderedChat | RowError]:
         """Renders each conversation and finds its assistant turns; returns an error where that is impossible."""
         texts = self.template.render_each(conversations)
-        return [self._rendered(one, text) for one, text in zip(conversations, texts, strict=True)]
+        return [self._rendered(conversation, text) for conversation, text in zip(conversations, texts, strict=True)]
 
-    def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
+    def _rendered(self, conversation: Conversation, text: str | RowError) -> RenderedChat | RowError:
         """text: what the template renders for the conversation without marks."""
-        if len(conversation.messages) > MOST_RENDERED:
-            return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_RENDERED:,} can be marked")
+        if len(conversation.messages) > MAX_MESSAGES:
+            return RowError(f"has {len(conversation.messages):,} messages; at most {MAX_MESSAGES:,} can be marked")
         if isinstance(text, RowError):
             return text
         roles = tuple([message["role"] for message in conversation.messages])
         contents = None if conversation.tools else plain_contents(conversation.messages, self._renderer.controls)
         if contents and (skeleton := self._skeletons.get(roles)) and skeleton.renders(contents, text):
             # Most conversations only differ in their contents. The text around these was already checked.
-            return ChatText(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
+            return RenderedChat(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
         try:
             whole = self._renderer.rendered(conversation, text)
             turns = self._turns(conversation, whole)
         except RowError as fault:
             return fault
         if contents and [owner for owner, _ in whole.gaps] == list(range(-1, len(roles))):
-            if len(self._skeletons) >= MOST_SKELETONS:
+            if len(self._skeletons) >= MAX_SKELETONS:
                 self._skeletons.clear()
             bounds = Bounds.of(whole.gaps, turns, self._tokenizer, self._known) if self._is_byte_level else None
             self._skeletons[roles] = Skeleton(whole.gaps, turns, self._renderer.controls, bounds)
-        return ChatText(conversation, whole.text, turns, whole)
+        return RenderedChat(conversation, whole.text, turns, whole)
 
     def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         parts = tuple(
@@ -174,43 +176,43 @@ class ChatEncoder:
         if key not in self._proven:
             turns = self._renderer.turns(conversation, whole)
             self._check_tokens(whole)
-            if len(self._proven) >= MOST_SKELETONS:
+            if len(self._proven) >= MAX_SKELETONS:
                 self._proven.clear()
             self._proven[key] = turns
         return self._proven[key]
 
-    def _bounded(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
+    def _encode_by_bounds(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
         """Returns the encoded conversations whose turns lie between control tokens; None for the others.
 
         Processes all conversations at once. It needs no token offsets, which `encode_batch_fast` does not compute.
         """
         if not chats:
             return []
-        bounds = [one for one, _ in chats]
+        bounds = [chat_bounds for chat_bounds, _ in chats]
         lists = [ids for _, ids in chats]
-        stops = np.cumsum([len(one) for one in lists])
+        stops = np.cumsum([len(token_ids) for token_ids in lists])
         ids = np.fromiter(chain.from_iterable(lists), np.int64, int(stops[-1]))
         places = np.flatnonzero(self._known[ids] >= 0)
         ends = np.searchsorted(places, stops)  # number of control tokens up to the end of each conversation
-        expected = np.cumsum([len(one.controls) for one in bounds])
+        expected = np.cumsum([len(chat_bounds.controls) for chat_bounds in bounds])
         if (
             not np.array_equal(ends, expected)
-            or (ids[places] != np.concatenate([one.controls for one in bounds])).any()
+            or (ids[places] != np.concatenate([chat_bounds.controls for chat_bounds in bounds])).any()
         ):
             return [None] * len(chats)
         ids[places] = self._known[ids[places]]
-        sizes = [len(one.first) for one in bounds]
+        sizes = [len(chat_bounds.first) for chat_bounds in bounds]
         owners = np.repeat(np.arange(len(bounds)), sizes)
         before = np.concatenate([[0], ends[:-1]])[owners]
-        first = places[np.concatenate([one.first for one in bounds]) + before] + 1
-        after = places[np.concatenate([one.last for one in bounds]) + before] + 1
+        first = places[np.concatenate([chat_bounds.first for chat_bounds in bounds]) + before] + 1
+        after = places[np.concatenate([chat_bounds.last for chat_bounds in bounds]) + before] + 1
         fits = np.ones(len(bounds), bool)
-        heads = [one.head for one in bounds]
+        heads = [chat_bounds.head for chat_bounds in bounds]
         for head in set(heads):
-            mine = np.array([one == head for one in heads])[owners]
+            with_head = np.array([chat_head == head for chat_head in heads])[owners]
             for token in head:
-                fits[owners[mine][ids[np.minimum(first[mine], len(ids) - 1)] != token]] = False
-                first[mine] += 1
+                fits[owners[with_head][ids[np.minimum(first[with_head], len(ids) - 1)] != token]] = False
+                first[with_head] += 1
         if self._train_on == "all":
             trained = np.ones(len(ids), bool)
         else:
@@ -222,8 +224,8 @@ class ChatEncoder:
         starts = np.concatenate([[0], stops[:-1]])
         cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
         return [
-            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), one.ends) if fit else None
-            for one, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
+            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), chat_bounds.ends) if fit else None
+            for chat_bounds, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
         ]
 
     def _check_tokens(self, whole: Rendered) -> None:
@@ -257,11 +259,11 @@ class ChatEncoder:
         ids[places] = known[:, 1]
         return ids
 
-    def _encoded(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
+    def _encode_by_offsets(self, chat: RenderedChat, encoding: Any) -> Encoded | RowError:
         whole, turns = chat.rendered, chat.turns
         try:
             ids = self._ids(whole.text, encoding)
-            places = _Places(whole.text, encoding)
+            places = _TokenOffsets(whole.text, encoding)
             spans = [
                 (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
             ]
@@ -281,15 +283,15 @@ class ChatEncoder:
         return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
 
     def _trained(
-        self, chat: ChatText, whole: Rendered, spans: list[tuple[int, int]], places: _Places, length: int
+        self, chat: RenderedChat, whole: Rendered, spans: list[tuple[int, int]], places: _TokenOffsets, length: int
     ) -> NDArray[np.bool_]:
         is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
             trained = np.ones(length, bool)
-            for one in whole.stretches:
-                if not is_trained[one.message]:
+            for stretch in whole.stretches:
+                if not is_trained[stretch.message]:
                     # A token that only partly belongs to such a message is not trained on either.
-                    trained[places.after(one.start) : places.first(one.end)] = False
+                    trained[places.after(stretch.start) : places.first(stretch.end)] = False
             for turn, (first, end) in zip(turns, spans, strict=True):
                 if not is_trained[turn.message]:
                     trained[first:end] = False
@@ -303,7 +305,7 @@ class ChatEncoder:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenOffsets:
     """Finds tokens by positions in a text.
 
     It queries single tokens: building the list of all offsets would take longer than tokenizing.
@@ -352,7 +354,7 @@ def _position(whole: Rendered, place: tuple[int, int]) -> int:
     return (whole.stretches[number - 1].end if number else 0) + offset
 
 
-def _with_aliases(plain: Any, controls: Controls) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _with_control_characters(plain: Any, controls: ControlTokens) -> tuple[Any, dict[str, tuple[int, int]]]:
     """Returns a copy of a tokenizer that recognizes control tokens only by their single characters.
 
     Also returns, for each such character, its id in the copy and the id of its control token. With the copy, each
@@ -363,10 +365,10 @@ def _with_aliases(plain: Any, controls: Controls) -> tuple[Any, dict[str, tuple[
 
     described = json.loads(plain.to_str())
     described["post_processor"] = None  # it adds no tokens here, but some post-processors trim the offsets
-    for one in described["added_tokens"]:
-        one["special"] |= one["content"] in controls.aliases
+    for added_token in described["added_tokens"]:
+        added_token["special"] |= added_token["content"] in controls.aliases
     copy: Any = Tokenizer.from_str(json.dumps(described))
-    by_text = {one.content: one for one in plain.get_added_tokens_decoder().values()}
+    by_text = {token.content: token for token in plain.get_added_tokens_decoder().values()}
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     copy.add_tokens(
         [

@@ -39,7 +39,7 @@ _NOT_MARKED = ("role", "type", "id", "tool_call_id")
 """Fields without marks, because templates compare them or count their characters."""
 
 
-class Controls:
+class ControlTokens:
     """The tokens that structure a conversation: special tokens, and added tokens that the template itself writes."""
 
     def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
@@ -59,7 +59,7 @@ class Controls:
         tokens = self._special if role == "assistant" else self._all
         return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
-    def spelled(self, text: str) -> bool:
+    def contains_token_text(self, text: str) -> bool:
         """Whether a text contains the text of a control token."""
         return self._all.search(text) is not None
 
@@ -78,7 +78,7 @@ class Controls:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TextSpan:
     """A contiguous part of a message's text in a rendering, by start and end position."""
 
     message: int
@@ -91,10 +91,10 @@ class Rendered:
     """A rendered text, with a single character for each control token that the template wrote."""
 
     text: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TextSpan, ...]
 
     @classmethod
-    def of(cls, marked: str, controls: Controls) -> Rendered:
+    def of(cls, marked: str, controls: ControlTokens) -> Rendered:
         """Reads and removes the marks. Raises RowError if the template split or cut off a stretch."""
         parts = _MARK.split(controls.alias(marked))
         text, stretches, opened = [parts[0]], [], None
@@ -105,7 +105,7 @@ class Rendered:
                 if (opened is not None) != bool(is_end) or (opened and opened[0] != message):
                     raise RowError(f"the template splits the text of message {message + 1}")
                 if opened:
-                    stretches.append(Stretch(*opened, length))
+                    stretches.append(TextSpan(*opened, length))
                 opened = None if is_end else (message, length)
             text.append(part)
             length += len(part)
@@ -121,13 +121,13 @@ class Rendered:
             start = length + len(gap)
             length = start + len(content)
             parts += [gap, content]
-            stretches.append(Stretch(number, start, length))
+            stretches.append(TextSpan(number, start, length))
         made = cls("".join([*parts, gaps[-1][1]]), tuple(stretches))
         made.__dict__["gaps"] = gaps  # the cached property need not be computed again
         return made
 
     @staticmethod
-    def partial(marked: str, controls: Controls) -> str:
+    def partial(marked: str, controls: ControlTokens) -> str:
         """Returns the text, without marks, of the beginning of a rendering."""
         return _MARK.sub("", controls.alias(marked))
 
@@ -135,26 +135,26 @@ class Rendered:
     def gaps(self) -> tuple[tuple[int, str], ...]:
         """The template's own text before the first stretch and after each stretch, each with the number of the message
         that precedes it (-1 for none): the skeleton."""
-        owners = [-1, *(one.message for one in self.stretches)]
-        starts = [0, *(one.end for one in self.stretches)]
-        ends = [*(one.start for one in self.stretches), len(self.text)]
+        owners = [-1, *(stretch.message for stretch in self.stretches)]
+        starts = [0, *(stretch.end for stretch in self.stretches)]
+        ends = [*(stretch.start for stretch in self.stretches), len(self.text)]
         return tuple((owner, self.text[start:end]) for owner, start, end in zip(owners, starts, ends, strict=True))
 
     def texts(self, message: int) -> list[str]:
         """Returns the text of each stretch of a message."""
-        return [self.text[one.start : one.end] for one in self.stretches if one.message == message]
+        return [self.text[stretch.start : stretch.end] for stretch in self.stretches if stretch.message == message]
 
     @cached_property
     def repeated(self) -> frozenset[int]:
         """The indices of the stretches whose text is that of an earlier stretch of the same message."""
-        known: set[tuple[int, str]] = set()
-        found = []
-        for number, one in enumerate(self.stretches):
-            text = one.message, self.text[one.start : one.end]
-            if text in known:
-                found.append(number)
-            known.add(text)
-        return frozenset(found)
+        seen: set[tuple[int, str]] = set()
+        repeated = []
+        for number, stretch in enumerate(self.stretches):
+            text = stretch.message, self.text[stretch.start : stretch.end]
+            if text in seen:
+                repeated.append(number)
+            seen.add(text)
+        return frozenset(repeated)
 
 
 def reject_reserved(values: Any) -> None:
@@ -164,12 +164,12 @@ def reject_reserved(values: Any) -> None:
             raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
 
 
-def marked(messages: Sequence[Message], controls: Controls) -> list[Message]:
+def marked(messages: Sequence[Message], controls: ControlTokens) -> list[Message]:
     """Returns messages with marks, in which the texts of control tokens are broken up."""
     return [_marked(message, number, controls) for number, message in enumerate(messages)]
 
 
-def _marked(message: Message, number: int, controls: Controls) -> Message:
+def _marked(message: Message, number: int, controls: ControlTokens) -> Message:
     role = message["role"]
     made: Message = _map(
         message,
@@ -179,21 +179,21 @@ def _marked(message: Message, number: int, controls: Controls) -> Message:
     return made
 
 
-def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
+def plain_contents(messages: Sequence[Message], controls: ControlTokens) -> list[str] | None:
     """Returns the contents of messages that consist of one plain text each; None if marks would split or change one."""
     texts = [message["content"] for message in messages]
     if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
         return None
     together = "\n".join(texts)
-    return None if controls.spelled(together) or _TAG.search(together) else texts
+    return None if controls.contains_token_text(together) or _TAG.search(together) else texts
 
 
-def broken_up(values: Any, controls: Controls) -> Any:
+def broken_up(values: Any, controls: ControlTokens) -> Any:
     """Returns JSON data, such as tool schemas, with the texts of control tokens broken up."""
     return _map(values, lambda _, text: controls.break_up(text, None), lambda name: controls.break_up(name, None))
 
 
-def _mark(key: str, text: str, number: int, role: str, controls: Controls) -> str:
+def _mark(key: str, text: str, number: int, role: str, controls: ControlTokens) -> str:
     if key in _NOT_MARKED or (key == "name" and role == "tool"):
         return controls.break_up(text, None)
     text = controls.break_up(text, role)
@@ -242,5 +242,5 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-NO_CONTROLS = Controls((), ())
+NO_CONTROL_TOKENS = ControlTokens((), ())
 """Breaks up nothing, so that the texts of special tokens in messages become the tokens."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.chat.marks import CONTROL, RESERVED, Controls
+from llmtrain.data.chat.marks import CONTROL, RESERVED, ControlTokens
 from llmtrain.data.chat.spans import Turn
 
 Gaps = tuple[tuple[int, str], ...]
@@ -49,7 +49,7 @@ class Bounds:
         that it stands for, or -1.
         """
         texts = [text for _, text in gaps]
-        before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
+        controls_before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
         heads, first, last = set(), [], []
         for turn in turns:
             (number, place), (end_number, end_place) = turn.start, turn.end
@@ -58,15 +58,17 @@ class Bounds:
             if not found or not turn.ended or not CONTROL.fullmatch(end[-1:]):
                 return None
             heads.add(lead[found[-1].start() :])
-            first.append(before[number] + len(found) - 1)
-            last.append(before[end_number] + len(CONTROL.findall(end)) - 1)
+            first.append(controls_before[number] + len(found) - 1)
+            last.append(controls_before[end_number] + len(CONTROL.findall(end)) - 1)
         if len(heads) > 1 or len({turn.message for turn in turns}) < len(turns):
             return None
         head = tokenizer.encode(lead := heads.pop(), add_special_tokens=False).ids
         added = tokenizer.get_added_tokens_decoder()
         if not lead[1:].isascii() or known[head[0]] < 0 or any(token in added for token in head[1:]):
             return None
-        controls = np.array([tokenizer.token_to_id(one) for one in CONTROL.findall("".join(texts))], np.int64)
+        controls = np.array(
+            [tokenizer.token_to_id(character) for character in CONTROL.findall("".join(texts))], np.int64
+        )
         ends = frozenset(known[controls[last]].tolist())
         return cls(controls, np.array(first), tuple(head[1:]), np.array(last), ends)
 
@@ -74,7 +76,7 @@ class Bounds:
 class Skeleton:
     """The text that a template writes before, between and after contents that are plain texts."""
 
-    def __init__(self, gaps: Gaps, turns: list[Turn], controls: Controls, bounds: Bounds | None) -> None:
+    def __init__(self, gaps: Gaps, turns: list[Turn], controls: ControlTokens, bounds: Bounds | None) -> None:
         self.gaps = gaps
         self.turns = turns
         self.bounds = bounds
@@ -83,11 +85,11 @@ class Skeleton:
 
     def renders(self, contents: Sequence[str], text: str) -> bool:
         """Whether a text that the template rendered consists of exactly this skeleton and the contents."""
-        return _joined(self._plain, contents) == text and (text.isascii() or not RESERVED.search(text))
+        return _interleave(self._plain, contents) == text and (text.isascii() or not RESERVED.search(text))
 
     def filled(self, contents: Sequence[str]) -> str:
         """Returns the skeleton filled with contents, with characters for control tokens."""
-        return _joined(self._texts, contents)
+        return _interleave(self._texts, contents)
 
 
 def is_byte_level(tokenizer: Any) -> bool:
@@ -95,19 +97,19 @@ def is_byte_level(tokenizer: Any) -> bool:
     from tokenizers import pre_tokenizers
 
     described = json.loads(tokenizer.to_str())
-    model, before = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
+    model, pre_tokenizer_steps = described["model"], _components(described["pre_tokenizer"], "pretokenizers")
     vocabulary = model["vocab"] if model["type"] == "BPE" else {}
     return (
-        bool(before)
+        bool(pre_tokenizer_steps)
         and not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and all(one["type"] == "NFC" for one in _steps(described["normalizer"], "normalizers"))
-        and before[-1]["type"] == "ByteLevel"
-        and all(_keeps(one) for one in before)
+        and all(step["type"] == "NFC" for step in _components(described["normalizer"], "normalizers"))
+        and pre_tokenizer_steps[-1]["type"] == "ByteLevel"
+        and all(_keeps(step) for step in pre_tokenizer_steps)
         and all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
     )
 
 
-def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def _components(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     if described is None:
         return []
     steps: list[dict[str, Any]] = described[name] if described["type"] == "Sequence" else [described]
@@ -121,7 +123,7 @@ def _keeps(step: dict[str, Any]) -> bool:
     return kind in ("ByteLevel", "Digits", "Split") and not changes
 
 
-def _joined(gaps: Sequence[str], contents: Sequence[str]) -> str:
+def _interleave(gaps: Sequence[str], contents: Sequence[str]) -> str:
     parts = [""] * (2 * len(contents) + 1)
     parts[::2] = gaps
     parts[1::2] = contents

@@ -18,18 +18,18 @@ from itertools import pairwise, takewhile
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import (
     CONTROL,
-    NO_CONTROLS,
+    NO_CONTROL_TOKENS,
     SPECIAL,
-    Controls,
+    ControlTokens,
     Rendered,
     broken_up,
     marked,
     reject_reserved,
 )
 from llmtrain.data.chat.template import ChatTemplate
-from llmtrain.errors import shown
+from llmtrain.errors import format_value
 
-MOST_SKELETONS = 10_000
+MAX_SKELETONS = 10_000
 """Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
@@ -59,7 +59,7 @@ class Renderer:
     """Renders conversations with marks."""
 
     template: ChatTemplate
-    controls: Controls
+    controls: ControlTokens
     parses: bool = False
     """Whether the text of a special token in a message becomes the token."""
     bos: str | None = None
@@ -84,9 +84,9 @@ class Renderer:
         return re.compile(f"{SPECIAL.pattern}|{self.added_end}") if self.added_end else SPECIAL
 
     @property
-    def breaks(self) -> Controls:
+    def breaks(self) -> ControlTokens:
         """The control tokens whose texts are broken up in messages."""
-        return NO_CONTROLS if self.parses else self.controls
+        return NO_CONTROL_TOKENS if self.parses else self.controls
 
     def rendered(self, conversation: Conversation, plain: str) -> Rendered:
         """Returns the rendering of the whole conversation, obtained with marks.
@@ -98,7 +98,7 @@ class Renderer:
         with_marks = self._render(conversation.messages, tools)
         if self.controls.plain(with_marks.text) != plain:
             raise RowError("the template changes the text of messages, so it is not known who wrote what")
-        written = {one.message for one in with_marks.stretches}
+        written = {stretch.message for stretch in with_marks.stretches}
         for number, message in enumerate(conversation.messages):
             if number not in written and (message["content"].strip() or "tool_calls" in message):
                 raise RowError(f"the template leaves out message {number + 1} ({message['role']})")
@@ -111,7 +111,7 @@ class Renderer:
             return
         given = Rendered.of(marked(messages[-1:], self.breaks)[0]["content"], self.controls).texts(0)
         if missing := Counter(given) - Counter(whole.texts(len(messages) - 1)):
-            text = shown(self.controls.plain(next(iter(missing))))
+            text = format_value(self.controls.plain(next(iter(missing))))
             raise RowError(f"the template leaves out a part of message {len(messages)}: {text}")
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
@@ -122,7 +122,7 @@ class Renderer:
             if written != last:
                 raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
-            turns = self._said_turns(conversation, whole)
+            turns = self._turns_of_generation_blocks(conversation, whole)
         else:
             turns = [
                 self._turn(conversation, whole, number)
@@ -147,16 +147,16 @@ class Renderer:
                 is_needed = is_last if part == "reasoning_content" else "tool_calls" in message
                 if is_needed and str(message.get(part, "")).strip():
                     rest = {"content": "", **{name: value for name, value in message.items() if name != part}}
-                    some = (*messages[:number], rest, *messages[number + 1 :])
-                    without[f"{part} of message {number + 1}"] = (some, tools)
+                    remaining = (*messages[:number], rest, *messages[number + 1 :])
+                    without[f"{part} of message {number + 1}"] = (remaining, tools)
             calls = message.get("tool_calls", ())
             for place in range(len(calls) if len(calls) > 1 else 0):
                 fewer = {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
-                some = (*messages[:number], fewer, *messages[number + 1 :])
-                without[f"call {place + 1} of message {number + 1}"] = (some, tools)
-        for what, (some, known) in without.items():
+                remaining = (*messages[:number], fewer, *messages[number + 1 :])
+                without[f"call {place + 1} of message {number + 1}"] = (remaining, tools)
+        for what, (remaining, known_tools) in without.items():
             try:
-                same = self._render(some, known) == whole
+                same = self._render(remaining, known_tools) == whole
             except RowError:  # the template fails without this part, so it does use it
                 continue
             if same:
@@ -183,7 +183,7 @@ class Renderer:
             return None
 
     def _turn(self, conversation: Conversation, whole: Rendered, number: int) -> Turn:
-        first = next(place for place, one in enumerate(whole.stretches) if one.message == number)
+        first = next(place for place, stretch in enumerate(whole.stretches) if stretch.message == number)
         owner, before = whole.gaps[first]
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
@@ -218,8 +218,8 @@ class Renderer:
         """Returns the character for the special token that precedes the result of the last call; empty if none does."""
         messages = conversation.messages
         call = messages[-1]["tool_calls"][0]
-        known = {"tool_call_id": call["id"]} if "id" in call else {}
-        result = {"role": "tool", "name": call["function"]["name"], "content": "result", **known}
+        call_id = {"tool_call_id": call["id"]} if "id" in call else {}
+        result = {"role": "tool", "name": call["function"]["name"], "content": "result", **call_id}
         bare = self._tail(conversation, len(messages))
         answered = self._tail(replace(conversation, messages=(*messages, result)), len(messages) + 1, before=True)
         if not bare or not answered or answered[0] != bare[0] or not answered[1].startswith(bare[1]):
@@ -264,7 +264,7 @@ class Renderer:
             return len(after), False
         return max((len(text.rstrip()) for text in shared), default=0), False
 
-    def _said_turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+    def _turns_of_generation_blocks(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         """Returns the turns that the template marks with `{% generation %}`, each extended to its end token."""
         messages, tools = conversation.messages, conversation.tools
         text, spans = self.template.render_spans(marked(messages, self.breaks), broken_up(tools, self.breaks))
@@ -277,7 +277,7 @@ class Renderer:
             position += _overlap(whole.text, position, opening)  # the model does not write the prompt
             start = _place(whole, position)
             stop = _place(whole, len(Rendered.partial(text[:end], self.controls)))
-            owners = {one.message for one in whole.stretches[start[0] : stop[0]]}
+            owners = {stretch.message for stretch in whole.stretches[start[0] : stop[0]]}
             if not owners and not text[first:end].strip():
                 continue
             if len(owners) != 1 or messages[min(owners)]["role"] != "assistant":
@@ -287,15 +287,21 @@ class Renderer:
         for place in last.values():
             turns[place] = _to_end_token(turns[place], whole, self.end, self.bos)
         inside = {number for turn in turns for number in range(turn.start[0], turn.end[0])}
-        for number, one in enumerate(whole.stretches):
-            if messages[one.message]["role"] == "assistant" and number not in inside and number not in whole.repeated:
-                raise RowError(f"the template's generation blocks leave out the assistant's message {one.message + 1}")
+        for number, stretch in enumerate(whole.stretches):
+            if (
+                messages[stretch.message]["role"] == "assistant"
+                and number not in inside
+                and number not in whole.repeated
+            ):
+                raise RowError(
+                    f"the template's generation blocks leave out the assistant's message {stretch.message + 1}"
+                )
         return turns
 
 
-def _common(one: str, other: str) -> str:
+def _common(first: str, second: str) -> str:
     """Returns the longest common prefix."""
-    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
+    return first[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))]
 
 
 def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
@@ -304,30 +310,30 @@ def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
     A template may write a text of the turn again in a later message, as gpt-oss does with the name of a call in the
     header of its result. ends: what follows the turn if the conversation ends with it; this tells the two apart.
     """
-    mine = [number for number, one in enumerate(whole.stretches) if one.message == message]
-    later = sum(1 for _ in takewhile(lambda number: number in whole.repeated, reversed(mine)))
-    size = len(mine)
-    if later:
+    indices = [number for number, stretch in enumerate(whole.stretches) if stretch.message == message]
+    repeated = sum(1 for _ in takewhile(lambda number: number in whole.repeated, reversed(indices)))
+    size = len(indices)
+    if repeated:
 
         def shared(count: int) -> int:
             """Returns how much of an end follows the first `count` stretches."""
-            after = whole.gaps[mine[count - 1] + 1][1]
+            after = whole.gaps[indices[count - 1] + 1][1]
             found = [(text, _common(text, after)) for text in ends]
             return max((len(it) for text, it in found if SPECIAL.search(it) or (it.strip() and it == text)), default=0)
 
-        size = max(range(size - later, size + 1), key=lambda count: (shared(count), count))
-    if mine[:size] != list(range(mine[0], mine[0] + size)):
+        size = max(range(size - repeated, size + 1), key=lambda count: (shared(count), count))
+    if indices[:size] != list(range(indices[0], indices[0] + size)):
         raise RowError(f"the template writes another message into message {message + 1}")
-    return mine[size - 1]
+    return indices[size - 1]
 
 
 def _place(whole: Rendered, position: int) -> tuple[int, int]:
     """Returns the number of the gap that contains a position, and the offset in it. Raises RowError if no gap does."""
     start = 0
-    for number, one in enumerate(whole.stretches):
-        if position <= one.start:
+    for number, stretch in enumerate(whole.stretches):
+        if position <= stretch.start:
             return number, position - start
-        start = one.end
+        start = stretch.end
         if position < start:
             raise RowError("a generation block of the template begins or ends within a message's text")
     return len(whole.stretches), position - start

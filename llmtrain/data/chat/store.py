@@ -14,16 +14,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
-from llmtrain.data.chat.conversation import Answered, Conversation, Layout, RowError
-from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
+from llmtrain.data.chat.conversation import Conversation, Layout, PromptWithCompletions, RowError
+from llmtrain.data.chat.encode import ChatEncoder, Encoded, RenderedChat, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
 from llmtrain.data.sources.corpus import ConversationCorpus, held_out
 from llmtrain.data.sources.formats import Document
-from llmtrain.data.sources.special import Finder
+from llmtrain.data.sources.special import SpecialTokenCounter
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.template_limits import limited_templates
+from llmtrain.plan.facts.template_limits import limited_templates
 
 FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""
@@ -34,7 +34,7 @@ SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
-class ChatReading:
+class ChatOptions:
     """The settings that determine how conversations become tokens."""
 
     template: ChatTemplate
@@ -80,7 +80,7 @@ class _ChatRow(NamedTuple):
     """
 
     document: Document
-    texts: list[ChatText | RowError]
+    texts: list[RenderedChat | RowError]
     desirable: bool | None = None
     """Whether a labelled conversation is desirable; None for other conversations."""
 
@@ -101,10 +101,10 @@ class _Writer:
         """Appends conversations. kept: each conversation with the number of its first tokens to write."""
         if not kept:
             return
-        tokens = np.concatenate([one.ids[:size] for one, size in kept])
+        tokens = np.concatenate([encoded.ids[:size] for encoded, size in kept])
         self._documents.append(np.cumsum([size for _, size in kept]) + self._tokens.length)
         self._tokens.append(tokens)
-        self._trained.append(np.concatenate([one.trained[:size] for one, size in kept]))
+        self._trained.append(np.concatenate([encoded.loss_mask[:size] for encoded, size in kept]))
         self.counts += np.bincount(tokens, minlength=len(self.counts))
 
     def summary(self) -> dict[str, int]:
@@ -116,9 +116,9 @@ def tokenize_conversations(
     corpus: ConversationCorpus,
     place: str,
     *,
-    reading: ChatReading,
+    options: ChatOptions,
     encoder: ChatEncoder,
-    finder: Finder,
+    counter: SpecialTokenCounter,
     eval_fraction: float,
     vocab_size: int,
     task: Task,
@@ -131,36 +131,39 @@ def tokenize_conversations(
     started, counts, characters = time.perf_counter(), _Counts(), 0
     row: Document | None = None
     is_faulty = False
-    most, labelled = reading.sequence_length + 1, corpus.chat.format == "unpaired_preference"
+    most, labelled = options.sequence_length + 1, corpus.chat.format == "unpaired_preference"
     with limited_templates(), ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, labelled, stack) for split in SPLITS}
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
-        batches = prefetched(_batches(corpus, place, encoder, finder, counts))
+        batches = prefetched(_batches(corpus, place, encoder, counter, counts))
         stack.callback(batches.close)
         for batch in batches:
-            encoded = iter(encoder.tokenize([chat for one in batch for chat in one.texts]))
+            encoded = iter(encoder.tokenize([chat for chat_row in batch for chat in chat_row.texts]))
             kept: dict[str, list[tuple[Encoded, int]]] = {split: [] for split in SPLITS}
             for document, texts, desirable in batch:
                 if document is not row:  # rows may have several labelled completions
                     row, is_faulty = document, False
                     counts.rows += 1
                     characters += len(row.text)
-                found = [next(encoded) for _ in texts]
-                whole = [one for one in found if not isinstance(one, RowError)]
-                if len(whole) < len(found):
+                results = [next(encoded) for _ in texts]
+                conversations = [conversation for conversation in results if not isinstance(conversation, RowError)]
+                if len(conversations) < len(results):
                     if not is_faulty:
-                        counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
+                        counts.fault(
+                            document.place,
+                            next(conversation for conversation in results if isinstance(conversation, RowError)),
+                        )
                     is_faulty = True
-                elif sizes := _sizes(whole, most, reading.too_long, desirable):
+                elif sizes := _sizes(conversations, most, options.too_long, desirable):
                     counts.kept += 1
                     split = "eval" if held_out(document.text, eval_fraction) else "train"
-                    kept[split] += zip(whole, sizes, strict=True)
-                    for one, size in zip(whole, sizes, strict=True):
-                        if desirable is not None and one is whole[1]:
+                    kept[split] += zip(conversations, sizes, strict=True)
+                    for conversation, size in zip(conversations, sizes, strict=True):
+                        if desirable is not None and conversation is conversations[1]:
                             continue  # a mismatched conversation is not trained on
-                        counts.cut += size < len(one.ids)
-                        counts.trained_tokens += int(np.count_nonzero(one.trained[1:size]))
-                        for token in one.ends:
+                        counts.cut += size < len(conversation.ids)
+                        counts.trained_tokens += int(np.count_nonzero(conversation.loss_mask[1:size]))
+                        for token in conversation.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
                     if labels := writers[split].desirable:
                         labels.append(np.array([desirable]))
@@ -170,7 +173,7 @@ def tokenize_conversations(
                 writer.add(kept[split])
             task.update(batch[-1].document.fraction, f"{counts.rows:,} rows")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
-    if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
+    if counts.faulty and (options.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
         lines = "".join(f"\n    {fault}" for fault in counts.faults)
         more = f"\n    and {counts.faulty - SHOWN:,} more" if counts.faulty > SHOWN else ""
@@ -182,7 +185,7 @@ def tokenize_conversations(
         "vocab_size": vocab_size,
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
-        "special_tokens": asdict(finder.found()),
+        "special_tokens": asdict(counter.counts()),
         "conversations": asdict(counts) | {"ordinary_end": encoder.ordinary_end},
         "pairs": corpus.chat.format == "preference",
         "judged": labelled,  # the name in existing stores
@@ -199,30 +202,30 @@ def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None)
     """
     if len(row) == 1:
         return [size] if (size := _size(row[0], most, too_long)) else []
-    sizes = [len(one.ids) for one in row]
+    sizes = [len(conversation.ids) for conversation in row]
     if desirable is not None:
         return [sizes[0], min(sizes[1], most)] if sizes[0] <= most else []
     return sizes if sum(size - 1 for size in sizes) < most else []
 
 
-def _size(one: Encoded, most: int, too_long: str) -> int:
+def _size(conversation: Encoded, most: int, too_long: str) -> int:
     """Returns the number of tokens to keep of a conversation: all, those up to the last turn that fits, or 0."""
-    if len(one.ids) <= most:
-        return len(one.ids)
-    fitting = [end for end in one.turns if end <= most and one.trained[1:end].any()]
+    if len(conversation.ids) <= most:
+        return len(conversation.ids)
+    fitting = [end for end in conversation.turns if end <= most and conversation.loss_mask[1:end].any()]
     return fitting[-1] if fitting and too_long == "cut_turns" else 0
 
 
 def _batches(
-    corpus: ConversationCorpus, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
+    corpus: ConversationCorpus, place: str, encoder: ChatEncoder, counter: SpecialTokenCounter, counts: _Counts
 ) -> Iterator[list[_ChatRow]]:
     """Yields batches of documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     names: dict[tuple[str, ...], str] = {}
     labelled = corpus.chat.format == "unpaired_preference"
 
-    def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
-        finder.look(document.text)
+    def read(document: Document) -> PromptWithCompletions | tuple[Conversation, ...] | RowError:
+        counter.count(document.text)
         row = document.row or json.loads(document.text)
         columns = tuple(row)
         try:
@@ -230,59 +233,67 @@ def _batches(
                 layouts[columns] = corpus.chat.layout(columns, place)
                 names[columns] = str(layouts[columns])
             layout = layouts[columns]
-            found = layout.answered(row) if labelled else layout.read(row)
+            parsed = layout.read_completions(row) if labelled else layout.read(row)
         except RowError as error:
             return error
         except DataError as error:
             return RowError(str(error))
-        where = names[columns]
-        counts.columns[where] = counts.columns.get(where, 0) + 1
+        description = names[columns]
+        counts.columns[description] = counts.columns.get(description, 0) + 1
         for name in layout.unread(row):
             counts.unread[name] = counts.unread.get(name, 0) + 1
-        return found
+        return parsed
 
     documents = corpus.documents()
-    before: list[Answered] = []
+    carried: list[PromptWithCompletions] = []
     while batch := list(islice(documents, BATCH_CONVERSATIONS)):
         rows = [(document, read(document)) for document in batch]
-        known = [*before, *(found for _, found in rows if isinstance(found, Answered))]
-        number = len(before) - 1
+        completions = [*carried, *(parsed for _, parsed in rows if isinstance(parsed, PromptWithCompletions))]
+        number = len(carried) - 1
         chats: list[tuple[Document, list[Conversation | RowError], bool | None]] = []
-        for document, found in rows:
-            if isinstance(found, RowError):
-                chats.append((document, [found], None))
-            elif isinstance(found, tuple):
-                chats.append((document, list(found), None))
+        for document, parsed in rows:
+            if isinstance(parsed, RowError):
+                chats.append((document, [parsed], None))
+            elif isinstance(parsed, tuple):
+                chats.append((document, list(parsed), None))
             else:
                 number += 1
                 others = [
-                    other if isinstance(other, RowError) else found.conversation(other)
-                    for other in _mismatched(known, number)
+                    other if isinstance(other, RowError) else parsed.conversation(other)
+                    for other in _mismatched(completions, number)
                 ]
-                for one, other, is_desirable in zip(found.conversations, others, found.desirable, strict=True):
-                    chats.append((document, [one, other], is_desirable))
-        texts = iter(encoder.render([one for _, row, _ in chats for one in row if not isinstance(one, RowError)]))
+                for conversation, other, is_desirable in zip(
+                    parsed.conversations, others, parsed.desirable, strict=True
+                ):
+                    chats.append((document, [conversation, other], is_desirable))
+        texts = iter(
+            encoder.render(
+                [conversation for _, row, _ in chats for conversation in row if not isinstance(conversation, RowError)]
+            )
+        )
         rendered: list[_ChatRow] = []
         for document, row, desirable in chats:
-            parts = [one if isinstance(one, RowError) else next(texts) for one in row]
+            parts = [conversation if isinstance(conversation, RowError) else next(texts) for conversation in row]
             if desirable is not None and isinstance(parts[1], RowError) and not isinstance(row[1], RowError):
                 parts[1] = RowError(f"with the completion of another row, {parts[1]}")
             rendered.append(_ChatRow(document, parts) if desirable is None else _ChatRow(document, parts, desirable))
         yield rendered
-        before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
+        carried = [candidate for candidate in completions if candidate.prompt != completions[-1].prompt][
+            -1:
+        ] + completions[-1:]
 
 
-def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
+def _mismatched(rows: list[PromptWithCompletions], number: int) -> list[list[Any] | RowError]:
     """Returns, for each completion of a row, a completion of another row that answers a different prompt.
 
     The other row is the nearest earlier one, or the nearest later one for the first rows. The choice depends on the
     data alone, so the log-probabilities under the reference can be computed once.
     """
-    own = rows[number]
+    row = rows[number]
     places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))
-    other = next((rows[place] for place in places if rows[place].prompt != own.prompt), None)
+    other = next((rows[place] for place in places if rows[place].prompt != row.prompt), None)
     if other is None:
         return [RowError("no row near it has another prompt, but KTO also needs a completion of another prompt")] * len(
-            own.completions
+            row.completions
         )
-    return [other.completions[place % len(other.completions)] for place in range(len(own.completions))]
+    return [other.completions[place % len(other.completions)] for place in range(len(row.completions))]

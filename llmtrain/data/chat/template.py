@@ -13,8 +13,8 @@ from typing import Any
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.plan.template_limits import TEMPLATE_FIELD, run_template
-from llmtrain.plan.vocabulary import no_template, read_template, read_tokenizer_config
+from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, run_template
+from llmtrain.plan.facts.vocabulary import no_template, read_template, read_tokenizer_config
 
 DATE = datetime(2024, 7, 26)
 """The date that templates write as today's, because tokens must not depend on the day. Llama 3.1's template writes this
@@ -52,15 +52,17 @@ class ChatTemplate:
         """Returns the text of each conversation, or the error of the template."""
         simple = [
             number
-            for number, one in enumerate(conversations)
-            if not one.tools and not any("tool_calls" in message for message in one.messages)
+            for number, conversation in enumerate(conversations)
+            if not conversation.tools and not any("tool_calls" in message for message in conversation.messages)
         ]
         try:
             # One call for all: `transformers` prepares each call for about as long as it renders.
             texts = dict(zip(simple, self._call([conversations[number].messages for number in simple])[0], strict=True))
         except Exception:  # one conversation failed; a template is a program and can raise anything
             texts = {}
-        return [texts.get(number) or self._render_one(one) for number, one in enumerate(conversations)]
+        return [
+            texts.get(number) or self._render_one(conversation) for number, conversation in enumerate(conversations)
+        ]
 
     def render_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of messages, and the spans that the template marks with `{% generation %}`.
@@ -140,7 +142,7 @@ def _with_text_arguments(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    texts = [{**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)} for function in functions]
     calls = [{**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
     return {**message, "tool_calls": calls}
 

@@ -75,7 +75,7 @@ class ConversationCorpus:
         """Returns the texts of the messages of a JSON row; an empty text if the row holds no conversation."""
         values = json.loads(row)
         try:
-            return "\n".join(one.text() for one in self.chat.layout(values, "").read(values))
+            return "\n".join(conversation.text() for conversation in self.chat.layout(values, "").read(values))
         except (RowError, DataError):
             return ""
 
@@ -116,14 +116,14 @@ def held_out(text: str, eval_fraction: float) -> bool:
 
 
 def split_documents(
-    corpus: Corpus, eval_fraction: float, look: Callable[[str], None] = lambda _: None
+    corpus: Corpus, eval_fraction: float, on_document: Callable[[str], None] = lambda _: None
 ) -> Iterator[CorpusPart]:
     """Yields the documents with their split. If the corpus is a single document, its end is held out.
 
-    look: called with each document.
+    on_document: called with each document.
     """
     for text, fraction, *_ in corpus.documents():
-        look(text)
+        on_document(text)
         if _holds_out_the_end(corpus, eval_fraction):
             place = _cut_before_the_end(text, eval_fraction)
             yield CorpusPart(text[:place], fraction * (1 - eval_fraction), is_held_out=False)

@@ -136,24 +136,24 @@ def fingerprints(cache: Cache, source: str, files: Sequence[Path]) -> tuple[Fing
     """
     store = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(source))}.json"  # noqa: PTH100 - globs
     try:
-        known = read_json(store, dict[str, Fingerprint])
+        cached = read_json(store, dict[str, Fingerprint])
     except UNREADABLE:
-        known = {}
+        cached = {}
     stamps = {str(path.absolute()): _stamp(path) for path in files}
-    found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
-    unknown = [name for name in stamps if name not in found]
+    prints = {name: cached[name] for name, stamp in stamps.items() if name in cached and cached[name][:2] == stamp}
+    unknown = [name for name in stamps if name not in prints]
     if unknown:
-        cache.require_making(unknown[0])
+        cache.require_writable(unknown[0])
         with cache.progress.task("Hashing the files") as task:
             for number, name in enumerate(unknown):
-                found[name] = Fingerprint(*stamps[name], _hash(Path(name)))
+                prints[name] = Fingerprint(*stamps[name], _hash(Path(name)))
                 task.update(number / len(unknown), name)
         # A failure loses nothing: the files are hashed again next time, and an unwritable folder is reported when a
         # store is written.
         with suppress(OSError):
             store.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(store, json.dumps(found))
-    return tuple(found[name] for name in stamps)
+            write_atomically(store, json.dumps(prints))
+    return tuple(prints[name] for name in stamps)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -179,8 +179,8 @@ def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
         message = f"'{name}' has no data files ({readable})"
         raise DataError(Problem("data.missing", f"{field}.name", message))
     if None in kinds:
-        stranger = next(path for path in files if kind_of(path) is None)
-        message = f"'{stranger}' has an unknown format ({readable})"
+        unreadable = next(path for path in files if kind_of(path) is None)
+        message = f"'{unreadable}' has an unknown format ({readable})"
         raise DataError(Problem("data.format", f"{field}.name", message, "convert it to .jsonl or .parquet"))
     if len(kinds) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, Field
 
 from llmtrain.data.sources.formats import kind_of
-from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.errors import DataError, Problem, did_you_mean
 from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
 
 WORDS = {
@@ -86,7 +86,7 @@ def _require_one_subset(folder: Path, field: str) -> None:
 
     try:
         head = read_text(folder / "README.md").partition("---\n")[2].partition("\n---")[0]
-        names = [str(one["config_name"]) for one in parse_yaml(head, SafeLoader, dict)[0]["configs"]]
+        names = [str(subset["config_name"]) for subset in parse_yaml(head, SafeLoader, dict)[0]["configs"]]
     except (*UNREADABLE, YamlError, TypeError, KeyError):  # it declares none
         return
     if len(names) > 1:
@@ -97,11 +97,15 @@ def _require_one_subset(folder: Path, field: str) -> None:
 
 def _splits_of(folder: Path, files: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
     """Returns the splits that the names of each file, or of its folders, name."""
-    inside = {path: path.relative_to(folder) for path in files}
-    shards = {path: _SHARD.fullmatch(one.name) for path, one in inside.items() if one.parent == Path("data")}
+    relative_paths = {path: path.relative_to(folder) for path in files}
+    shards = {
+        path: _SHARD.fullmatch(relative.name)
+        for path, relative in relative_paths.items()
+        if relative.parent == Path("data")
+    }
     if any(shards.values()):
         return {path: (match[1],) if (match := shards.get(path)) else () for path in files}
-    by_folder = {path: _named(one.parts[:-1]) for path, one in inside.items()}
+    by_folder = {path: _named(relative.parts[:-1]) for path, relative in relative_paths.items()}
     return by_folder if any(by_folder.values()) else {path: _named((path.name,)) for path in files}
 
 
@@ -110,7 +114,7 @@ def _named(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Returns the data files below a folder. Beside Arrow files that `save_to_disk` wrote are those of its cache."""
+    """Returns the data files below a folder, without the cache files in a folder that `save_to_disk` wrote."""
     files = []
     saved: dict[Path, set[str] | None] = {}
     for path in sorted(folder.rglob("*")):
@@ -129,7 +133,7 @@ def _saved(folder: Path) -> set[str] | None:
     """Returns the names of the files of a data set in its folder; None if `save_to_disk` did not write the folder."""
     if not (folder / STATE).exists():
         return None
-    names = {one.filename for one in _read(folder / STATE, _State).files}
+    names = {file.filename for file in _read(folder / STATE, _State).files}
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         fix = "copy the whole folder, or save the data set again"
         raise DataError(Problem("data.read", str(folder / missing[0]), f"does not exist, but {STATE} names it", fix))
@@ -148,7 +152,7 @@ def _read(path: Path, kind: type[Description]) -> Description:
 def _require_split(folder: Path, split: str, known: Iterable[str], field: str) -> None:
     splits = list(dict.fromkeys(known))
     if split not in splits:
-        message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
+        message = f"'{folder}' has no split '{split}'{did_you_mean(split, splits)} (splits: {', '.join(splits)})"
         raise DataError(Problem("data.split", f"{field}.split", message, "name one of them, or name files with a glob"))
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
-from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.errors import DataError, Problem, did_you_mean
 from llmtrain.system.untrusted import BYTE_ORDER_MARK, is_unicode
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def require_column(place: str, column: str | None, known: Any) -> None:
     if column is None or column in known:
         return
     names = [str(name) for name in known]
-    message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
+    message = f"has no column '{column}'{did_you_mean(column, names)} (columns: {', '.join(names) or 'none'})"
     fix = "set text_column of the source to the column that contains the text"
     raise DataError(Problem("data.column", place, message, fix))
 
@@ -280,7 +280,7 @@ def _decoded_lines(file: IO[bytes], path: Path) -> Iterator[str]:
 
 def _array_objects(file: IO[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of the JSON array in a file; holds one of them, or `READ_BYTES`, at a time."""
-    text = _Text(file, path)
+    text = _JsonReader(file, path)
     text.take("[")
     while text.next() != "]":
         if text.row:
@@ -291,21 +291,21 @@ def _array_objects(file: IO[bytes], path: Path) -> Iterator[dict[str, Any]]:
     text.take("")
 
 
-class _Text:
-    """The text of a file, of which a part is held."""
+class _JsonReader:
+    """A JSON file that is read piece by piece."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
-        self.held = ""
-        self.place = 0
-        """Position in the held text up to which it has been read."""
+        self.buffer = ""
+        self.position = 0
+        """Position in the buffer up to which it has been read."""
         self.row = 0
         """Number of the row that is read."""
         self._file, self._path, self._offset = file, path, 0
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
 
     def more(self) -> bool:
-        """Reads on, as much as is held, and forgets what has been read; returns False at the end of the file."""
-        rest = self.held[self.place :]
+        """Drops what was read from the buffer, and doubles the rest; returns False at the end of the file."""
+        rest = self.buffer[self.position :]
         data = self._file.read(max(READ_BYTES, len(rest)))
         pending = len(self._decoder.getstate()[0])
         try:
@@ -313,16 +313,16 @@ class _Text:
         except UnicodeDecodeError as error:
             raise DataError(_not_utf8(str(self._path), error, self._offset - pending)) from None
         self._offset += len(data)
-        self.held, self.place = rest + text, 0
+        self.buffer, self.position = rest + text, 0
         return bool(data)
 
     def next(self) -> str:
         """Returns the next character that is not white space, without reading it; empty at the end of the file."""
-        while (found := _NOT_SPACE.search(self.held, self.place)) is None:
-            self.place = len(self.held)
+        while (found := _NOT_SPACE.search(self.buffer, self.position)) is None:
+            self.position = len(self.buffer)
             if not self.more():
                 return ""
-        self.place = found.start()
+        self.position = found.start()
         return found[0]
 
     def take(self, expected: str) -> None:
@@ -330,7 +330,7 @@ class _Text:
         if (found := self.next()) != expected:
             what = f"by {found!r}" if found else "by the end of the file"
             raise self._fault(f"is followed {what} where {expected or 'the end of the file'!r} is expected")
-        self.place += len(expected)
+        self.position += len(expected)
 
     def next_object(self) -> dict[str, Any]:
         """Reads the next object. Raises DataError for other values."""
@@ -338,11 +338,11 @@ class _Text:
             raise self._fault(f"begins with {found!r}, so it is not an object")
         while True:
             try:
-                row, self.place = _DECODER.raw_decode(self.held, self.place)
+                row, self.position = _DECODER.raw_decode(self.buffer, self.position)
                 return cast(dict[str, Any], row)
             except json.JSONDecodeError as error:
                 # A part of an object fails at its end, or where its last string begins.
-                is_part = len(self.held) - error.pos < LONGEST_ESCAPE or error.msg.startswith("Unterminated")
+                is_part = len(self.buffer) - error.pos < LONGEST_ESCAPE or error.msg.startswith("Unterminated")
                 if not is_part or not self.more():
                     raise self._fault(f"is not JSON ({error.msg})") from None
             except RecursionError:

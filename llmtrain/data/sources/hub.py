@@ -10,8 +10,8 @@ from typing import Any
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.sources.formats import BATCH_ROWS, Document, read_batches, require_column, with_fraction
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.hub import hub_has
 from llmtrain.recipe import Source
+from llmtrain.system.hub import hub_has
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from llmtrain.errors import DataError, Problem
 
-HANDFUL = 10
+FEW = 10
 """Number of texts of special tokens that are accepted as plain text, without asking the user."""
 CHARACTERS_EACH = 1_000_000
 """A large corpus may have one such text per this many characters, because pages about such tokens are common."""
@@ -24,7 +24,7 @@ EXAMPLE_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Found:
+class SpecialTokenCounts:
     """The texts of special tokens found in a corpus, or in its first documents."""
 
     count: int
@@ -40,9 +40,9 @@ class Found:
     """The text of a document from its first special token on, truncated."""
 
     @property
-    def is_handful(self) -> bool:
+    def are_few(self) -> bool:
         """Whether there are too few such texts to come from a chat template."""
-        return self.count <= max(HANDFUL, self.characters // CHARACTERS_EACH)
+        return self.count <= max(FEW, self.characters // CHARACTERS_EACH)
 
     def __str__(self) -> str:
         tokens = ", ".join(f"{token} {count:,}" for token, count in self.tokens.items())
@@ -52,7 +52,7 @@ class Found:
         )
 
 
-class Finder:
+class SpecialTokenCounter:
     """Counts texts of special tokens, document by document."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ class Finder:
         self._documents = self._of_documents = self._characters = 0
         self._example = ""
 
-    def look(self, text: str) -> None:
+    def count(self, text: str) -> None:
         """Counts the texts of special tokens in one document."""
         self._of_documents += 1
         self._characters += len(text)
@@ -73,9 +73,9 @@ class Finder:
             start = text.find(tokens[0])
             self._example = self._example or text[start : start + EXAMPLE_CHARACTERS]
 
-    def found(self) -> Found:
+    def counts(self) -> SpecialTokenCounts:
         """Returns the counts so far."""
-        return Found(
+        return SpecialTokenCounts(
             count=self._tokens.total(),
             documents=self._documents,
             of_documents=self._of_documents,
@@ -85,19 +85,19 @@ class Finder:
         )
 
 
-def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> None:
+def refuse_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text: str) -> None:
     """Raises DataError if there are more than a few. end_of_text: text of the token that ends documents."""
-    if found.is_handful:
+    if counts.are_few:
         return
     message = (
-        f"'{corpus}' contains {found}; as text they are read as ordinary characters, while "
+        f"'{corpus}' contains {counts}; as text they are read as ordinary characters, while "
         "`transformers` and `llmtrain generate` read them as the tokens"
     )
     fix = (
         "--set data.special_tokens=parse trains on the tokens (right if a chat template was "
         "applied), --set data.special_tokens=text trains on the characters"
     )
-    if end_of_text in found.tokens:
+    if end_of_text in counts.tokens:
         fix += (
             f"\n    if {end_of_text} separates documents, neither is right: "
             'split the text there, and write each document as a line {"text": ...} of a .jsonl file'

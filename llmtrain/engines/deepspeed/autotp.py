@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.autotp_check import check_autotp
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.state.shards import gather_whole, split_of
+from llmtrain.engines.deepspeed.autotp_split import gather_whole, split_of
+from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
+from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import overwrites
 from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
-from llmtrain.runtime.distributed import is_alone
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class AutoTPAxis(EngineAxis):
@@ -52,8 +50,8 @@ class AutoTPAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
-        check_no_inputs(engine.engine)
-        for module in engine.model.modules():
+        check_no_inputs(engine)
+        for module in engine.module.modules():
             if isinstance(module, LinearAllreduce):
                 overwrites(module)
 
@@ -67,7 +65,7 @@ class AutoTPAxis(EngineAxis):
             parameter.data = parameter.data.cpu()
 
     @property
-    def replicas(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same shards.
 
         By default, DeepSpeed would partition split weights over these ranks, and all other weights over all ranks. It
@@ -76,17 +74,17 @@ class AutoTPAxis(EngineAxis):
         return data_group()
 
     @property
-    def copies(self) -> dist.ProcessGroup:
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
         """The ranks of a replica."""
         return tensor_group()
 
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+    def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's shard of a layer that AutoTP has split."""
         split = split_of(tensor)
         if split is None:
             return None
-        return Portion(split.region(dist.get_rank(tensor_group())), tensor_group(), data_group())
+        return WeightShard(split.slice_of_rank(dist.get_rank(tensor_group())), tensor_group(), data_group())
 
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Joins the shards."""
-        return gather_whole(own, split_of(parameter), tensor_group())
+    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Gathers the shards of a split weight."""
+        return gather_whole(shard, split_of(parameter), tensor_group())

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.engines.deepspeed.autotp_split import gather_whole, split_of
 from llmtrain.engines.optim import gradient_of
-from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import SIZES, shrink_configuration
+from llmtrain.models.tiny.configuration import SIZES, shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS, build_tiny_model, packed_input, relative_deviation
 from llmtrain.overrides.deepspeed import check_no_inputs, tensor_group
 
 TOLERANCE = 1e-4
@@ -63,7 +63,7 @@ def check_autotp(config: PreTrainedConfig, block: dict[str, Any], attention: str
         raise cannot_split(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            whole = reference(tiny, attention if attention in ("eager", "sdpa") else "eager").eval().to(device)
+            whole = build_tiny_model(tiny, attention if attention in ("eager", "sdpa") else "eager").eval().to(device)
             inputs = tuple(value.to(device) for value in packed_input(tiny))
             parts = _split(copy.deepcopy(whole), block)
             expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
@@ -101,7 +101,9 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
         return "AutoTP renames its weights"
     if not _cuts_layers(parts):
         return "AutoTP finds nothing in its layers to cut"
-    found = ["its logits differ from the whole model's"] if relative_deviation(logits, expected) > TOLERANCE else []
+    differences = (
+        ["its logits differ from the whole model's"] if relative_deviation(logits, expected) > TOLERANCE else []
+    )
     least = NOISE * max(float(gradient_of(parameter).abs().max()) for parameter in whole.parameters())
     for name, parameter in whole.named_parameters():
         part = cut[name]
@@ -109,16 +111,17 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
         # Every rank has to gather every weight, even after it has found a difference.
         gradient = gather_whole(gradient_of(part), split, tensor_group())
         if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
-            found.append(f"{name} cannot be gathered")
+            differences.append(f"{name} cannot be gathered")
         if relative_deviation(gradient, gradient_of(parameter), least) > TOLERANCE:
-            found.append(f"the gradient of {name} differs from the whole model's")
-    return found[0] if found else ""
+            differences.append(f"the gradient of {name} differs from the whole model's")
+    return differences[0] if differences else ""
 
 
 def _cuts_layers(model: PreTrainedModel) -> bool:
     """Returns whether any weight between embedding and head is split among ranks."""
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-    return any(split_of(one) for one in model.parameters() if not any(one is end for end in ends))
+    layers = (weight for weight in model.parameters() if not any(weight is end for end in ends))
+    return any(map(split_of, layers))
 
 
 def _agree(reason: str) -> str:

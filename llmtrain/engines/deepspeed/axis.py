@@ -10,30 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.state.pieces import Region
+from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.plan import Plan
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
-class Portion:
-    """The part of a weight that this rank holds if an axis divides the weight, before ZeRO shards it."""
+class WeightShard:
+    """This rank's shard of a weight that an axis divides, before ZeRO divides the shard."""
 
-    region: Region
-    """Its location in the whole weight."""
-    holders: dist.ProcessGroup
-    """The ranks that hold the portions of this weight, this rank included."""
-    replicas: dist.ProcessGroup | None
-    """The ranks that hold this portion, over which ZeRO shards it; None for all ranks."""
+    weight_slice: WeightSlice
+    """Its place in the whole weight."""
+    group: dist.ProcessGroup
+    """The ranks that together hold the whole weight, this rank included."""
+    replica_group: dist.ProcessGroup | None
+    """The ranks that hold replicas of this shard, over which ZeRO divides it; None for all ranks."""
 
 
 class EngineAxis:
@@ -57,7 +55,7 @@ class EngineAxis:
         return groups
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Changes the engine after `deepspeed.initialize`."""
+        """Changes DeepSpeed's engine, or its model `engine.module`, after `deepspeed.initialize`."""
 
     # These methods are called in each step.
 
@@ -72,36 +70,37 @@ class EngineAxis:
     def before_backward(self) -> None:
         """Runs before the backward pass of each micro-batch."""
 
-    # These methods describe which rank holds what. Only one axis of an engine has each of `grid`, `replicas`, `slices`,
-    # `copies` and `named_weights` (`owner`), as of `build`; each weight is divided by one axis.
+    # These methods describe which rank holds what. At most one axis of an engine overrides each of `mpu`,
+    # `data_parallel_group`, `sequence_parallel_group`, `tensor_parallel_group` and `named_weights` (`overriding`), as
+    # with `build`. Each weight is divided by at most one axis.
 
     @property
-    def grid(self) -> Any:
-        """The object that describes the groups to DeepSpeed; None if DeepSpeed makes them itself."""
+    def mpu(self) -> Any:
+        """The object that describes the groups to DeepSpeed, as Megatron-LM's; None if DeepSpeed makes them itself."""
         return None
 
     @property
-    def replicas(self) -> dist.ProcessGroup | None:
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of the model; None if this axis does not determine them."""
         return None
 
     @property
-    def slices(self) -> dist.ProcessGroup | None:
-        """The ranks that hold slices of this rank's sequences; None if this axis does not divide them."""
+    def sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the slices of this rank's sequences; None if this axis does not divide sequences."""
         return None
 
     @property
-    def copies(self) -> dist.ProcessGroup | None:
-        """The ranks of a replica that hold equal copies of undivided weights; None if only this rank holds them."""
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that divide the weights of layers, and hold replicas of undivided ones; None: this rank only."""
         return None
 
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """Returns this rank's portion of a parameter or buffer of the model; None if this axis does not divide it."""
+    def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
+        """Returns this rank's shard of a parameter or buffer of the model; None if this axis does not divide it."""
         return None
 
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Returns the whole weight, assembled from what the ranks hold; `own` is this rank's part."""
-        return own
+    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Returns the whole weight, gathered from the shards of the ranks; `shard` is this rank's."""
+        return shard
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the Hugging Face name of a parameter or buffer of the engine's model."""
@@ -119,9 +118,9 @@ class EngineAxis:
         return {}
 
 
-def owner(axes: Sequence[EngineAxis], name: str) -> EngineAxis | None:
-    """Returns the axis that has a responsibility of the engine; None if none has it. Raises ValueError for two."""
-    found = [axis for axis in axes if getattr(type(axis), name) is not getattr(EngineAxis, name)]
-    if len(found) > 1:
-        raise ValueError(f"{' and '.join(type(axis).__name__ for axis in found)} both have {name}")
-    return found[0] if found else None
+def overriding(axes: Sequence[EngineAxis], name: str) -> EngineAxis | None:
+    """Returns the axis that overrides a method of `EngineAxis`; None if none does. Raises ValueError for several."""
+    overrides = [axis for axis in axes if getattr(type(axis), name) is not getattr(EngineAxis, name)]
+    if len(overrides) > 1:
+        raise ValueError(f"{' and '.join(type(axis).__name__ for axis in overrides)} both have {name}")
+    return overrides[0] if overrides else None

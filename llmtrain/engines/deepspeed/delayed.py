@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.models.tensor.exchanges import is_summed
+from llmtrain.models.tensor.collectives import has_reduced_gradient
 
 Delayed = Callable[[], None]
 """Adds the gradient of one matrix."""
@@ -65,7 +65,9 @@ class DelayedWeights(TorchFunctionMode):
 
 def _is_trained(weight: Any) -> bool:
     is_matrix = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
-    return is_matrix and not is_summed(weight)  # the hook that sums a gradient over ranks needs the backward pass
+    return is_matrix and not has_reduced_gradient(
+        weight
+    )  # the hook that sums a gradient over ranks needs the backward pass
 
 
 class _DelayedProduct(torch.autograd.Function):

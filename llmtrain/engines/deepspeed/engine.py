@@ -1,8 +1,8 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, offload, every precision; the parts of `axis.py` divide the model further."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, every precision; an `EngineAxis` each divides the model further."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion, owner
+from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard, overriding
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
@@ -30,34 +30,33 @@ from llmtrain.engines.forward import (
     objective_of,
     use_kernels,
 )
-from llmtrain.engines.guard import Guard, Measured, check_fused, finite_or_infinite, over_ranks, skip_if
+from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, finite_or_infinite, reduce_loss_and_norm, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
     groups_for,
-    locate_matrices,
+    locate_shards,
     parameter_groups,
     resume_schedule,
     schedule,
     torch_optimizer,
 )
-from llmtrain.engines.state.held import HeldState, held
-from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.optimizer_shards import OptimizerShard, optimizer_shards
 from llmtrain.engines.state.save_load import (
     PROGRESS_FILE,
     HasState,
-    Place,
-    multiplied,
-    pieces_of,
+    Locate,
+    checkpoint_shards,
     shape_of,
-    untrained_pieces,
+    untrained_shards,
 )
+from llmtrain.engines.state.shards import CheckpointShard, Replica, ShardLocation, WeightSlice
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import gathers_layers, give_input_gradient, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_whole_layers, require_input_gradient, use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
@@ -79,6 +78,8 @@ from llmtrain.plan.axes import DATA
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
+GROUPS = ("data_parallel_group", "sequence_parallel_group", "tensor_parallel_group")
+"""Process groups that an axis may determine, by the names of its properties."""
 
 Initialise = Callable[..., _Engine]
 
@@ -93,13 +94,13 @@ def initialise(
 ) -> _Engine:
     """Calls `deepspeed.initialize` with model, groups, schedule and, if `ds_config` has none, the optimizer.
 
-    mpu: DeepSpeed's name for the grid of an axis.
+    mpu: DeepSpeed's name for the object that describes process groups.
     """
 
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
         # With an optimizer in `ds_config`, DeepSpeed itself puts the experts that it has distributed into groups.
-        made = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
-        return torch_optimizer(made, plan.recipe.optim)
+        groups = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
+        return torch_optimizer(groups, plan.recipe.optim)
 
     engine: _Engine = deepspeed.initialize(
         model=module,
@@ -131,53 +132,65 @@ class DeepSpeedEngine(HasState):
         self.plan = plan
         self.device = device
         self.axes = axes
+        self._prepared_by = prepared_by
         self._pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
-        self._grid, self._groups, self._sliced, self._copied, self._renamed = (
-            owner(axes, name) for name in ("grid", "replicas", "slices", "copies", "named_weights")
-        )
+        self._axis_with = {name: overriding(axes, name) for name in (*GROUPS, "mpu", "named_weights")}
         recipe = plan.recipe
+
         leave_muon_eager()
         check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
+
         self.module = self._build(ds_config)
         self.model: Any = self._pipeline.model if self._pipeline else self.module
-        for model, has_head in self.models():
-            # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
-            use_recomputation(model, recipe.parallel)
-            use_kernels(model, plan, has_head)
-        if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
-            for layer in decoder_layers(self.model)[1]:
-                set_z3_leaf_module(layer, True)
-                layer.register_forward_pre_hook(give_input_gradient, with_kwargs=True)
-        models = (model for model, _ in self.models())
-        groups = groups_for(recipe.optim, models, parameter_groups(self.module, recipe.optim.weight_decay))
-        for axis in axes:
-            groups = axis.parameter_groups(groups)
-        if self._grid:
-            initialise = partial(initialise, mpu=self._grid.grid)
+        self._use_kernels_and_recomputation()
+
+        if mpu_axis := self._axis_with["mpu"]:
+            initialise = partial(initialise, mpu=mpu_axis.mpu)
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
-            self.engine = initialise(self.module, groups, plan, ds_config, device)
-        self._prepared_by = prepared_by
+            self.engine = initialise(self.module, self._parameter_groups(), plan, ds_config, device)
         reduce_among_several(self.engine)
         gradients_in_order(self.engine.optimizer)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
-            axis.attach(self)
-        self.objective = objective_of(recipe, self._sliced.slices if self._sliced else None)
-        locate_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
+            axis.attach(self.engine)
+
+        self.objective = objective_of(recipe, self._group("sequence_parallel_group"))
+        shards = self._optimizer_shards()
+        locate_shards(self.engine.basic_optimizer, self.engine.optimizer, *shards, recipe, device)
         self.guard = Guard(recipe.guard, device)
         check_fused(self.engine.basic_optimizer)
 
+    def _use_kernels_and_recomputation(self) -> None:
+        """Configures the model, or each stage of it, before DeepSpeed takes it."""
+        recipe = self.plan.recipe
+        for model, has_head in self.models():
+            # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
+            use_recomputation(model, recipe.parallel)
+            use_kernels(model, self.plan, has_head)
+        if self.plan.parallel.zero_stage == 3 and gathers_whole_layers(recipe):
+            for layer in decoder_layers(self.model)[1]:
+                set_z3_leaf_module(layer, True)
+                layer.register_forward_pre_hook(require_input_gradient, with_kwargs=True)
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        optim = self.plan.recipe.optim
+        models = (model for model, _ in self.models())
+        groups = groups_for(optim, models, parameter_groups(self.module, optim.weight_decay))
+        for axis in self.axes:
+            groups = axis.parameter_groups(groups)
+        return groups
+
     def _build(self, ds_config: dict[str, Any]) -> Any:
-        """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
-        builder = owner(self.axes, "build")
+        """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of stages."""
+        builder = overriding(self.axes, "build")
         if builder and (built := builder.build(ds_config)) is not None:
             return built
         recipe = self.plan.recipe
         dtype = weight_dtype(recipe.parallel.precision)
         if self.plan.parallel.zero_stage == 3:
-            return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
+            return build_partitioned(recipe, dtype, ds_config, self.device, self._group("data_parallel_group"))
         return build_model(recipe, dtype, self.device)
 
     def models(self) -> list[tuple[PreTrainedModel, bool]]:
@@ -190,29 +203,30 @@ class DeepSpeedEngine(HasState):
         return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Accumulates this rank's micro-batches, takes the norm, lets the guard decide, and updates once."""
-        estimate_divergence(self, [batch])
+        """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
+        if self.objective and self.objective.needs_divergence:
+            estimate_divergence(self, [batch])
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            passed = self._pipeline.accumulate(batch) if self._pipeline else self._accumulate(batch)
+            accumulated = self._accumulate(batch)
             # The rules allow no clipping in a pipeline at ZeRO-0, so its norm can be taken within the step as well.
-            own_norm = None if self._pipeline else self._replicated_grad_norm()
-            if own_norm is not None:
-                clip_by(self.engine, own_norm)
-            loss = self._norm_with_loss.take(passed.loss) if self._norm_with_loss else None
+            grad_norm = None if self._pipeline else self._replicated_grad_norm()
+            if grad_norm is not None:
+                clip_by(self.engine, grad_norm)
+            reduced_loss = self._norm_with_loss.take(accumulated.loss) if self._norm_with_loss else None
 
             @torch.no_grad()
-            def decide(overflowed: Tensor | None) -> tuple[Measured, Tensor]:
-                norm = self._norm_of_step() if own_norm is None else own_norm
-                if loss is None:
-                    measured = over_ranks(passed.loss, norm, copies=self.plan.parallel.tensor)
+            def decide(overflowed: Tensor | None) -> tuple[LossAndNorm, Tensor]:
+                norm = self._norm_of_step() if grad_norm is None else grad_norm
+                if reduced_loss is None:
+                    measured = reduce_loss_and_norm(accumulated.loss, norm, replicas=self.plan.parallel.tensor)
                 else:
-                    measured = Measured(loss, finite_or_infinite(norm))
-                return measured, self.guard.judge(measured, overflowed)
+                    measured = LossAndNorm(reduced_loss, finite_or_infinite(norm))
+                return measured, self.guard.should_skip(measured, overflowed)
 
             step = self._pipeline.step if self._pipeline else self.engine.step
             measured, _ = step_with_verdict(step, self.engine.basic_optimizer, decide, skip_if, self.device)
-        return StepResult(measured.loss, measured.grad_norm, lr, passed.router_loss)
+        return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
         """Accumulates the gradients of this rank's micro-batches."""
@@ -220,10 +234,14 @@ class DeepSpeedEngine(HasState):
             self.engine.train()
         if self.objective:
             self.objective.begin()
+        if self._pipeline:
+            return self._pipeline.accumulate(batch, self._slices(batch), self.objective)
         total, router_loss = torch.zeros((), device=self.device), None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             loss_sum, auxiliary = self._forward(micro_batch)
-            loss = self.weigh(loss_sum, batch.terms)
+            loss = loss_sum * (
+                self.plan.gradient_ranks / batch.num_items
+            )  # DeepSpeed averages gradients over these ranks
             if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
                 loss = loss + auxiliary / len(batch.micro_batches)
                 router_loss = with_router_loss(router_loss, auxiliary)
@@ -233,7 +251,7 @@ class DeepSpeedEngine(HasState):
             if index < len(batch.micro_batches):
                 self.engine.step()  # counts the micro-batch; only the step after the last one updates
             total += loss_sum.detach()
-        return Accumulated(total / batch.terms, router_loss)
+        return Accumulated(total / batch.num_items, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -243,29 +261,26 @@ class DeepSpeedEngine(HasState):
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
-        own = self.slice(micro_batch)
-        return forward(self.engine, self.model, own, self.device, self.objective, micro_batch)
-
-    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
-        """Scales a loss by the number of ranks with different tokens, over which DeepSpeed averages gradients."""
-        return loss_sum * (self.plan.holders / terms)
+        batch = self._slice(micro_batch)
+        return forward(self.engine, self.model, batch, self.device, self.objective, micro_batch)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean loss over the terms of all ranks."""
+        """Returns the mean loss over the items of all ranks."""
         if self.objective:
             self.objective.begin()
         with self.averaged(), self._active():
-            total = self._pipeline.evaluate(batch) if self._pipeline else self._evaluate(batch)
-        return self._sum_over_replicas(total) / batch.terms
+            self.engine.eval()
+            total = self._evaluate(batch)
+        return self._sum_over_replicas(total) / batch.num_items
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
         with self._active():
-            if self._pipeline:
-                return self._pipeline.next_logits(batch)
             self.engine.eval()
-            return next_logits(self.engine, self.model, self.slice(batch), self.device, batch)
+            if self._pipeline:
+                return self._pipeline.next_logits(batch, self._slice(batch))
+            return next_logits(self.engine, self.model, self._slice(batch), self.device, batch)
 
     def rewards(self) -> Tensor | None:
         """Returns the sums of the last batch's rewards over all ranks."""
@@ -273,28 +288,33 @@ class DeepSpeedEngine(HasState):
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this rank's sum of losses."""
-        self.engine.eval()
+        if self._pipeline:
+            return self._pipeline.evaluate(batch, self._slices(batch), self.objective)
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             total += self._forward(micro_batch)[0]
         return total
 
-    def pieces(self) -> Iterator[list[Piece]]:
-        """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
-        yield from pieces_of(*self._held())
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        leaves_base = self.plan.recipe.model.leaves_base
-        frozen = [one for one in names if not (one.requires_grad or leaves_base)]
+    def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:
+        """Yields the tensors trained on this rank as shards, then the untrained ones."""
+        yield from checkpoint_shards(*self._optimizer_shards())
+        omits_base_weights = self.plan.recipe.model.omits_base_weights
+        frozen = [
+            parameter for parameter in self.model.parameters() if not (parameter.requires_grad or omits_base_weights)
+        ]
         with gather_partitioned(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
-            equal = multiplied(_place_in(self._replicas), self._copies)
-            yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
+            replica = Replica.of_rank(self._group("data_parallel_group")).times(self._tensor_parallel_replica)
+            yield untrained_shards(
+                self.model, replica, omits_base_weights, self._hugging_face_name, self._locate_untrained
+            )
 
-    def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
-        """Returns the tensors that the optimizer holds on this rank, and the regions of weights that they belong to."""
-        own = {one for model, _ in self.models() for one in model.parameters()}  # leaves out `Stage.idle`
+    def _optimizer_shards(self) -> tuple[Iterable[list[OptimizerShard]], Locate]:
+        """Returns what the optimizer holds on this rank, and a function that locates it in whole weights."""
+        own = {parameter for model, _ in self.models() for parameter in model.parameters()}  # leaves out `Stage.idle`
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter in own}
-        trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
-        return trained, lambda one: self._place(names[one], one)
+        lists = optimizer_shards(self.engine.optimizer)
+        own_lists = ([shard for shard in shards if shard.parameter in names] for shards in lists)
+        return own_lists, lambda parameter: self._locate(names[parameter], parameter)
 
     def progress(self) -> dict[str, Any]:
         """Returns the counters."""
@@ -305,7 +325,7 @@ class DeepSpeedEngine(HasState):
         }
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Restores the model's weights and the counters after the optimizer's tensors have been loaded.
+        """Restores the model's weights and DeepSpeed's counters after the optimizer's tensors have been loaded.
 
         Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint. Raises CheckpointError if
         the saved loss scaler has other fields than this one.
@@ -314,11 +334,11 @@ class DeepSpeedEngine(HasState):
         resume_schedule(self.engine.lr_scheduler, progress["schedule"])
         for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
             setattr(self.engine, name, value)
-        saved, scalers, own = progress.get("loss_scale", {}), loss_scalers(self.engine), self._loss_scale()
+        saved, scalers, current = progress.get("loss_scale", {}), loss_scalers(self.engine), self._loss_scale()
         for name in saved.keys() & scalers.keys():
-            if saved[name].keys() != own[name].keys():
-                found, needed = ", ".join(sorted(saved[name])), ", ".join(sorted(own[name]))
-                message = f"for '{name}', it contains {found} instead of {needed}"
+            if saved[name].keys() != current[name].keys():
+                fields, needed = ", ".join(sorted(saved[name])), ", ".join(sorted(current[name]))
+                message = f"for '{name}', it contains {fields} instead of {needed}"
                 raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
             if name == "loss_scaler":
                 vars(scalers[name]).update(saved[name])
@@ -327,13 +347,13 @@ class DeepSpeedEngine(HasState):
 
     def _loss_scale(self) -> dict[str, dict[str, Any]]:
         scalers = loss_scalers(self.engine)
-        found = {}
+        states = {}
         if "loss_scaler" in scalers:
             values = vars(scalers["loss_scaler"])
-            found["loss_scaler"] = {key: value for key, value in values.items() if isinstance(value, int | float)}
+            states["loss_scaler"] = {key: value for key, value in values.items() if isinstance(value, int | float)}
         if "gradscaler" in scalers:
-            found["gradscaler"] = scalers["gradscaler"].state_dict()
-        return found
+            states["gradscaler"] = scalers["gradscaler"].state_dict()
+        return states
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
@@ -341,9 +361,12 @@ class DeepSpeedEngine(HasState):
             # The passes of `reference_model` may leave layers that ZeRO-3 is still prefetching, and cannot release
             # before they have arrived ("Cannot partition a param in flight").
             self.engine.empty_partition_cache()
-        named = self._renamed.named_weights(self._whole) if self._renamed else None
+        axis = self._axis_with["named_weights"]
+        named = axis.named_weights(self._full_tensor) if axis else None
+        if named is None:
+            named = ((name, self._full_tensor(weight)) for name, weight in named_weights(self.model))
         with self.averaged():
-            for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
+            for name, weight in named:
                 yield weight_name(name), weight.cpu()
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -357,10 +380,10 @@ class DeepSpeedEngine(HasState):
 
     def describe(self) -> dict[str, Any]:
         """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
-        own = {key: value for axis in self.axes for key, value in axis.describe().items()}
+        of_axes = {key: value for axis in self.axes for key, value in axis.describe().items()}
         return {
             "engine": f"{self._prepared_by}deepspeed {deepspeed.__version__}",
-            **own,
+            **of_axes,
             "optimizer": type(self.engine.optimizer).__name__,
             "basic_optimizer": type(self.engine.basic_optimizer).__name__,
             "device": str(self.device),
@@ -374,18 +397,22 @@ class DeepSpeedEngine(HasState):
                 stack.enter_context(axis.active())
             yield
 
-    def slice(self, batch: MicroBatch) -> MicroBatch:
+    def _slice(self, batch: MicroBatch) -> MicroBatch:
         """Returns this rank's part of a micro-batch of its replica."""
         for axis in self.axes:
             batch = axis.slice(batch)
         return batch
 
+    def _slices(self, batch: StepBatch) -> list[MicroBatch]:
+        """Returns this rank's part of each micro-batch of its replica."""
+        return [self._slice(micro_batch) for micro_batch in batch.micro_batches]
+
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums the values of all ranks for a batch; tensor parallel ranks have equal values."""
         if self._pipeline:
             return self._pipeline.sum_over_replicas(value)
-        if self.plan.holders > 1:
-            dist.all_reduce(value, group=self._replicas)
+        if self.plan.gradient_ranks > 1:
+            dist.all_reduce(value, group=self._group("data_parallel_group"))
         return value
 
     def _replicated_grad_norm(self) -> Tensor | None:
@@ -401,15 +428,15 @@ class DeepSpeedEngine(HasState):
         return norm / scaler.get_scale() if scaler else norm
 
     def _gradient_norm(self) -> Tensor:
-        """Returns the 2-norm of the gradients on this rank and on the other holders of divided weights."""
-        held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+        """Returns the 2-norm of whole gradients, of which other ranks hold shards."""
+        by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
         for name, parameter in self.model.named_parameters():
             if counted_by_another_stage(parameter):
                 continue
-            portion = self._portion(name, parameter)
+            shard = self._weight_shard(name, parameter)
             # A rank without a gradient still takes part in the sum.
-            held.setdefault(portion.holders if portion else None, []).extend(gradients_of([parameter]))
-        squares = {group: squared_norm(found, self.device) for group, found in held.items()}
+            by_group.setdefault(shard.group if shard else None, []).extend(gradients_of([parameter]))
+        squares = {group: squared_norm(gradients, self.device) for group, gradients in by_group.items()}
         for group, square in squares.items():
             if group is not None:
                 dist.all_reduce(square, group=group)
@@ -420,58 +447,58 @@ class DeepSpeedEngine(HasState):
 
     def _norm_of_step(self) -> Tensor:
         """Returns the norm within DeepSpeed's step: the one that DeepSpeed has taken, if it keeps one."""
-        if (own := self._replicated_grad_norm()) is not None:
-            return own
+        if (norm := self._replicated_grad_norm()) is not None:
+            return norm
         return torch.as_tensor(last_norm(self.engine.optimizer), device=self.device, dtype=torch.float32)
 
-    @property
-    def _replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of the model as this one; None for all ranks."""
-        return self._groups.replicas if self._groups else None
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        """Returns the process group of an axis, one of `GROUPS`; None if no axis determines it."""
+        axis = self._axis_with[name]
+        group: dist.ProcessGroup | None = getattr(axis, name) if axis else None
+        return group
 
     @property
-    def _copies(self) -> tuple[int, int]:
-        """(index, number) of this rank among the ranks of its replica that hold equal copies of undivided weights."""
-        return _place_in(self._copied.copies) if self._copied else (0, 1)
+    def _tensor_parallel_replica(self) -> Replica:
+        """This rank's replica of undivided weights among the ranks that share the other weights."""
+        group = self._group("tensor_parallel_group")
+        return Replica() if group is None else Replica.of_rank(group)
 
-    def _portion(self, name: str, tensor: Tensor) -> Portion | None:
-        found = [portion for axis in self.axes if (portion := axis.portion(name, tensor))]
-        if len(found) > 1:
+    def _weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
+        shards = [shard for axis in self.axes if (shard := axis.weight_shard(name, tensor))]
+        if len(shards) > 1:
             raise ValueError(f"several axes divide {name}")
-        return found[0] if found else None
+        return shards[0] if shards else None
 
-    def _untrained_portion(self, name: str, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
-        portion = self._portion(name, tensor)
-        return None if portion is None else (portion.region, _place_in(portion.replicas))
-
-    def _place(self, name: str, parameter: nn.Parameter) -> Place:
-        portion, copy = self._portion(name, parameter), (0, 1)
-        if self.plan.parallel.zero_stage == 0:  # ZeRO's shards are not copies of each other
-            copy = _place_in(portion.replicas if portion else self._replicas)
+    def _locate(self, name: str, parameter: nn.Parameter) -> ShardLocation:
+        """Returns where this rank's shard of a trained parameter is in the whole weight."""
+        shard, replica = self._weight_shard(name, parameter), Replica()
+        if self.plan.parallel.zero_stage == 0:  # ZeRO's shards are not replicas of each other
+            replica = Replica.of_rank(shard.replica_group if shard else self._group("data_parallel_group"))
         if self._pipeline:
-            copy = multiplied(copy, self._pipeline.tied_copy(name))
-        if portion is None:
-            return self._hugging_face_name(name), Region.whole(shape_of(parameter)), multiplied(copy, self._copies)
-        return self._hugging_face_name(name), portion.region, copy
+            replica = replica.times(self._pipeline.tied_replica(name))
+        if shard is None:
+            weight_slice, replica = WeightSlice.whole(shape_of(parameter)), replica.times(self._tensor_parallel_replica)
+        else:
+            weight_slice = shard.weight_slice
+        return ShardLocation(self._hugging_face_name(name), weight_slice, replica)
+
+    def _locate_untrained(self, name: str, tensor: Tensor) -> tuple[WeightSlice, Replica] | None:
+        shard = self._weight_shard(name, tensor)
+        return None if shard is None else (shard.weight_slice, Replica.of_rank(shard.replica_group))
 
     def _hugging_face_name(self, name: str) -> str:
         for axis in self.axes:
             name = axis.hugging_face_name(name)
         return weight_name(name)
 
-    def _whole(self, parameter: Tensor) -> Tensor:
-        """Returns a copy of a whole weight, of which this rank may hold a portion or a ZeRO-3 shard.
+    def _full_tensor(self, parameter: Tensor) -> Tensor:
+        """Returns a copy of a whole weight, of which this rank may hold a shard.
 
-        All holders of the weight call it.
+        All ranks that hold shards of the weight call it.
         """
         partitioned = self.plan.parallel.zero_stage == 3
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             weight = parameter.detach().clone()
         for axis in self.axes:
-            weight = axis.whole(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
+            weight = axis.full_tensor(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
         return weight
-
-
-def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns this rank's index in a group, and the group's size; None is the group of all ranks."""
-    return dist.get_rank(group), dist.get_world_size(group)

@@ -14,15 +14,16 @@ adjacent ranks of any replica, and gathers the results. DeepSpeed calls this fol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.state.pieces import Box, Region
+from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
 from llmtrain.engines.state.save_load import shape_of
+from llmtrain.engines.state.shards import Chunk, WeightSlice
 from llmtrain.overrides.deepspeed import (
     count_all_experts,
     expert_blocks,
@@ -31,25 +32,21 @@ from llmtrain.overrides.deepspeed import (
     group_with_experts,
 )
 
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-
-
 GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 
 
-def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
-    """Returns the location of a tensor of experts in the Hugging Face block's tensor.
+def slice_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> WeightSlice:
+    """Returns the slice of the Hugging Face block's tensor that a tensor of this rank's experts is.
 
     local: the shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
     """
     experts, rows, columns = local
     first = (rank * experts, rows if name.endswith(UP) else 0, 0)
     height = rows if name.endswith(DOWN) else 2 * rows
-    return Region((ranks * experts, height, columns), (Box(first, (experts, rows, columns)),))
+    return WeightSlice((ranks * experts, height, columns), (Chunk(first, (experts, rows, columns)),))
 
 
-def _own_name(part: str, preset: Any) -> str:
+def _hugging_face_part(part: str, preset: Any) -> str:
     """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's.
 
     preset: the family's, as `expert_blocks` returns it.
@@ -63,8 +60,8 @@ def _own_name(part: str, preset: Any) -> str:
         "shared_experts_gate.": f"{preset.shared_experts_gate_pattern}.",
         "shared_experts.": f"{preset.shared_experts_pattern}.",
     }
-    theirs, own = next((theirs, own) for theirs, own in prefixes.items() if part.startswith(theirs))
-    return own + part.removeprefix(theirs)
+    prefix, hugging_face_prefix = next(item for item in prefixes.items() if part.startswith(item[0]))
+    return hugging_face_prefix + part.removeprefix(prefix)
 
 
 class ExpertAxis(EngineAxis):
@@ -78,32 +75,32 @@ class ExpertAxis(EngineAxis):
         """Reads what DeepSpeed has made by now: the groups of experts, and the path and preset of each block."""
         self._engine = engine
         self._group = expert_group(self.plan.parallel.expert)
-        self._blocks = expert_blocks(engine.model)
+        self._blocks = expert_blocks(engine.module)
         if self.plan.parallel.autotp_ranks > 1:
-            count_all_experts(engine.engine.optimizer, self.device)
+            count_all_experts(engine.optimizer, self.device)
 
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
         if self.plan.parallel.autotp_ranks > 1:
-            forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
+            forget_folded_gradients(self._engine.optimizer, self._engine.module.parameters())
 
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+    def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's experts.
 
-        For experts, the ranks of a tensor parallel group are ordinary ranks and not copies.
+        For experts, the ranks of a tensor parallel group are ordinary ranks, and hold no replicas.
         """
         if not is_expert(tensor):
             return None
-        region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.parallel.expert)
-        return Portion(region, self._group, group_with_experts(tensor))
+        weight_slice = slice_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.parallel.expert)
+        return WeightShard(weight_slice, self._group, group_with_experts(tensor))
 
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """Gathers the experts of all ranks; returns other weights unchanged."""
         if not is_expert(parameter):
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.plan.parallel.expert)]
-        dist.all_gather(parts, own, group=self._group)
-        return torch.cat(parts)
+            return shard
+        shards = [torch.empty_like(shard) for _ in range(self.plan.parallel.expert)]
+        dist.all_gather(shards, shard, group=self._group)
+        return torch.cat(shards)
 
     def hugging_face_name(self, name: str) -> str:
         """Returns the name before DeepSpeed replaced the blocks of experts; gate and up projections share a name."""
@@ -111,11 +108,11 @@ class ExpertAxis(EngineAxis):
         if path is None:
             return name
         part = name.removeprefix(f"{path}.")
-        return f"{path}.{_own_name(part, self._blocks[path])}"
+        return f"{path}.{_hugging_face_part(part, self._blocks[path])}"
 
     def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with gate and up projections joined and without aliases."""
-        parameters = dict(self._engine.model.named_parameters())
+        parameters = dict(self._engine.module.named_parameters())
         for name, parameter in parameters.items():
             path = self._block_of(name)
             if path is None:
@@ -128,7 +125,7 @@ class ExpertAxis(EngineAxis):
             weight = whole(parameter)
             if part == GATE:
                 weight = torch.cat([weight, whole(parameters[f"{path}.{UP}"])], dim=1)
-            yield f"{path}.{_own_name(part, preset)}", weight
+            yield f"{path}.{_hugging_face_part(part, preset)}", weight
 
     def _block_of(self, name: str) -> str | None:
         """Returns the path of the block of experts that a weight belongs to."""

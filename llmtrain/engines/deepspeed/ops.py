@@ -10,11 +10,14 @@ import os
 import sys
 import time
 
+from llmtrain.system.streams import reserved_stdout
+
 BUILDERS = {"async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
 """Operator → its builder. `deepspeed.ops.op_builder`, from which engines get theirs, also asks the accelerator.
 
-The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not (`llmtrain.ds_config`). So is
-the shared-memory collective for CPUs, which `llmtrain.runtime.distributed` disables.
+The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not
+(`llmtrain.plan.ds_config`). So is the shared-memory collective for CPUs, which `llmtrain.engines.runtime.distributed`
+disables.
 """
 TAIL_LINES = 20
 
@@ -22,8 +25,7 @@ TAIL_LINES = 20
 def main() -> None:
     """Compiles one operator, and prints the result."""
     name, accelerator = sys.argv[1:]
-    with os.fdopen(os.dup(1), "w") as output:
-        os.dup2(2, 1)
+    with reserved_stdout() as output:
         print(json.dumps(build_operator(name, accelerator)), file=output, flush=True)
 
 

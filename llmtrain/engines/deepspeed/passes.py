@@ -28,8 +28,8 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass
-class _Running:
-    """The data that a stage keeps of a micro-batch from its forward to its backward pass."""
+class _Saved:
+    """What a stage saves of a micro-batch from its forward to its backward pass."""
 
     received: Tensors
     """Leaf tensors; the previous stage waits for their gradients."""
@@ -52,75 +52,78 @@ class PassRunner:
         """computing: the context of forward passes. accumulating: the context of backward passes; when it ends, it adds
         their gradients to those of the step."""
         self.schedule = schedule
-        held: list[Any] = list(stages)
-        self._stages: dict[int, Stage] = dict(zip(schedule.stages_of(links.rank), held, strict=True))
+        modules: list[Any] = list(stages)
+        self._stages: dict[int, Stage] = dict(zip(schedule.stages_of(links.rank), modules, strict=True))
         self._links = links
         self._device = device
         self._computing = computing
         self._accumulating = accumulating
         self.delayed = DelayedWeights(stages) if schedule.splits_backward else None
 
-    def train(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+    def train(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs forward and backward passes over micro-batches, and accumulates gradients.
 
-        batches: whole micro-batches of this replica; own: this rank's slices of them. loss: see `Loss`.
+        batches: whole micro-batches of this replica. slices: this rank's slices of them. loss: see `Loss`.
         """
-        self._run(KINDS, batches, own, loss)
+        self._run(KINDS, batches, slices, loss)
 
-    def evaluate(self, batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss) -> None:
+    def evaluate(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss) -> None:
         """Runs forward passes only. Called without gradients."""
-        self._run(("forward",), batches, own, loss)
+        self._run(("forward",), batches, slices, loss)
 
     def _run(
-        self, kinds: Sequence[PassKind], batches: Sequence[MicroBatch], own: Sequence[MicroBatch], loss: Loss
+        self, kinds: Sequence[PassKind], batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss
     ) -> None:
-        self._batches, self._own, self._loss = batches, own, loss
-        self._running: dict[tuple[int, int], _Running] = {}
+        self._batches, self._slices, self._loss = batches, slices, loss
+        self._saved: dict[tuple[int, int], _Saved] = {}
         self._waiting: dict[tuple[int, int], list[Delayed]] = {}
-        self._links.begin(self.schedule, kinds, [one.input_ids.shape for one in own])
-        passes = [one for one in self.schedule.passes(len(batches))[self._links.rank] if one.kind in kinds]
+        self._links.begin(self.schedule, kinds, [batch_slice.input_ids.shape for batch_slice in slices])
+        passes = [each for each in self.schedule.passes(len(batches))[self._links.rank] if each.kind in kinds]
         runs = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
-        for one, following in zip_longest(passes, passes[1:]):
+        for current, following in zip_longest(passes, passes[1:]):
             if following is not None and (needed := self._received(following)):
                 self._links.expect(needed)  # while this pass runs
-            runs[one.kind](one)
+            runs[current.kind](current)
         self._links.finish()
 
-    def _received(self, one: Pass) -> Pass | None:
+    def _received(self, current: Pass) -> Pass | None:
         """Returns the pass whose results a pass receives, if there is one."""
-        is_end = one.kind == "weights" or (one.kind == "backward" and one.stage == self.schedule.stages - 1)
-        return None if is_end else self.schedule.needs(one)
+        is_end = current.kind == "weights" or (current.kind == "backward" and current.stage == self.schedule.stages - 1)
+        return None if is_end else self.schedule.needs(current)
 
-    def _forward(self, one: Pass) -> None:
-        stage, batch, own = self._stages[one.stage], self._batches[one.micro_batch], self._own[one.micro_batch]
-        tokens, positions = (part.to(self._device, non_blocking=True) for part in (own.input_ids, own.position_ids))
+    def _forward(self, current: Pass) -> None:
+        stage = self._stages[current.stage]
+        batch, batch_slice = self._batches[current.micro_batch], self._slices[current.micro_batch]
+        tokens, positions = (
+            part.to(self._device, non_blocking=True) for part in (batch_slice.input_ids, batch_slice.position_ids)
+        )
         received: Tensors = ()
         inputs: Tensors = (tokens, positions)
-        if (needed := self._received(one)) is not None:
+        if (needed := self._received(current)) is not None:
             received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
             inputs = stage.inputs(received, tokens, positions)
         stage.context, stage.bounds = documents_known(batch), bounds_for(stage.model, batch, self._device)
         with self._computing():
-            results = self._loss(stage, inputs, own) if stage.is_last else _floating(stage(inputs))
+            results = self._loss(stage, inputs, batch_slice) if stage.is_last else _floating(stage(inputs))
         if torch.is_grad_enabled():
-            self._running[one.stage, one.micro_batch] = _Running(received, results)
+            self._saved[current.stage, current.micro_batch] = _Saved(received, results)
         if not stage.is_last:
-            self._links.give(one, tuple(part.detach() for part in results))
+            self._links.give(current, tuple(part.detach() for part in results))
 
-    def _backward(self, one: Pass) -> None:
-        running = self._running.pop((one.stage, one.micro_batch))
-        needed = self._received(one)
-        gradients = [None] * len(running.results) if needed is None else self._links.take(needed)
+    def _backward(self, current: Pass) -> None:
+        saved = self._saved.pop((current.stage, current.micro_batch))
+        needed = self._received(current)
+        gradients = [None] * len(saved.results) if needed is None else self._links.take(needed)
         with self._accumulating():
-            torch.autograd.backward(running.results, gradients)
+            torch.autograd.backward(saved.results, gradients)
         if self.delayed is not None:
-            self._waiting[one.stage, one.micro_batch] = self.delayed.take()
-        if one.stage:
-            self._links.give(one, tuple(gradient_of(part) for part in running.received))
+            self._waiting[current.stage, current.micro_batch] = self.delayed.take()
+        if current.stage:
+            self._links.give(current, tuple(gradient_of(part) for part in saved.received))
 
-    def _weights(self, one: Pass) -> None:
+    def _weights(self, current: Pass) -> None:
         with self._accumulating():
-            for accumulate in self._waiting.pop((one.stage, one.micro_batch)):
+            for accumulate in self._waiting.pop((current.stage, current.micro_batch)):
                 accumulate()
 
 
@@ -151,12 +154,12 @@ class PipeLinks:
     def __init__(self, pipes: Sequence[Sequence[int]], device: torch.device) -> None:
         """pipes: the global ranks of every pipe of the run. All ranks of the run make their links at the same time."""
         self._device = device
-        own = dist.get_rank()
+        rank = dist.get_rank()
         for pipe in pipes:
             up, down = dist.new_group(list(pipe)), dist.new_group(list(pipe))
-            if own in pipe:
+            if rank in pipe:
                 self._pipe, self._up, self._down = list(pipe), up, down
-        self.rank = self._pipe.index(own)
+        self.rank = self._pipe.index(rank)
         self._shapes: dict[tuple[int, torch.Size], Shapes] = {}
         """The shapes of messages by the shape of the micro-batch. They are sent once, before the first message."""
 
@@ -164,13 +167,13 @@ class PipeLinks:
         """Starts passes of some kinds. sizes: the shapes of the micro-batches, [batch, T]."""
         self._schedule, self._sizes = schedule, sizes
         self._due = deque(
-            one
-            for one in schedule.messages(len(sizes))
-            if one.kind in kinds and self.rank in (schedule.rank_of(one.stage), schedule.receiver(one))
+            message
+            for message in schedule.messages(len(sizes))
+            if message.kind in kinds and self.rank in (schedule.rank_of(message.stage), schedule.receiver(message))
         )
         """The messages of this rank in order."""
-        self._coming: dict[Pass, list[tuple[dist.Work, Tensor]]] = {}
-        self._here: dict[Pass, Tensors] = {}
+        self._receiving: dict[Pass, list[tuple[dist.Work, Tensor]]] = {}
+        self._local_results: dict[Pass, Tensors] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def finish(self) -> None:
@@ -179,49 +182,49 @@ class PipeLinks:
             work.wait()
         self._sending.clear()
 
-    def give(self, one: Pass, results: Tensors) -> None:
-        """Passes on the results of a pass of this rank."""
-        receiver = self._schedule.receiver(one)
+    def give(self, message: Pass, results: Tensors) -> None:
+        """Sends the results of a pass of this rank to the rank that needs them, or keeps them if that is this rank."""
+        receiver = self._schedule.receiver(message)
         assert receiver is not None
         if receiver == self.rank:
-            self._here[one] = results
+            self._local_results[message] = results
             return
-        while self._due[0] != one:
+        while self._due[0] != message:
             self._receive()
         self._due.popleft()
-        key = self._described_as(one)
+        key = self._described_as(message)
         if key not in self._shapes:
             self._shapes[key] = [(part.shape, part.dtype) for part in results]
             self._send(_description(results).to(self._device), receiver)
         for part in results:
             self._send(part.contiguous(), receiver)
 
-    def expect(self, one: Pass) -> None:
+    def expect(self, message: Pass) -> None:
         """Begins to receive the results of a pass, unless this rank has to send something first."""
-        if self._is_own(one):
+        if self._is_own(message):
             return
-        while one not in self._coming and not self._is_own(self._due[0]):
+        while message not in self._receiving and not self._is_own(self._due[0]):
             if self._described_as(self._due[0]) not in self._shapes:
                 return  # Its sizes are not known yet, and waiting for them would block.
             self._receive()
 
-    def take(self, one: Pass) -> Tensors:
+    def take(self, message: Pass) -> Tensors:
         """Returns the results of a pass."""
-        if self._is_own(one):
-            return self._here.pop(one)
-        while one not in self._coming:
+        if self._is_own(message):
+            return self._local_results.pop(message)
+        while message not in self._receiving:
             self._receive()
-        coming = self._coming.pop(one)
-        for work, _ in coming:
+        receiving = self._receiving.pop(message)
+        for work, _ in receiving:
             work.wait()
-        return tuple(part for _, part in coming)
+        return tuple(part for _, part in receiving)
 
-    def _is_own(self, one: Pass) -> bool:
-        return self._schedule.rank_of(one.stage) == self.rank
+    def _is_own(self, message: Pass) -> bool:
+        return self._schedule.rank_of(message.stage) == self.rank
 
-    def _described_as(self, one: Pass) -> tuple[int, torch.Size]:
+    def _described_as(self, message: Pass) -> tuple[int, torch.Size]:
         """Returns the key of a message's shapes; a gradient has the shapes that the stage before has sent."""
-        return one.stage - (one.kind == "backward"), self._sizes[one.micro_batch]
+        return message.stage - (message.kind == "backward"), self._sizes[message.micro_batch]
 
     def _send(self, part: Tensor, receiver: int) -> None:
         while self._sending and self._sending[0][0].is_completed():
@@ -234,15 +237,15 @@ class PipeLinks:
 
     def _receive(self) -> None:
         """Begins to receive the next message."""
-        one = self._due.popleft()
-        sender, key = self._schedule.rank_of(one.stage), self._described_as(one)
-        assert sender != self.rank, f"{one} has to be sent first"
+        message = self._due.popleft()
+        sender, key = self._schedule.rank_of(message.stage), self._described_as(message)
+        assert sender != self.rank, f"{message} has to be sent first"
         if key not in self._shapes:
             description = torch.empty(DESCRIPTION, dtype=torch.int64, device=self._device)
             self._begin(description, sender).wait()
             self._shapes[key] = _shapes(description)
         parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes[key]]
-        self._coming[one] = [(self._begin(part, sender), part) for part in parts]
+        self._receiving[message] = [(self._begin(part, sender), part) for part in parts]
 
     def _begin(self, part: Tensor, sender: int) -> dist.Work:
         work = dist.irecv(part, self._pipe[sender], group=self._up if sender < self.rank else self._down)
@@ -259,8 +262,8 @@ def _description(parts: Tensors) -> Tensor:
 
 def _shapes(description: Tensor) -> Shapes:
     numbers = iter(description.tolist())
-    found = []
+    shapes = []
     for _ in range(next(numbers)):
         dtype, dimensions = DTYPES[next(numbers)], next(numbers)
-        found.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
-    return found
+        shapes.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
+    return shapes

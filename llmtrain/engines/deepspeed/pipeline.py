@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch import distributed as dist
@@ -25,20 +26,18 @@ from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
 from llmtrain.engines.engine import Accumulated, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
-from llmtrain.models import RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
+from llmtrain.engines.runtime.agree import broadcast
+from llmtrain.engines.runtime.distributed import is_alone
+from llmtrain.engines.state.shards import Replica
+from llmtrain.models import Objective, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.exchanges import GroupRanks
+from llmtrain.models.tensor.collectives import TorchTensorGroup
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.runtime.agree import broadcast
-from llmtrain.runtime.distributed import is_alone
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class RankSpec(LayerSpec):  # type: ignore[misc]
@@ -68,7 +67,7 @@ class StagePipeline(PipelineTiedByName):
 
         def make(rank: int) -> RankStages:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
-            slices = GroupRanks(self.mpu().get_slice_parallel_group())
+            slices = TorchTensorGroup(self.mpu().get_slice_parallel_group())
             return RankStages([build(stage, slices) for stage in schedule.stages_of(rank)])
 
         def names_of_ranks() -> list[list[str]]:
@@ -80,7 +79,7 @@ class StagePipeline(PipelineTiedByName):
             names_of_ranks if is_alone() else None,
             layers=[RankSpec(make, rank) for rank in range(schedule.ranks)],
             topology=PipeModelDataParallelTopology(
-                num_pp=schedule.ranks, num_mp=plan.parallel.tensor, num_dp=plan.holders
+                num_pp=schedule.ranks, num_mp=plan.parallel.tensor, num_dp=plan.gradient_ranks
             ),
             partition_method="uniform",
         )
@@ -94,7 +93,7 @@ class PipelineAxis(SlicedAxis):
         recipe, parallel = self.plan.recipe, self.plan.parallel
         dtype = weight_dtype(parallel.precision)
         self._build_stage = stage_builder(
-            recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.region_ranks > 1
+            recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.megatron_sp_ranks > 1
         )
 
     def build(self, ds_config: dict[str, Any]) -> StagePipeline:
@@ -113,42 +112,42 @@ class PipelineAxis(SlicedAxis):
             PipeLinks(self._grid.pipe_groups, self.device),
             self.device,
             partial(autocast, self.plan.parallel.precision, self.device.type),
-            partial(accumulating, engine.engine),
+            partial(accumulating, engine),
         )
 
-    def accumulate(self, batch: StepBatch) -> Accumulated:
-        """Runs one schedule over this replica's micro-batches, and reduces their gradients."""
-        if not self.model.training:
-            self._engine.engine.train()
-        self.passes.train(batch.micro_batches, self._begin(batch), self._loss)
-        reduce_pipeline(self._engine.engine)
-        return Accumulated(self._total / batch.terms, self._router_loss)
+    def accumulate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Accumulated:
+        """Runs one schedule over this replica's micro-batches, and reduces their gradients.
+
+        slices: this rank's slice of each micro-batch.
+        """
+        self._begin(batch)
+        self.passes.train(batch.micro_batches, slices, partial(self._loss, objective))
+        reduce_pipeline(self._engine)
+        return Accumulated(self._total / batch.num_items, self._router_loss)
 
     def step(self) -> None:
         """Makes the update."""
-        step_pipeline(self._engine.engine)
+        step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch) -> Tensor:
+    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
-        self._engine.engine.eval()
-        self.passes.evaluate(batch.micro_batches, self._begin(batch), self._loss)
+        self._begin(batch)
+        self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective))
         return self._total
 
-    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+    def next_logits(self, batch: MicroBatch, batch_slice: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
-        own = self._engine.slice(batch)
-        places = Places.of(own.labels)
-        found: dict[int, Tensor] = {}
+        places = Places.of(batch_slice.labels)
+        logits_by_row: dict[int, Tensor] = {}
 
-        def logits(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
+        def run_last_stage(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
             stage.kept = places.arguments(stage.model, self.device)
             output = stage(inputs)
-            found.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
+            logits_by_row.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
             return ()
 
-        self._engine.engine.eval()
-        self.passes.evaluate([batch], [own], logits)
-        return found
+        self.passes.evaluate([batch], [batch_slice], run_last_stage)
+        return logits_by_row
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums over all ranks. The last stages have the value, equal on tensor parallel ranks; the others have zero."""
@@ -166,10 +165,10 @@ class PipelineAxis(SlicedAxis):
         stages: Any = self.model
         return [(stage.model, stage.is_last) for stage in stages]
 
-    def tied_copy(self, name: str) -> tuple[int, int]:
-        """Returns (index, number) of this rank among those that hold the weight."""
+    def tied_replica(self, name: str) -> Replica:
+        """Returns this rank's replica of a weight that several stages may hold, because it is tied."""
         ranks = self._pipeline.holders(self.hugging_face_name(name))
-        return ranks.index(dist.get_rank()), len(ranks)
+        return Replica(ranks.index(dist.get_rank()), len(ranks))
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""
@@ -183,32 +182,29 @@ class PipelineAxis(SlicedAxis):
         """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
-        held = dict(named_weights(self.model))
-        own = {name: held[path] for path, name in self.model.hf_names.items()}
-        for owner in self._grid.pp_group:
-            names = broadcast(list(own), owner, group)
+        by_path = dict(named_weights(self.model))
+        by_name = {name: by_path[path] for path, name in self.model.hf_names.items()}
+        for source in self._grid.pp_group:
+            names = broadcast(list(by_name), source, group)
             for name in names:
                 if name in seen:
                     continue
-                weight = whole(own[name]) if dist.get_rank() == owner else None
-                yield name, _broadcast(weight, owner, group, self.device)
+                weight = whole(by_name[name]) if dist.get_rank() == source else None
+                yield name, _broadcast(weight, source, group, self.device)
             seen.update(names)
 
     def describe(self) -> dict[str, Any]:
         """Returns the rank's place in the pipe."""
         return {"stage": self._pipeline.stage_id}
 
-    def _begin(self, batch: StepBatch) -> list[MicroBatch]:
-        """Prepares a pass over a batch; returns this rank's slices of its micro-batches."""
-        self._terms, self._micro_batches = batch.terms, len(batch.micro_batches)
+    def _begin(self, batch: StepBatch) -> None:
+        """Sets the sums to zero before the passes over a batch."""
+        self._num_items, self._micro_batches = batch.num_items, len(batch.micro_batches)
         self._total = torch.zeros((), device=self.device)
         stage: Any = self.model[0]
         self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
-        if self._engine.objective:
-            self._engine.objective.begin()
-        return [self._engine.slice(one) for one in batch.micro_batches]
 
-    def _loss(self, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
+    def _loss(self, objective: Objective | None, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
         """Runs the last stage; returns the loss whose gradients DeepSpeed averages, scaled if the engine scales it.
 
         Adds the router's loss, as `forward` does.
@@ -218,21 +214,21 @@ class PipelineAxis(SlicedAxis):
             stage.targets = labels
         output = stage(inputs)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = loss_of(result, labels, stage.model, batch.completions, self._engine.objective)
+        loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
         self._total += loss_sum.detach()
-        loss = self._engine.weigh(loss_sum, self._terms)
+        loss = loss_sum * (self.plan.gradient_ranks / self._num_items)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:
             auxiliary = router_loss_weight(stage.model.config) * auxiliary
             loss = loss + auxiliary / self._micro_batches
             self._router_loss = with_router_loss(self._router_loss, auxiliary)
-        return (self._engine.engine.scale(loss) if torch.is_grad_enabled() else loss,)
+        return (self._engine.scale(loss) if torch.is_grad_enabled() else loss,)
 
 
-def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Returns the owner's weight on every rank of the group, on the CPU."""
-    described: Any = broadcast(None if weight is None else (weight.shape, weight.dtype), owner, group)
+def _broadcast(weight: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Returns the weight of rank `source` on every rank of the group, on the CPU."""
+    described: Any = broadcast(None if weight is None else (weight.shape, weight.dtype), source, group)
     if weight is None:
         weight = torch.empty(described[0], dtype=described[1], device=device)
     weight = weight.to(device).contiguous()
-    dist.broadcast(weight, src=owner, group=group)
+    dist.broadcast(weight, src=source, group=group)
     return weight.cpu().clone()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
@@ -18,9 +19,6 @@ from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class SequenceAxis(EngineAxis):
@@ -33,7 +31,8 @@ class SequenceAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
-        self.ulysses = Ulysses(engine.models()[0][0], self.slices)
+        model = engine.module.stages[0].model if self.plan.stages else engine.module
+        self.ulysses = Ulysses(model, self.sequence_parallel_group)
         if self.plan.stages:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             for stage in engine.module.stages:
@@ -44,7 +43,7 @@ class SequenceAxis(EngineAxis):
         return self.ulysses.active()
 
     @property
-    def slices(self) -> Group:
+    def sequence_parallel_group(self) -> Group:
         """The ranks with this rank's samples and the same part of the model; they are `parallel.tensor` apart."""
         return _strided_group(self.plan.parallel.sequence, self.plan.parallel.tensor)
 
@@ -56,11 +55,11 @@ class SequenceAxis(EngineAxis):
 @cache
 def _strided_group(size: int, stride: int) -> Group:
     """Returns the group of `size` ranks, `stride` apart, that contains this rank; made once per process."""
-    own = dist.GroupMember.NON_GROUP_MEMBER
+    group_of_rank = dist.GroupMember.NON_GROUP_MEMBER
     for block in range(0, dist.get_world_size(), size * stride):
         for first in range(block, block + stride):
             ranks = list(range(first, block + size * stride, stride))
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
-                own = group
-    return own
+                group_of_rank = group
+    return group_of_rank

@@ -21,12 +21,12 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.engines.forward import documents_known
 from llmtrain.engines.optim import gradient_of
+from llmtrain.engines.runtime.agree import gather
+from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
-from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference, relative_deviation
-from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.runtime.agree import gather
-from llmtrain.runtime.distributed import is_alone
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
@@ -50,9 +50,9 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", _pair())
-    if found := describe(gather(reason)):
+    if reason := describe(gather(reason)):
         refused = f"sequences of {config.model_type} cannot be cut into slices"
-        raise FamilyError("sequence.family", "parallel.sequence", 1, refused, found)
+        raise FamilyError("sequence.family", "parallel.sequence", 1, refused, reason)
 
 
 def describe(reasons: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def compare_sliced_sequences(
     batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
     """
     try:
-        whole = reference(config, attention).train()
+        whole = build_tiny_model(config, attention).train()
         if batch is None:
             tokens, positions = packed_input(config)
             batch = MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
@@ -108,10 +108,10 @@ def _deviation(
     split: PreTrainedModel, whole: PreTrainedModel, expected: tuple[Tensor, ...], batch: MicroBatch, ulysses: Ulysses
 ) -> str:
     with ulysses.active():
-        own = ulysses.slice(batch)
-        result = _forward(split, own)
+        batch_slice = ulysses.slice(batch)
+        result = _forward(split, batch_slice)
         # Each rank has the whole auxiliary loss, and contributes its share.
-        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()  # type: ignore[no-untyped-call]
+        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), batch_slice, batch).backward()  # type: ignore[no-untyped-call]
     wrong = _wrong_gradients(split, whole, ulysses.group)  # first, because every rank has to take part
     if relative_deviation(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank]) > TOLERANCE:
         return "the logits of a slice deviate from those of the whole sequence"
@@ -123,14 +123,14 @@ def _deviation(
 def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
     """Returns the parameters whose gradients, summed over the slices, differ from those of the whole sequence."""
     models = (split, whole)
-    mine, theirs = ({name: gradient_of(one) for name, one in model.named_parameters()} for model in models)
-    together = torch.cat([gradient.flatten() for gradient in mine.values()])
-    dist.all_reduce(together, group=group)
-    least = ROUNDING / GRADIENT_TOLERANCE * max(float(gradient.abs().max()) for gradient in theirs.values())
-    summed = torch.split_with_sizes(together, [gradient.numel() for gradient in mine.values()])
+    of_slices, of_whole = ({name: gradient_of(weight) for name, weight in model.named_parameters()} for model in models)
+    flat = torch.cat([gradient.flatten() for gradient in of_slices.values()])
+    dist.all_reduce(flat, group=group)
+    least = ROUNDING / GRADIENT_TOLERANCE * max(float(gradient.abs().max()) for gradient in of_whole.values())
+    summed = torch.split_with_sizes(flat, [gradient.numel() for gradient in of_slices.values()])
     return [
         name
-        for gradient, (name, expected) in zip(summed, theirs.items(), strict=True)
+        for gradient, (name, expected) in zip(summed, of_whole.items(), strict=True)
         if relative_deviation(gradient.view_as(expected), expected, least) > GRADIENT_TOLERANCE
     ]
 
@@ -142,6 +142,6 @@ def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
     return (output.logits,) if auxiliary is None else (output.logits, auxiliary)
 
 
-def _loss(result: tuple[Tensor, ...], own: MicroBatch, whole: MicroBatch | None = None) -> Tensor:
+def _loss(result: tuple[Tensor, ...], batch: MicroBatch, whole: MicroBatch | None = None) -> Tensor:
     logits, *auxiliary = result
-    return sum(auxiliary, target_loss_sum(logits, own.labels) / (whole or own).labels.numel())
+    return sum(auxiliary, target_loss_sum(logits, batch.labels) / (whole or batch).labels.numel())

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
 from llmtrain.engines.deepspeed.partitioned import gather_partitioned, partition_with
-from llmtrain.engines.state.pieces import Region
 from llmtrain.engines.state.save_load import shape_of
-from llmtrain.models import build_sliced, model_configuration
+from llmtrain.engines.state.shards import WeightSlice
+from llmtrain.models import build_tensor_parallel, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.proof.slices_check import check_slices
-from llmtrain.models.tensor.exchanges import GroupRanks, Shard, shard_of
+from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
 from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.tiny.tensor_check import check_tensor_split
 
 
 class SlicedAxis(EngineAxis):
@@ -31,36 +31,38 @@ class SlicedAxis(EngineAxis):
     _grid: Any
 
     @property
-    def replicas(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same slices of the same stage."""
         group: dist.ProcessGroup = self._grid.get_data_parallel_group()
         return group
 
     @property
-    def copies(self) -> dist.ProcessGroup:
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
         """The ranks of a replica, or those that share a stage."""
         group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
         return group
 
-    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+    def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's slice of a weight."""
-        shard = shard_of(tensor)
-        if shard is None:
+        split = shard_of(tensor)
+        if split is None:
             return None
-        rank, ranks = dist.get_rank(self.copies), dist.get_world_size(self.copies)
-        return Portion(region_of(shard, shape_of(tensor), rank, ranks), self.copies, self.replicas)
+        group = self.tensor_parallel_group
+        weight_slice = slice_of_rank(split, shape_of(tensor), dist.get_rank(group), dist.get_world_size(group))
+        return WeightShard(weight_slice, group, self.data_parallel_group)
 
-    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Joins the slices."""
-        shard = shard_of(parameter)
-        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
+    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """Gathers the slices of a weight."""
+        split = shard_of(parameter)
+        return shard if split is None else split.whole(TorchTensorGroup(self.tensor_parallel_group).all_gather(shard))
 
 
-def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
-    """Returns the location of a rank's slice of shape `local` in the whole weight."""
-    width = local[shard.dim] // shard.blocks
-    shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
-    return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
+def slice_of_rank(split: Shard, local: torch.Size, rank: int, ranks: int) -> WeightSlice:
+    """Returns a rank's slice of a weight, given the slice's shape `local`."""
+    width = local[split.dim] // split.blocks
+    shape = (*local[: split.dim], local[split.dim] * ranks, *local[split.dim + 1 :])
+    ranges = [((block * ranks + rank) * width, width) for block in range(split.blocks)]
+    return WeightSlice.ranges(shape, split.dim, ranges)
 
 
 class TensorAxis(SlicedAxis):
@@ -69,23 +71,23 @@ class TensorAxis(SlicedAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        config, regions = model_configuration(recipe), self.plan.region_ranks > 1
-        self._split = check_slices(config, degree, recipe.model.attention_kernel, regions)
-        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
+        config, sequence_parallel = model_configuration(recipe), self.plan.megatron_sp_ranks > 1
+        self._split = check_tensor_split(config, degree, recipe.model.attention_kernel, sequence_parallel)
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.gradient_ranks)
         self._grid = PipelineParallelGrid(topology)
 
     def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         """Returns the model with this rank's slices. Those of a layer are allocated, then partitioned at ZeRO-3."""
         recipe = self.plan.recipe
-        slices = TensorParallel(self._split, GroupRanks(self.copies))
+        slices = TensorParallel(self._split, TorchTensorGroup(self.tensor_parallel_group))
         dtype = weight_dtype(recipe.parallel.precision)
         if self.plan.parallel.zero_stage < 3:
-            return build_sliced(recipe, dtype, self.device, slices)
-        partition = partition_with(ds_config, self.replicas, self.grid)
-        is_reader = dist.get_rank(self.replicas) == 0
-        return build_sliced(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
+            return build_tensor_parallel(recipe, dtype, self.device, slices)
+        partition = partition_with(ds_config, self.data_parallel_group, self.mpu)
+        is_reader = dist.get_rank(self.data_parallel_group) == 0
+        return build_tensor_parallel(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
 
     @property
-    def grid(self) -> PipelineParallelGrid:
+    def mpu(self) -> PipelineParallelGrid:
         """The groups, as in a pipeline of one stage."""
         return self._grid

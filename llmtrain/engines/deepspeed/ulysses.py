@@ -73,7 +73,7 @@ class Ulysses:
             self._part(batch.input_ids),
             self._part(batch.position_ids),
             self._part(batch.labels),
-            batch.completions and replace(batch.completions, segments=self._part(batch.completions.segments)),
+            batch.completions and replace(batch.completions, segment_ids=self._part(batch.completions.segment_ids)),
         )
 
     def _part(self, whole: Tensor) -> Tensor:

@@ -23,15 +23,16 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer, update_by_adamw
-from llmtrain.engines.optimizers.matrices import MatrixPart, parts_of
+from llmtrain.engines.optimizers.matrices import LocatedShard, located_shards
 from llmtrain.engines.optimizers.sums import SharedSums
-from llmtrain.engines.state.pieces import Box, Region
-from llmtrain.engines.state.save_load import HeldLists, PlaceOf
+from llmtrain.engines.runtime.agree import gather
+from llmtrain.engines.state.optimizer_shards import OptimizerShardLists
+from llmtrain.engines.state.save_load import Locate
+from llmtrain.engines.state.shards import Chunk, WeightSlice
 from llmtrain.overrides.torch import local
+from llmtrain.plan.facts.weights import HeldRows
 from llmtrain.plan.optimizers import OPTIMIZERS, STRETCH
-from llmtrain.plan.weights import HeldRows
-from llmtrain.runtime.agree import gather
-from llmtrain.system.piece_heads import WEIGHT
+from llmtrain.system.piece_headers import WEIGHT
 
 CODES, SCALES = OPTIMIZERS["adamw_8bit"].codes, OPTIMIZERS["adamw_8bit"].scales
 DECADES = 7
@@ -76,25 +77,25 @@ def codes_of_moments(device: torch.device) -> tuple[Codes, Codes]:
     """
     positive = fractions(1)
     tables, lengths = [], []
-    for values in ([*(-one for one in reversed(positive)), 0.0, *positive], [0.0, *fractions(2)]):
+    for values in ([*(-fraction for fraction in reversed(positive)), 0.0, *positive], [0.0, *fractions(2)]):
         borders = [(low + high) / 2 for low, high in pairwise(values)]
         tables += [*values, values[-1], *borders]  # the last code is not used
         lengths += [len(values) + 1, len(borders)]
     tables[-lengths[-1]] = 0.0  # the border between 0 and the smallest second moment
-    first, below, second, between = torch.split(torch.tensor(tables, device=device), lengths)
-    return Codes(first, below), Codes(second, between)
+    first, first_borders, second, second_borders = torch.split(torch.tensor(tables, device=device), lengths)
+    return Codes(first, first_borders), Codes(second, second_borders)
 
 
 class RowRange:
-    """A flat range of held rows."""
+    """A flat range of the rows of a slice."""
 
     def __init__(self, rows: HeldRows, start: int, first: int, end: int) -> None:
-        """start: the element with which the rank's part begins. first, end: the range."""
+        """start: the element with which the rank's shard begins. first, end: the range."""
         blocks, before = rows.blocks(first, end), rows.number(start)
         self.elements = slice(first - start, end - start)
-        """Its elements, within the part."""
+        """Its elements, within the shard."""
         self.blocks = slice(blocks.start - before, blocks.stop - before)
-        """Its blocks, within those of the part."""
+        """Its blocks, within those of the shard."""
         self._rows, above = rows, first // rows.elements
         self._number = -(-end // rows.elements) - above
         self._range = slice(first - above * rows.elements, end - above * rows.elements)
@@ -105,24 +106,24 @@ class RowRange:
         """Returns the largest magnitude in each block, [blocks], of the values of all elements, [elements]."""
         rows, block = self._rows, self._rows.block
         whole = _padded(values, self._range, self._number * rows.elements).view(self._number, rows.elements)
-        found = []
+        largest = []
         parts = torch.split(whole, [number for _, number in rows.columns], 1)
         for (first, number), part in zip(rows.columns, parts, strict=True):
-            beside = first % block, -(first + number) % block
-            padded = pad(part, beside) if any(beside) else part
-            found.append(torch.linalg.vector_norm(padded.reshape(self._number, -1, block), math.inf, -1))
-        return _joined(found).view(-1)[self._blocks]
+            padding = first % block, -(first + number) % block
+            padded = pad(part, padding) if any(padding) else part
+            largest.append(torch.linalg.vector_norm(padded.reshape(self._number, -1, block), math.inf, -1))
+        return _joined(largest).view(-1)[self._blocks]
 
     def spread(self, values: Tensor) -> Tensor:
         """Returns the values of blocks, [blocks], as one for each element, [elements]."""
         rows, block = self._rows, self._rows.block
         whole = _padded(values, self._blocks, self._number * len(rows.held)).view(self._number, len(rows.held))
-        found = []
+        spread = []
         parts = torch.split(whole, [number for _, number in rows.spans], 1)
         for (first, number), part in zip(rows.columns, parts, strict=True):
-            alike = part[:, :, None].expand(-1, -1, block).reshape(self._number, -1)
-            found.append(alike[:, first % block : first % block + number])
-        return _joined(found).reshape(-1)[self._range]
+            repeated = part[:, :, None].expand(-1, -1, block).reshape(self._number, -1)
+            spread.append(repeated[:, first % block : first % block + number])
+        return _joined(spread).reshape(-1)[self._range]
 
 
 def _padded(values: Tensor, within: slice, size: int) -> Tensor:
@@ -142,45 +143,46 @@ Cuts = tuple[frozenset[int], frozenset[tuple[int, int]]]
 """Blocks that are divided among ranks: (those divided in every row, others as (row, block of the row))."""
 
 
-class HeldBlocks:
-    """What a rank holds of a matrix, and the scales of the blocks in which it holds elements."""
+class QuantizedShard:
+    """A rank's shard of a matrix, and the scales of the blocks in which it has elements."""
 
-    def __init__(self, part: MatrixPart, block: int) -> None:
-        region, last = part.region, len(part.region.shape) - 1
-        boxes = region.boxes if region.dim == last else region.boxes[:1]
-        columns = tuple((box.first[last], box.size[last]) for box in boxes)
-        self.rows = rows = HeldRows(region.shape[last], columns, block)
-        lines = region.over(range(last))
-        self.name = f"{part.name} {[(box.first, box.size) for box in lines.boxes]}"
-        """Equal on all ranks that hold parts of these rows."""
-        self._held = slice(part.offset, part.offset + part.length)
-        self._lines, self._start, self._end = lines.numel, part.start, part.start + part.length
+    def __init__(self, shard: LocatedShard, block: int) -> None:
+        weight_slice, last = shard.weight_slice, len(shard.weight_slice.shape) - 1
+        chunks = weight_slice.chunks if weight_slice.dim == last else weight_slice.chunks[:1]
+        columns = tuple((chunk.offsets[last], chunk.sizes[last]) for chunk in chunks)
+        self.rows = rows = HeldRows(weight_slice.shape[last], columns, block)
+        row_slice = weight_slice.project(range(last))
+        self.name = f"{shard.name} {[(chunk.offsets, chunk.sizes) for chunk in row_slice.chunks]}"
+        """Equal on all ranks that hold shards of these rows."""
+        self._range = slice(shard.offset, shard.offset + shard.length)
+        self._num_rows, self._start, self._end = row_slice.numel, shard.start, shard.start + shard.length
         self._blocks = rows.blocks(self._start, self._end)
         self.number = len(self._blocks)
         self.cuts: Cuts = (
             rows.cut,
             frozenset(rows.place(rows.number(end)) for end in (self._start, self._end) if rows.is_cut(end)),
         )
-        placed = (
-            Box((*box.first[:-1], first), (*box.size[:-1], blocks))
-            for box, (first, blocks) in zip(region.boxes, cycle(rows.spans), strict=False)
+        block_chunks = (
+            Chunk((*chunk.offsets[:-1], first), (*chunk.sizes[:-1], blocks))
+            for chunk, (first, blocks) in zip(weight_slice.chunks, cycle(rows.spans), strict=False)
         )
-        self.region = Region((*region.shape[:-1], rows.in_row), tuple(placed), region.dim)
-        """The blocks' region in a tensor that has an element for each block of the whole weight."""
+        self.weight_slice = WeightSlice((*weight_slice.shape[:-1], rows.in_row), tuple(block_chunks), weight_slice.dim)
+        """The slice of these blocks in a tensor that has an element for each block of the whole weight."""
         self.first = self._blocks.start
-        """Index of the first block within the flat region."""
+        """Index of the first block within the flat slice."""
         self.scales: Tensor
         """[moments, blocks]."""
-        self._pairs: list[tuple[slice, slice]] = []
+        self._shared: list[tuple[slice, slice]] = []
+        """Blocks that other ranks share: (their indices in this shard, and in what ranks exchange)."""
         self.width = 0
         """Number of values that ranks exchange for all of these rows."""
 
     def of(self, trained: Tensor) -> Tensor:
-        """Returns this part of a trained tensor, of its gradient or of codes, flat."""
-        return local(trained).view(-1)[self._held]
+        """Returns this shard of a trained tensor, of its gradient or of codes, flat."""
+        return local(trained).view(-1)[self._range]
 
     def stretches(self) -> Iterator[RowRange]:
-        """Yields the whole part in ranges that are each updated at once."""
+        """Yields the whole shard in ranges that are each updated at once."""
         size = max(STRETCH // self.rows.elements, 1) * self.rows.elements
         for first in range(self._start // size * size, self._end, size):
             yield self._stretch(first, first + size)
@@ -198,37 +200,40 @@ class HeldBlocks:
     def _stretch(self, first: int, end: int) -> RowRange:
         return RowRange(self.rows, self._start, max(first, self._start), min(end, self._end))
 
-    def share(self, cuts: Cuts) -> None:
+    def find_shared(self, cuts: Cuts) -> None:
         """Learns which blocks of these rows are divided among ranks."""
-        every, others = sorted(cuts[0]), sorted(one for one in cuts[1] if one[1] not in cuts[0])
-        self.width = self._lines * len(every) + len(others)
+        in_every_row = sorted(cuts[0])
+        others = sorted((row, block) for row, block in cuts[1] if block not in cuts[0])
+        self.width = self._num_rows * len(in_every_row) + len(others)
         period, before = len(self.rows.held), self._blocks.start
-        for own, block in enumerate(self.rows.held):
-            numbers = range((own - before) % period, self.number, period)
-            if block in every and numbers:
-                first = self.rows.place(numbers[0] + before)[0] * len(every) + every.index(block)
-                end = first + (len(numbers) - 1) * len(every) + 1
-                self._pairs.append((slice(numbers[0], self.number, period), slice(first, end, len(every))))
-        for place, (row, block) in enumerate(others, self._lines * len(every)):
-            for own, held in enumerate(self.rows.held):
-                number = row * period + own - before
-                if held == block and 0 <= number < self.number:
-                    self._pairs.append((slice(number, number + 1), slice(place, place + 1)))
+        for position, block in enumerate(self.rows.held):
+            numbers = range((position - before) % period, self.number, period)
+            if block in in_every_row and numbers:
+                row = self.rows.place(numbers[0] + before)[0]
+                first = row * len(in_every_row) + in_every_row.index(block)
+                end = first + (len(numbers) - 1) * len(in_every_row) + 1
+                own, exchanged = slice(numbers[0], self.number, period), slice(first, end, len(in_every_row))
+                self._shared.append((own, exchanged))
+        for index, (row, block) in enumerate(others, self._num_rows * len(in_every_row)):
+            for position, own_block in enumerate(self.rows.held):
+                number = row * period + position - before
+                if own_block == block and 0 <= number < self.number:
+                    self._shared.append((slice(number, number + 1), slice(index, index + 1)))
 
-    def exchanged(self, largest: Tensor) -> Tensor:
-        """Returns this rank's contribution to the exchange for all of these rows, flat; the rest is 0.
+    def to_exchange(self, largest: Tensor) -> Tensor:
+        """Returns what this rank sends to the exchange for all of these rows, flat; what it does not hold is 0.
 
-        largest: the largest magnitudes in this part, [moments, blocks].
+        largest: the largest magnitudes in this shard, [moments, blocks].
         """
-        shared = largest.new_zeros(len(largest), self.width)
-        for own, place in self._pairs:
-            shared[:, place] = torch.maximum(shared[:, place], largest[:, own])
-        return shared.view(-1)
+        exchanged = largest.new_zeros(len(largest), self.width)
+        for own, index in self._shared:
+            exchanged[:, index] = torch.maximum(exchanged[:, index], largest[:, own])
+        return exchanged.view(-1)
 
-    def agreed(self, shared: Tensor, largest: Tensor) -> None:
-        """Writes the values that ranks have agreed on to `largest`, for this part's blocks."""
-        for own, place in self._pairs:
-            largest[:, own] = shared.view(len(largest), -1)[:, place]
+    def from_exchange(self, exchanged: Tensor, largest: Tensor) -> None:
+        """Writes the maxima over ranks to `largest`, for this shard's blocks."""
+        for own, index in self._shared:
+            largest[:, own] = exchanged.view(len(largest), -1)[:, index]
 
 
 class AdamW8bit(GuardedOptimizer):
@@ -238,30 +243,32 @@ class AdamW8bit(GuardedOptimizer):
         super().__init__(groups, **{"quantized": False, **defaults})
         self._factors: dict[nn.Parameter, dict[str, Factor]] = {}
 
-    def find_parts(self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, device: torch.device) -> None:
-        """Learns which parts of weights this rank holds, and makes their scales; called before the first step.
+    def locate_shards(
+        self, trained: list[Tensor], lists: OptimizerShardLists, locate: Locate, device: torch.device
+    ) -> None:
+        """Learns which shards of weights this rank holds, and makes their scales; called before the first step.
 
-        trained, lists, place: as for `parts_of`. device: where largest magnitudes are exchanged.
+        trained, lists, locate: as for `located_shards`. device: where largest magnitudes are exchanged.
         """
         self._device = device
-        self._parts: dict[int, list[HeldBlocks]] = {id(one): [] for one in trained}
+        self._shards: dict[int, list[QuantizedShard]] = {id(tensor): [] for tensor in trained}
         block = self.defaults["block"]
-        found = [
-            (held, part, HeldBlocks(part, block))
-            for held, part in parts_of(trained, lists, place)
-            if part.length and len(part.shape) > 1
+        pairs = [
+            (optimizer_shard, QuantizedShard(located, block))
+            for optimizer_shard, located in located_shards(trained, lists, locate)
+            if located.length and len(located.shape) > 1
         ]
-        if not found:
+        if not pairs:
             return
-        like = found[0][0].tensors[WEIGHT]
+        like = pairs[0][0].tensors[WEIGHT]
         self._codes = codes_of_moments(like.device)
-        scales = like.new_zeros(len(SCALES), sum(blocks.number for _, _, blocks in found))
-        parts = torch.split(scales, [one.number for _, _, one in found], 1)
-        for (held, _, blocks), own in zip(found, parts, strict=True):
-            blocks.scales = own
-            self._parts[id(held.trained)].append(blocks)
-            self._factors[held.parameter] = {
-                kind: Factor(blocks.region, blocks.first, values) for kind, values in zip(SCALES, own, strict=True)
+        scales = like.new_zeros(len(SCALES), sum(shard.number for _, shard in pairs))
+        parts = torch.split(scales, [shard.number for _, shard in pairs], 1)
+        for (optimizer_shard, shard), part in zip(pairs, parts, strict=True):
+            shard.scales = part
+            self._shards[id(optimizer_shard.trained)].append(shard)
+            self._factors[optimizer_shard.parameter] = {
+                kind: Factor(shard.weight_slice, shard.first, values) for kind, values in zip(SCALES, part, strict=True)
             }
 
     def factors(self, parameter: nn.Parameter) -> dict[str, Factor]:
@@ -269,18 +276,21 @@ class AdamW8bit(GuardedOptimizer):
         return self._factors.get(parameter, {})
 
     def connect(self) -> None:
-        """Learns which blocks ranks have to agree on."""
-        parts = [one for some in self._parts.values() for one in some]
+        """Learns for which blocks ranks have to exchange the largest magnitudes."""
+        shards = [shard for shards in self._shards.values() for shard in shards]
         cuts: dict[str, Cuts] = {}
-        for own in gather({one.name: one.cuts for one in parts if any(one.cuts)}):
-            for name, (every, others) in own.items():
+        for cuts_of_rank in gather({shard.name: shard.cuts for shard in shards if any(shard.cuts)}):
+            for name, (in_every_row, others) in cuts_of_rank.items():
                 known = cuts.get(name, (frozenset[int](), frozenset[tuple[int, int]]()))
-                cuts[name] = known[0] | every, known[1] | others
-        for one in parts:
-            if any(one.cuts):
-                one.share(cuts[one.name])
-        widths = [{one.name: len(CODES) * one.width for one in some if one.width} for some in self._parts.values()]
-        self._largest = SharedSums(widths, self._device, dist.ReduceOp.MAX)
+                cuts[name] = known[0] | in_every_row, known[1] | others
+        for shard in shards:
+            if any(shard.cuts):
+                shard.find_shared(cuts[shard.name])
+        counts = [
+            {shard.name: len(CODES) * shard.width for shard in shards if shard.width}
+            for shards in self._shards.values()
+        ]
+        self._maxima = SharedSums(counts, self._device, dist.ReduceOp.MAX)
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the codes of both moments, or the moments of vectors."""
@@ -295,77 +305,77 @@ class AdamW8bit(GuardedOptimizer):
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         """Updates the weights of a group."""
         if not group["quantized"]:
-            update_by_adamw(group, trained, [self.state[one] for one in trained], keep)
+            update_by_adamw(group, trained, [self.state[tensor] for tensor in trained], keep)
             return
-        for one in trained:
-            self.state[one]["step"] += keep
-        parts = [(part, one) for one in trained for part in self._parts[id(one)]]
-        agreed = self._agreed(group, parts)
-        for part, one in parts:
-            weight, gradient, codes = part.of(one), part.of(one.grad), self._codes_of(part, one)  # type: ignore[arg-type]
-            count = self.state[one]["step"].clamp(min=1)
+        for tensor in trained:
+            self.state[tensor]["step"] += keep
+        pairs = [(shard, tensor) for tensor in trained for shard in self._shards[id(tensor)]]
+        maxima = self._shared_maxima(group, pairs)
+        for shard, tensor in pairs:
+            weight, gradient, codes = shard.of(tensor), shard.of(tensor.grad), self._codes_of(shard, tensor)  # type: ignore[arg-type]
+            count = self.state[tensor]["step"].clamp(min=1)
             first, second = (1 - beta**count for beta in group["betas"])  # total weight of the gradients in a moment
-            rate, kept = group["lr"] * keep, keep.bool()
-            for stretch in part.stretches():
-                moments = self._moved(group, part, stretch, gradient, codes)
-                self._round(part, stretch, moments, codes, agreed.get(part.name), kept)
+            rate, is_kept = group["lr"] * keep, keep.bool()
+            for stretch in shard.stretches():
+                moments = self._moments(group, shard, stretch, gradient, codes)
+                self._round(shard, stretch, moments, codes, maxima.get(shard.name), is_kept)
                 size = moments[1].sqrt_().div_(second.sqrt()).add_(group["eps"])
-                own = weight[stretch.elements]
-                own.mul_(1 - rate * group["weight_decay"])
-                own.sub_(moments[0].div_(size).mul_(rate / first))
+                part = weight[stretch.elements]
+                part.mul_(1 - rate * group["weight_decay"])
+                part.sub_(moments[0].div_(size).mul_(rate / first))
 
-    def _codes_of(self, part: HeldBlocks, trained: Tensor) -> list[Tensor]:
-        return [part.of(self.state[trained][kind]) for kind in CODES]
+    def _codes_of(self, shard: QuantizedShard, trained: Tensor) -> list[Tensor]:
+        return [shard.of(self.state[trained][kind]) for kind in CODES]
 
-    def _agreed(self, group: dict[str, Any], parts: list[tuple[HeldBlocks, Tensor]]) -> dict[str, Tensor]:
+    def _shared_maxima(self, group: dict[str, Any], pairs: list[tuple[QuantizedShard, Tensor]]) -> dict[str, Tensor]:
         """Returns the largest magnitudes in blocks that are divided among ranks, by the names of rows.
 
         They are computed first, from moments that are computed again afterwards, because memory has no room for these.
         """
-        shared = [(part, one) for part, one in parts if part.width]
-        largest = {part.name: torch.zeros_like(part.scales) for part, _ in shared}
-        for part, one in shared:
-            for stretch in part.shared():
-                moments = self._moved(group, part, stretch, part.of(one.grad), self._codes_of(part, one))  # type: ignore[arg-type]
-                for own, moment in zip(largest[part.name], moments, strict=True):
-                    own[stretch.blocks] = stretch.largest(moment)
-        found = self._largest.over_ranks({part.name: part.exchanged(largest[part.name]) for part, _ in shared})
-        for part, _ in shared:
-            part.agreed(found[part.name], largest[part.name])
+        pairs = [(shard, tensor) for shard, tensor in pairs if shard.width]
+        largest = {shard.name: torch.zeros_like(shard.scales) for shard, _ in pairs}
+        for shard, tensor in pairs:
+            for stretch in shard.shared():
+                moments = self._moments(group, shard, stretch, shard.of(tensor.grad), self._codes_of(shard, tensor))  # type: ignore[arg-type]
+                for values, moment in zip(largest[shard.name], moments, strict=True):
+                    values[stretch.blocks] = stretch.largest(moment)
+        exchanged = self._maxima.reduce({shard.name: shard.to_exchange(largest[shard.name]) for shard, _ in pairs})
+        for shard, _ in pairs:
+            shard.from_exchange(exchanged[shard.name], largest[shard.name])
         return largest
 
-    def _moved(
-        self, group: dict[str, Any], part: HeldBlocks, stretch: RowRange, gradient: Tensor, codes: list[Tensor]
+    def _moments(
+        self, group: dict[str, Any], shard: QuantizedShard, stretch: RowRange, gradient: Tensor, codes: list[Tensor]
     ) -> list[Tensor]:
-        """Returns both moments with a new gradient, not rounded."""
-        own, moved = gradient[stretch.elements], []
+        """Returns both moments after a new gradient, not rounded."""
+        part, moments = gradient[stretch.elements], []
         for number, beta in enumerate(group["betas"]):
-            old = self._codes[number].fractions(codes[number][stretch.elements])
-            old.mul_(stretch.spread(part.scales[number, stretch.blocks]))
-            moved.append(old.mul_(beta).add_((own.square() if number else own) * (1 - beta)))
-        return moved
+            moment = self._codes[number].fractions(codes[number][stretch.elements])
+            moment.mul_(stretch.spread(shard.scales[number, stretch.blocks]))
+            moments.append(moment.mul_(beta).add_((part.square() if number else part) * (1 - beta)))
+        return moments
 
     def _round(
         self,
-        part: HeldBlocks,
+        shard: QuantizedShard,
         stretch: RowRange,
         moments: list[Tensor],
         codes: list[Tensor],
-        agreed: Tensor | None,
-        kept: Tensor,
+        maxima: Tensor | None,
+        is_kept: Tensor,
     ) -> None:
-        """Keeps moments in 8 bits.
+        """Stores moments in 8 bits.
 
-        agreed: largest magnitudes over all ranks, [moments, blocks of this part]. kept: whether the update counts.
+        maxima: largest magnitudes over all ranks, [moments, blocks of this shard]. is_kept: whether the update counts.
         """
         for number, moment in enumerate(moments):
             largest = stretch.largest(moment)
-            if agreed is not None:
-                largest = torch.maximum(largest, agreed[number, stretch.blocks])
+            if maxima is not None:
+                largest = torch.maximum(largest, maxima[number, stretch.blocks])
             divisor = torch.where(largest > 0, largest, 1.0)
-            new = self._codes[number].nearest(moment / stretch.spread(divisor))
-            for held, value in (
-                (codes[number][stretch.elements], new),
-                (part.scales[number, stretch.blocks], largest),
+            new_codes = self._codes[number].nearest(moment / stretch.spread(divisor))
+            for stored, value in (
+                (codes[number][stretch.elements], new_codes),
+                (shard.scales[number, stretch.blocks], largest),
             ):
-                held.copy_(torch.where(kept, value, held))
+                stored.copy_(torch.where(is_kept, value, stored))

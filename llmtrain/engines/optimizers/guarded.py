@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from llmtrain.engines.state.pieces import Region
+from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.overrides.torch import local
 
 
 class Factor(NamedTuple):
-    """A state whose shape differs from the parameter's, or what this rank holds of it."""
+    """A state whose shape differs from the parameter's, or this rank's shard of it."""
 
-    region: Region
-    """Its region of a tensor that has a shape of its own."""
+    weight_slice: WeightSlice
+    """Its place in the whole state."""
     start: int
-    """Index of the first value within the flat region."""
+    """Index of the first value within the flat slice."""
     values: Tensor
     """Flat."""
 
@@ -71,17 +71,17 @@ class GuardedOptimizer(Optimizer):
             self.connect()
             self._is_connected = True
         for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None]
+            trained = [tensor for tensor in group["params"] if tensor.grad is not None]
             if not trained:
                 continue
             device = local(trained[0]).device
             # These attributes exist only if torch's scaler or the guard has set them.
             found_inf = getattr(self, "found_inf", torch.zeros(())).to(device)
             scale: Tensor | None = getattr(self, "grad_scale", None)
-            for one in trained:
-                if not self.state[one]:
-                    self.state[one].update(self.first_state(group, one))
-                gradient = local(one.grad)
+            for tensor in trained:
+                if not self.state[tensor]:
+                    self.state[tensor].update(self.first_state(group, tensor))
+                gradient = local(tensor.grad)
                 if scale is not None:
                     gradient.div_(scale.to(device))
                 gradient.masked_fill_(found_inf.bool(), 0)
@@ -91,8 +91,8 @@ class GuardedOptimizer(Optimizer):
 def update_by_adamw(group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Any]], keep: Tensor) -> None:
     """Updates weights by torch's AdamW; keep: 1, or 0 to change nothing."""
     adamw(
-        [local(one) for one in trained],
-        [local(one.grad) for one in trained],  # type: ignore[arg-type]
+        [local(tensor) for tensor in trained],
+        [local(tensor.grad) for tensor in trained],  # type: ignore[arg-type]
         [local(state["exp_avg"]) for state in states],
         [local(state["exp_avg_sq"]) for state in states],
         [],

@@ -20,8 +20,8 @@ class Lion(GuardedOptimizer):
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         """Moves each element by the sign of a mean of momentum and gradient, then updates the momentum."""
         rate, (direction, decay) = group["lr"] * keep, group["betas"]
-        for one in trained:
-            weight, gradient, momentum = local(one), local(one.grad), local(self.state[one]["exp_avg"])  # type: ignore[arg-type]
+        for tensor in trained:
+            weight, gradient, momentum = local(tensor), local(tensor.grad), local(self.state[tensor]["exp_avg"])  # type: ignore[arg-type]
             sign = momentum.lerp(gradient, 1 - direction).sign_()
             weight.mul_(1 - rate * group["weight_decay"]).addcmul_(sign, rate, value=-1)
             momentum.lerp_(gradient, (1 - decay) * keep)

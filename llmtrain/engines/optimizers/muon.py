@@ -1,7 +1,7 @@
 """Muon (Keller Jordan, 2024; arXiv 2502.16982) for the matrices of decoder layers, and AdamW for everything else.
 
 The update of a matrix is its momentum, made orthogonal: all singular values become about 1. That takes the whole
-matrix, so under ZeRO and tensor parallelism ranks bring the parts together (`matrices.py`).
+matrix, so under ZeRO and tensor parallelism ranks gather their shards (`matrices.py`).
 
 DeepSpeed 0.19.8 has a Muon of its own, but it clips, and measures, the orthogonal update in place of the gradient, and
 its momentum changes even in steps that are dropped later.
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from llmtrain.engines.optimizers.guarded import GuardedOptimizer, update_by_adamw
-from llmtrain.engines.optimizers.matrices import WholeMatrices, parts_of
-from llmtrain.engines.state.save_load import HeldLists, PlaceOf
+from llmtrain.engines.optimizers.matrices import WholeMatrices, located_shards
+from llmtrain.engines.state.optimizer_shards import OptimizerShardLists
+from llmtrain.engines.state.save_load import Locate
 from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import is_matrix_of_layer
 
@@ -33,20 +34,27 @@ class Muon(GuardedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **{"muon": False, **defaults})
 
-    def find_matrices(
-        self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, dtype: torch.dtype, device: torch.device
+    def locate_shards(
+        self,
+        trained: list[Tensor],
+        lists: OptimizerShardLists,
+        locate: Locate,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Learns where this rank's parts of matrices are; called before the first step.
+        """Learns where this rank's shards of matrices are; called before the first step.
 
-        trained, lists, place: as for `parts_of`. dtype, device: those in which matrices are sent and made orthogonal.
+        trained, lists, locate: as for `located_shards`. dtype, device: those in which matrices are sent and made
+        orthogonal.
         """
-        self._numbers = {id(one): number for number, one in enumerate(trained)}
-        parts = [part for _, part in parts_of(trained, lists, place) if is_matrix_of_layer(part.name, len(part.shape))]
-        self._found = parts, dtype, device
+        self._indices = {id(tensor): index for index, tensor in enumerate(trained)}
+        shards = (shard for _, shard in located_shards(trained, lists, locate))
+        matrices = [shard for shard in shards if is_matrix_of_layer(shard.name, len(shard.shape))]
+        self._matrix_shards = matrices, dtype, device
 
     def connect(self) -> None:
-        """Learns which ranks hold the other parts."""
-        self._matrices = WholeMatrices(*self._found)
+        """Learns which ranks hold the other shards."""
+        self._matrices = WholeMatrices(*self._matrix_shards)
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the momentum of Muon, or the moments of AdamW."""
@@ -60,24 +68,24 @@ class Muon(GuardedOptimizer):
     def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
         """Updates the weights of a group."""
         if not group["muon"]:
-            update_by_adamw(group, trained, [self.state[one] for one in trained], keep)
+            update_by_adamw(group, trained, [self.state[tensor] for tensor in trained], keep)
             return
         matrices = self._matrices
         updates: dict[int, Tensor] = {}
-        for one in trained:
-            gradient, momentum = local(one.grad), local(self.state[one]["momentum_buffer"])  # type: ignore[arg-type]
+        for tensor in trained:
+            gradient, momentum = local(tensor.grad), local(self.state[tensor]["momentum_buffer"])  # type: ignore[arg-type]
             momentum.lerp_(gradient, (1 - group["momentum"]) * keep)
             update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
-            updates[self._numbers[id(one)]] = update.view(-1).to(matrices.device)  # it may be offloaded
+            updates[self._indices[id(tensor)]] = update.view(-1).to(matrices.device)  # it may be offloaded
         matrices.compute(updates, lambda whole: orthogonal(whole, group["ns_steps"]))
         rate = group["lr"] * keep
         scale = SCALES[group["adjust_lr_fn"]]
-        for one in trained:
-            number, weight = self._numbers[id(one)], local(one)
-            for part, factor in matrices.scales(number, scale):
-                updates[number][part].mul_(factor)
+        for tensor in trained:
+            index, weight = self._indices[id(tensor)], local(tensor)
+            for shard, factor in matrices.scales(index, scale):
+                updates[index][shard].mul_(factor)
             weight.mul_(1 - rate * group["weight_decay"])
-            weight.addcmul_(updates[number].view_as(weight).to(weight.device), rate, value=-1)
+            weight.addcmul_(updates[index].view_as(weight).to(weight.device), rate, value=-1)
 
 
 SCALES = {

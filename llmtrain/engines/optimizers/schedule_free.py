@@ -45,9 +45,9 @@ class ScheduleFreeAdamW(GuardedOptimizer):
         """Moves z by the update, and y towards z and by its part of the update."""
         beta, decay = group["betas"]
         rate = group["lr"] * keep
-        for one in trained:
-            state = self.state[one]
-            y, gradient = local(one), local(one.grad)  # type: ignore[arg-type]
+        for tensor in trained:
+            state = self.state[tensor]
+            y, gradient = local(tensor), local(tensor.grad)  # type: ignore[arg-type]
             z, moment, step = (local(state[kind]) for kind in (POINT, "exp_avg_sq", "step"))
             share = _share_of_mean(step, self._warmup)
             step += keep
@@ -69,8 +69,12 @@ class ScheduleFreeAdamW(GuardedOptimizer):
             yield
             return
         beta = self.param_groups[0]["betas"][0]
-        kept = [(local(one), local(one).clone(), local(self.state[one][POINT])) for one in trained if self.state[one]]
-        for weight, y, z in kept:
+        points = [
+            (local(tensor), local(tensor).clone(), local(self.state[tensor][POINT]))
+            for tensor in trained
+            if self.state[tensor]
+        ]
+        for weight, y, z in points:
             weight.copy_(mean_of(y, z, beta))
         changed()
         self._is_averaged = True
@@ -78,13 +82,13 @@ class ScheduleFreeAdamW(GuardedOptimizer):
             yield
         finally:
             self._is_averaged = False
-            for weight, y, _ in kept:
+            for weight, y, _ in points:
                 weight.copy_(y)
             changed()
 
 
 def mean_of(y: Tensor, z: Tensor, beta: float) -> Tensor:
-    """Returns x."""
+    """Returns x, the running mean, from y and z."""
     return (y - (1 - beta) * z) / beta
 
 

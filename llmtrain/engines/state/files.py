@@ -1,6 +1,6 @@
-"""The files that hold the pieces of a run: a sequence of safetensors files for each rank, written in parts.
+"""The files that hold the shards of a checkpoint: a sequence of safetensors files for each rank, written in parts.
 
-`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's pieces, and so on. The files contain tensors only, no
+`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's shards, and so on. The files contain tensors only, no
 pickle. The file's header describes each tensor, so that tensors are found without reading the rest. The library's own
 writer needs all bytes of a file at once.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from llmtrain.engines.state.pieces import Box, Piece, Region
-from llmtrain.engines.state.writer import Late, Part, Writer, head, on_host
+from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, WeightSlice
+from llmtrain.engines.state.writer import DeferredBytes, Part, Writer, on_host, safetensors_header
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.system.piece_heads import read_head
-from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
+from llmtrain.system.piece_headers import read_header
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_bytes, utf8_name
 
 
 def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
@@ -32,7 +32,7 @@ def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callabl
     all are aligned. Raises ValueError if a tensor has another shape or dtype.
     """
     ordered = {name: like[name] for name in sorted(like, key=lambda name: -like[name].element_size())}
-    stream.write(head(ordered, {"format": "pt"}))
+    stream.write(safetensors_header(ordered, {"format": "pt"}))
     for name, expected in ordered.items():
         value = tensor(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
@@ -50,13 +50,13 @@ def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, expected in like.items():
             if name not in tensors:
                 raise ValueError(f"has no tensor '{name}'")
-            found = tensors[name]
-            if (found.dtype, found.ndim, found.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
-                text = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+            tensor = tensors[name]
+            if (tensor.dtype, tensor.ndim, tensor.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
+                text = f"{tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
                 raise ValueError(f"'{name}' is {text}")
         return tensors
     except (*UNREADABLE, SafetensorError) as error:
-        raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None
+        raise CheckpointError(Problem("checkpoint.content", str(path), file_fault(error))) from None
 
 
 FOLDER = "engine"
@@ -64,94 +64,103 @@ FOLDER = "engine"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A piece in a file."""
+class StoredShard:
+    """A shard in a file, as the file's header describes it."""
 
     file: Path
     index: int
-    """Index of the piece in its file."""
+    """Index of the shard in its file."""
     name: str
-    region: Region
+    weight_slice: WeightSlice
     start: int
     numel: int
     kinds: tuple[str, ...]
     steps: float | None
 
 
-class Files:
-    """Open files of pieces; each header is parsed once."""
+class ShardFiles:
+    """Open files of shards; each header is parsed once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
 
-    def read(self, stored: Stored, kind: str, first: int, last: int) -> Tensor:
-        """Returns elements `first` to `last` of the flat region; the piece must contain them."""
-        if stored.file not in self._open:
-            with utf8_name(stored.file.parent) as folder:
-                self._open[stored.file] = safe_open(folder / stored.file.name, framework="pt")
-        part = self._open[stored.file].get_slice(_key(stored.index, kind))
-        tensor: Tensor = part[first - stored.start : last - stored.start]
+    def read(self, shard: StoredShard, kind: str, first: int, end: int) -> Tensor:
+        """Returns elements `first` to `end` of the flat slice; the shard must contain them."""
+        if shard.file not in self._open:
+            with utf8_name(shard.file.parent) as folder:
+                self._open[shard.file] = safe_open(folder / shard.file.name, framework="pt")
+        content = self._open[shard.file].get_slice(_key(shard.index, kind))
+        tensor: Tensor = content[first - shard.start : end - shard.start]
         return tensor
 
 
-def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
-    """Writes this rank's share of each piece, in one file per list."""
-    for number, pieces in enumerate(lists):
-        shares = [share for piece in pieces if (share := piece.share()).numel]
-        if not shares:
+def write(writer: Writer, rank: int, lists: Iterable[list[CheckpointShard]]) -> None:
+    """Writes what this rank saves of each shard, in one file per list."""
+    for number, shards in enumerate(lists):
+        parts = [part for shard in shards if (part := shard.saved_part()).numel]
+        if not parts:
             continue
-        # If ranks hold copies, each saves a part of them, so all of these ranks read all parts.
-        private = all(piece.copy == (0, 1) for piece in pieces)
-        writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(shares), private)
+        # If ranks hold replicas, each saves a part of them, so all of these ranks read all parts.
+        private = all(shard.replica == Replica() for shard in shards)
+        writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(parts), private)
 
 
-def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
-    """Yields every piece in the files of a checkpoint, or of one rank. Raises CheckpointError for an invalid header."""
-    whose = "*" if rank is None else f"{rank:05d}"
-    for file in sorted((folder / FOLDER).glob(f"rank_{whose}.*.safetensors")):
+def read_index(folder: Path, rank: int | None = None) -> Iterator[StoredShard]:
+    """Yields every shard in the files of a checkpoint, or of one rank. Raises CheckpointError for an invalid header."""
+    pattern = "*" if rank is None else f"{rank:05d}"
+    for file in sorted((folder / FOLDER).glob(f"rank_{pattern}.*.safetensors")):
         yield from _read_header(file)
 
 
-def _read_header(file: Path) -> Iterator[Stored]:
+def _read_header(file: Path) -> Iterator[StoredShard]:
     try:
-        pieces = read_head(file)
+        headers = read_header(file)
     except UNREADABLE as error:
-        raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
-    for index, piece in enumerate(pieces):
-        boxes = tuple(Box(box.first, box.size) for box in piece.region.boxes)
-        region = Region(piece.region.shape, boxes, piece.region.dim)
-        yield Stored(file, index, piece.name, region, piece.start, piece.numel, piece.kinds, piece.steps)
+        raise CheckpointError(Problem("checkpoint.head", str(file), file_fault(error))) from None
+    for index, header in enumerate(headers):
+        region = header.region
+        chunks = tuple(Chunk(box.first, box.size) for box in region.boxes)
+        weight_slice = WeightSlice(region.shape, chunks, region.dim)
+        yield StoredShard(
+            file, index, header.name, weight_slice, header.start, header.numel, header.kinds, header.steps
+        )
 
 
 def _key(index: int, kind: str) -> str:
     return f"{index}.{kind}"
 
 
-def _content(pieces: list[Piece]) -> list[Part]:
+def _content(shards: list[CheckpointShard]) -> list[Part]:
     """Returns the parts of a safetensors file. The library's own writer would copy all tensors."""
     tensors = {
         _key(index, kind): tensor.detach()
-        for index, piece in enumerate(pieces)
-        for kind, tensor in piece.tensors.items()
+        for index, shard in enumerate(shards)
+        for kind, tensor in shard.tensors.items()
     }
-    counted = [piece.steps.reshape(()) for piece in pieces if piece.steps is not None]
+    counts = [shard.steps.reshape(()) for shard in shards if shard.steps is not None]
 
-    def beginning(numbers: list[float]) -> bytes:
+    def header(numbers: list[float]) -> bytes:
         steps = iter(numbers)
-        described = [_described(piece, None if piece.steps is None else next(steps)) for piece in pieces]
-        return head(tensors, {"pieces": json.dumps(described)})
+        described = [_described(shard, None if shard.steps is None else next(steps)) for shard in shards]
+        return safetensors_header(tensors, {"pieces": json.dumps(described)})
 
     # An optimizer counts on its device, which is not waited for here.
-    first = Late(torch.stack(counted), beginning) if counted else beginning([])
+    first = DeferredBytes(torch.stack(counts), header) if counts else header([])
     return [first, *tensors.values()]
 
 
-def _described(piece: Piece, steps: float | None) -> dict[str, Any]:
+def _described(shard: CheckpointShard, steps: float | None) -> dict[str, Any]:
+    """Returns what the file's header says about a shard, which `system.piece_headers.PieceHeader` reads."""
+    weight_slice = shard.weight_slice
     return {
-        "name": piece.name,
-        "region": asdict(piece.region),
-        "start": piece.start,
-        "numel": piece.numel,
-        "kinds": list(piece.tensors),
+        "name": shard.name,
+        "region": {
+            "shape": weight_slice.shape,
+            "boxes": [{"first": chunk.offsets, "size": chunk.sizes} for chunk in weight_slice.chunks],
+            "dim": weight_slice.dim,
+        },
+        "start": shard.start,
+        "numel": shard.numel,
+        "kinds": list(shard.tensors),
         "steps": steps,
     }

@@ -1,82 +1,154 @@
-"""Divides a weight among the ranks of a tensor parallel group, and joins it again."""
+"""Checkpoint shards: what a rank holds of a weight, under the weight's Hugging Face name.
+
+Every strategy divides weights in its own way, into slices of matrices, experts or stages, and ZeRO divides the result
+again into flat ranges. A shard contains its place in the whole weight, so that a rank of any other strategy finds what
+it needs among the shards of all ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
-from llmtrain.engines.state.pieces import Region
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class AutoTPSplit:
-    """A weight divided along one dimension."""
+class Chunk:
+    """A part of a whole weight: a range in each dimension."""
 
-    dim: int
-    """The dimension, of `logical`."""
-    logical: tuple[int, ...]
-    """Shape of the whole weight, as it was viewed for the split."""
-    shape: tuple[int, ...]
-    """Shape of the whole weight, as its module holds it."""
-    widths: tuple[tuple[int, ...], ...]
-    """The width on each rank, for each fused part of the weight (a single part if nothing is fused)."""
-
-    def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's shard, as it was viewed for the split."""
-        own = sum(part[rank] for part in self.widths)
-        return (*self.logical[: self.dim], own, *self.logical[self.dim + 1 :])
-
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Returns the whole weight, joined from the shards of all ranks in order."""
-        pieces = [
-            torch.split(shard.reshape(self.shard_shape(rank)), [part[rank] for part in self.widths], dim=self.dim)
-            for rank, shard in enumerate(shards)
-        ]
-        ordered = [piece for part in zip(*pieces, strict=True) for piece in part]
-        return torch.cat(ordered, dim=self.dim).reshape(self.shape)
-
-    def region(self, rank: int) -> Region:
-        """Returns the region that a rank holds."""
-        ranges, first = [], 0
-        for part in self.widths:
-            ranges.append((first + sum(part[:rank]), part[rank]))
-            first += sum(part)
-        return Region.ranges(self.logical, self.dim, ranges)
+    offsets: Shape
+    """Index of the first element in each dimension."""
+    sizes: Shape
 
 
-def split_of(parameter: Tensor) -> AutoTPSplit | None:
-    """Returns how DeepSpeed's layers have split a parameter; None for buffers, and if every rank holds all of it.
+@dataclass(frozen=True)
+class WeightSlice:
+    """The part of a weight that a rank holds, or shares with others under ZeRO: chunks joined along one dimension."""
 
-    Raises ValueError for a split that DeepSpeed does not describe.
+    shape: Shape
+    """Shape of the whole weight, as it is viewed for the split."""
+    chunks: tuple[Chunk, ...]
+    dim: int = 0
+    """Dimension along which the chunks are joined, if there are several."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> WeightSlice:
+        """Returns the slice that is a whole weight."""
+        return cls(tuple(shape), (Chunk((0,) * len(shape), tuple(shape)),))
+
+    @classmethod
+    def ranges(cls, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> WeightSlice:
+        """Returns the slice with some ranges, each (first index, length), of dimension `dim`, and all of the others."""
+        shape = tuple(shape)
+
+        def replaced(values: Shape, value: int) -> Shape:
+            return (*values[:dim], value, *values[dim + 1 :])
+
+        chunks = tuple(Chunk(replaced((0,) * len(shape), first), replaced(shape, size)) for first, size in ranges)
+        return cls(shape, chunks, dim)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(math.prod(chunk.sizes) for chunk in self.chunks)
+
+    def project(self, dims: Sequence[int]) -> WeightSlice:
+        """Returns the projection on some dimensions of the weight; on the first one of a matrix, these are its rows."""
+
+        def chosen(values: Shape) -> Shape:
+            return tuple(values[dim] for dim in dims)
+
+        chunks = dict.fromkeys(Chunk(chosen(chunk.offsets), chosen(chunk.sizes)) for chunk in self.chunks)
+        return WeightSlice(chosen(self.shape), tuple(chunks), list(dims).index(self.dim) if self.dim in dims else 0)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Returns this slice of a whole weight, flat."""
+        parts = [_narrow(whole.view(self.shape), chunk) for chunk in self.chunks]
+        return (torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]).flatten()
+
+    def put(self, flat: Tensor, whole: Tensor) -> None:
+        """Writes the flat content of this slice to its place in a whole weight."""
+        whole = whole.view(self.shape)
+        if len(self.chunks) == 1:
+            _narrow(whole, self.chunks[0]).copy_(flat.view(self.chunks[0].sizes))
+            return
+        widths = [chunk.sizes[self.dim] for chunk in self.chunks]
+        first = self.chunks[0].sizes
+        joined = flat.view(*first[: self.dim], sum(widths), *first[self.dim + 1 :])
+        for chunk, part in zip(self.chunks, torch.split(joined, widths, dim=self.dim), strict=True):
+            _narrow(whole, chunk).copy_(part)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Which of several equal replicas a rank holds."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def of_rank(cls, group: dist.ProcessGroup | None) -> Replica:
+        """Returns that of this rank, if every rank of a process group holds a replica; None: the group of all ranks."""
+        return cls(dist.get_rank(group), dist.get_world_size(group))
+
+    def times(self, inner: Replica) -> Replica:
+        """Returns the replica in a two-dimensional mesh of replicas, flattened; `inner` is along its last dimension."""
+        return Replica(self.index * inner.count + inner.index, self.count * inner.count)
+
+    def part(self, length: int) -> tuple[int, int]:
+        """Returns the range (first index, end) of `length` elements that this replica saves or sends."""
+        return length * self.index // self.count, length * (self.index + 1) // self.count
+
+
+class ShardLocation(NamedTuple):
+    """Where what a rank holds of a parameter is in the whole weight, apart from ZeRO."""
+
+    name: str
+    """Hugging Face name of the weight."""
+    weight_slice: WeightSlice
+    replica: Replica
+
+
+@dataclass
+class CheckpointShard:
+    """A flat range of a weight slice, with its optimizer states. Tensors are an engine's own, or read from a file.
+
+    A state with a shape of its own, such as one value for each row of a matrix, is in a shard without the weight, whose
+    slice has that shape.
     """
-    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
-    if meta is None or meta["replicated"]:
-        return None
-    sizes = meta["partition_sizes"]
-    widths = meta["sub_param_shard_widths"] or (sizes and (sizes,))
-    if meta["conversion"]["unsupported_reason"] or meta["partition_dim"] is None or not widths:
-        raise ValueError(f"a weight of shape {meta['original_shape']} is partitioned in an unknown way")
-    return AutoTPSplit(
-        dim=meta["partition_dim"],
-        logical=meta["logical_shape"],
-        shape=meta["original_shape"],
-        widths=tuple(tuple(part) for part in widths),
-    )
+
+    name: str
+    """Hugging Face name of the weight."""
+    weight_slice: WeightSlice
+    start: int
+    """Index of the first element within the flat slice."""
+    tensors: dict[str, Tensor]
+    """One-dimensional tensors of equal length, by kind: `WEIGHT` and the optimizer's states, or one state with a
+    shape of its own."""
+    steps: Tensor | None = None
+    """Number of updates that the optimizer has counted for it, a scalar; None if it does not count them."""
+    replica: Replica = Replica()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return next(iter(self.tensors.values())).numel()
+
+    def saved_part(self) -> CheckpointShard:
+        """Returns the part of the shard that this replica saves; it may be empty."""
+        first, end = self.replica.part(self.numel)
+        tensors = {kind: tensor[first:end] for kind, tensor in self.tensors.items()}
+        return CheckpointShard(self.name, self.weight_slice, self.start + first, tensors, self.steps)
 
 
-def gather_whole(shard: Tensor, split: AutoTPSplit | None, group: dist.ProcessGroup) -> Tensor:
-    """Returns the whole of a tensor that is split as `split` says; called by all ranks of the tensor parallel group."""
-    if split is None:
-        return shard
-    shapes = [split.shard_shape(rank) for rank in range(dist.get_world_size(group))]
-    lengths = [torch.Size(shape).numel() for shape in shapes]
-    # Shards may differ in size, but the collective requires equal sizes.
-    padded = nn.functional.pad(shard.reshape(-1), (0, max(lengths) - shard.numel()))
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=group)
-    return split.join([flat[:length] for flat, length in zip(received, lengths, strict=True)])
+def _narrow(whole: Tensor, chunk: Chunk) -> Tensor:
+    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    return whole

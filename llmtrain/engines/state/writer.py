@@ -16,7 +16,7 @@ from llmtrain.system.durable import FileHash, create
 
 
 @dataclass(frozen=True)
-class Late:
+class DeferredBytes:
     """Bytes that depend on numbers on a device. They are made once the numbers are on the host."""
 
     numbers: Tensor
@@ -24,7 +24,7 @@ class Late:
     make: Callable[[list[float]], bytes]
 
 
-Part = bytes | Tensor | Late
+Part = bytes | Tensor | DeferredBytes
 """A part of a file's content: bytes, or those of a contiguous tensor on any device."""
 
 
@@ -39,7 +39,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 """The format's names (https://github.com/huggingface/safetensors) for the dtypes that a model may have."""
 
 
-def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Returns the beginning of a file, which the tensors follow in their order.
 
     tensors: only their shapes and dtypes are used, so they may be on the meta device.
@@ -71,7 +71,9 @@ class Writer(ABC):
 
     def tensors(self, name: str, value: Mapping[str, Tensor], private: bool = False) -> None:
         """Receives the tensors of a safetensors file."""
-        self.file(name, [head(value, {}), *(tensor.detach().reshape(-1) for tensor in value.values())], private)
+        self.file(
+            name, [safetensors_header(value, {}), *(tensor.detach().reshape(-1) for tensor in value.values())], private
+        )
 
     def text(self, name: str, value: str) -> None:
         """Receives a text, as UTF-8."""
@@ -122,7 +124,7 @@ def on_host(part: Part) -> bytes | memoryview:
     """Returns the bytes of a part; waits for the device that it is on, if any."""
     if isinstance(part, bytes):
         return part
-    if isinstance(part, Late):
+    if isinstance(part, DeferredBytes):
         return part.make(part.numbers.tolist())
     content: memoryview = part.detach().cpu().view(torch.uint8).numpy().data
     return content

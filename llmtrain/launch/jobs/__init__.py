@@ -10,7 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 def quoted(text: str) -> str:
     """Quotes a string for YAML. JSON's escapes would not do: YAML misreads its surrogate pairs beyond U+FFFF."""
-    plain = (one if " " <= one <= "~" and one not in '"\\' else f"\\U{ord(one):08x}" for one in text)
+    plain = (
+        character if " " <= character <= "~" and character not in '"\\' else f"\\U{ord(character):08x}"
+        for character in text
+    )
     return f'"{"".join(plain)}"'
 
 

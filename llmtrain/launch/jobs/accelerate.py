@@ -21,7 +21,7 @@ MIXED_PRECISION: dict[Precision, str] = {
 Under DistributedDataParallel `bf16` is autocast, under FSDP2 bf16 copies of fp32 weights.
 """
 DISTRIBUTED_TYPE = {"deepspeed": "DEEPSPEED", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
-"""Strategy → Accelerate's name. `MULTI_GPU` also starts workers on CPUs; `MULTI_CPU` starts one (`processes_asked`)."""
+"""Strategy → Accelerate's name. `MULTI_GPU` also starts workers on CPUs; `MULTI_CPU` starts only one there."""
 
 
 def has_configuration(plan: Plan) -> bool:
@@ -44,7 +44,7 @@ def render_configuration(plan: Plan, ds_config: Path) -> str:
     )
 
 
-def processes_asked(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
+def requested_processes(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
     """Returns the processes that `accelerate launch` was asked for if it started only this one, else None.
 
     On a CPU its simple launcher starts one process and does not pass the number on (accelerate/commands/launch.py), so
@@ -84,8 +84,8 @@ def _processes_in(configuration: Path) -> int | None:
         text = read_text(configuration)
     except UNREADABLE:
         return None
-    found = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
-    return _positive(found[1]) if found else None
+    match = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
+    return _positive(match[1]) if match else None
 
 
 def _positive(text: str) -> int | None:

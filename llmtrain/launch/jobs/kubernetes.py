@@ -9,11 +9,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs import render_template
 from llmtrain.launch.tools import PORT
 from llmtrain.recipe import Part
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import SECRET
 
 USER = 10001
@@ -76,7 +76,7 @@ class KubernetesOptions(Part):
     @field_validator("env")
     @classmethod
     def _no_secrets(cls, env: tuple[str, ...]) -> tuple[str, ...]:
-        for name, equals, _ in (one.partition("=") for one in env):
+        for name, equals, _ in (assignment.partition("=") for assignment in env):
             if not equals or re.fullmatch(r"[A-Za-z_]\w*", name) is None:
                 raise ValueError(f"'{name}' is not NAME=VALUE")
             if SECRET.search(name):
@@ -121,8 +121,8 @@ def render_manifest(
         resources=_resources(options, cluster),
         # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
         command=[*map(str, torchrun), *(word.replace("$", "$$") for word in script)],
-        env=dict(one.replace("$", "$$").split("=", 1) for one in options.env),
-        node_selector=dict(one.split("=", 1) for one in options.node_selector),
+        env=dict(assignment.replace("$", "$$").split("=", 1) for assignment in options.env),
+        node_selector=dict(label.split("=", 1) for label in options.node_selector),
         cache=str(mount / "cache"),
     )
 

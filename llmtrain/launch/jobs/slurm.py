@@ -1,4 +1,4 @@
-"""Slurm: renders the job script of a plan and submits it; pure.
+"""Slurm: renders the job script of a plan and submits it.
 
 The properties of a cluster are given as `--slurm KEY=VALUE`, or as `--kubernetes KEY=VALUE` for Kubernetes.
 """
@@ -16,15 +16,15 @@ from typing import Any, Literal, TypeVar, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem, RecipeError, nearest, shown
+from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value
 from llmtrain.launch.jobs import render_template
 from llmtrain.recipe import Part, PositiveInt
+from llmtrain.recipe.cluster import Cluster
 
 P = TypeVar("P", bound=Part)
 
 
-def parse_site(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
+def parse_job_options(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
     """Parses the assignments KEY=VALUE of a launcher's option; a key with several values is given once for each.
 
     kind: has a field for each key. Raises RecipeError with everything that is wrong with them.
@@ -37,8 +37,8 @@ def parse_site(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
         key, equals, value = assignment.partition("=")
         if key not in fields:
             known = f"known: {', '.join(fields)}"
-            name = key or shown(assignment)
-            problems.append(Problem(rule, f"{option} {name}", f"is unknown{nearest(key, fields)}", known))
+            name = key or format_value(assignment)
+            problems.append(Problem(rule, f"{option} {name}", f"is unknown{did_you_mean(key, fields)}", known))
         elif not equals:
             problems.append(Problem(rule, f"{option} {key}", "has no value", f"{option} {key}=VALUE"))
         elif get_origin(fields[key].annotation) is tuple:
@@ -50,10 +50,10 @@ def parse_site(kind: type[P], launcher: str, assignments: Sequence[str]) -> P:
     try:
         options = kind(**values)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            field = " ".join([option, *map(str, one["loc"][:1])])
-            missing = one["type"] == "missing"
-            message = "is required" if missing else str(one["msg"]).removeprefix("Value error, ")
+        for fault in error.errors(include_url=False):
+            field = " ".join([option, *map(str, fault["loc"][:1])])
+            missing = fault["type"] == "missing"
+            message = "is required" if missing else str(fault["msg"]).removeprefix("Value error, ")
             problems.append(Problem(rule, field, message, f"{field}=VALUE" if missing else ""))
     if problems:
         raise RecipeError(problems)
@@ -229,23 +229,23 @@ def _container(options: SlurmOptions, folder: Path) -> str:
     return " " + shlex.join(words)
 
 
-def committed() -> dict[str, str]:
+def example_scripts() -> dict[str, str]:
     """Returns the scripts of `slurm/` by file name. They train any recipe, given as arguments."""
-    own = ["--job-name=llmtrain", "--output=%x-%j.log"]
+    common = ["--job-name=llmtrain", "--output=%x-%j.log"]
     several = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00"]
     alone = ["--nodes=1", "--ntasks=1", "--cpus-per-task=16"]
     again = [f"--signal=B:USR1@{SlurmOptions().warn_s}", "--open-mode=append", "--requeue"]
     train: dict[str, Any] = {"command": "", "choices": "", "run_dir": "", "srun_options": "", "setup": ()}
     train |= {"program": "python -m llmtrain", "max_requeues": SlurmOptions().max_requeues}
-    one: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
+    one_node: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
     scripts = {
         "train.sbatch": render_template(
-            "train.sbatch.j2", comment=TRAIN, directives=[*own, *several, *again], array=False, **train
+            "train.sbatch.j2", comment=TRAIN, directives=[*common, *several, *again], array=False, **train
         ),
         "train_array.sbatch": render_template(
             "train.sbatch.j2",
             comment=TRAIN_ARRAY,
-            directives=[own[0], "--output=%x-%A_%a.log", "--array=0-2", *several, *again],
+            directives=[common[0], "--output=%x-%A_%a.log", "--array=0-2", *several, *again],
             array=True,
             **train,
         ),
@@ -257,9 +257,9 @@ def committed() -> dict[str, str]:
         scripts[f"{name}.sbatch"] = render_template(
             "one_node.sbatch.j2",
             comment=comment,
-            directives=[f"--job-name=llmtrain_{name}", own[1], *alone, *shape],
+            directives=[f"--job-name=llmtrain_{name}", common[1], *alone, *shape],
             subcommand=name.removeprefix("prepare_"),
-            **one,
+            **one_node,
         )
     return scripts
 
@@ -300,12 +300,12 @@ def submit(script: str) -> str:
         fix = "submit it on a login node of the cluster, or print it with --dry-run"
         raise RecipeError(Problem("slurm.missing", "--launcher", message, fix)) from None
     if result.returncode:
-        said = result.stderr.strip().replace("sbatch: error: ", "").replace("\n", "; ")
-        raise RecipeError(Problem("slurm.refused", "sbatch", said, "print the script with --dry-run"))
+        reason = result.stderr.strip().replace("sbatch: error: ", "").replace("\n", "; ")
+        raise RecipeError(Problem("slurm.refused", "sbatch", reason, "print the script with --dry-run"))
     return result.stdout.strip().partition(";")[0]  # `;CLUSTER` follows if there are several clusters
 
 
-def following(job: SlurmJob, number: str) -> list[str]:
+def monitoring_lines(job: SlurmJob, number: str) -> list[str]:
     """Returns lines that show how to follow a submitted job."""
     known = {"%x": job.name, "%j": number, "%A": number, "%a": "*"}
     log = next(line.partition("=")[2].strip('"') for line in _directives(job) if line.startswith("--output="))

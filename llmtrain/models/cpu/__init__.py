@@ -51,8 +51,8 @@ _FUNCTIONS = {
 """Name → the numbers that it takes, and how many tensors."""
 
 
-def use(library: ctypes.CDLL) -> None:
-    """Uses the compiled `kernels.cpp` in this process from now on."""
+def set_library(library: ctypes.CDLL) -> None:
+    """Sets the compiled `kernels.cpp` that this process calls."""
     global _library
     for name, (numbers, tensors) in _FUNCTIONS.items():
         function = getattr(library, name)
@@ -66,7 +66,7 @@ def is_compiled() -> bool:
     return _library is not None
 
 
-def computes(states: Tensor) -> bool:
+def has_kernel_for(states: Tensor) -> bool:
     """Whether there is a kernel for tensors of this device and dtype."""
     return is_compiled() and states.device.type == "cpu" and states.dtype == torch.float32
 
@@ -81,7 +81,7 @@ def attention(
     """
     tokens, heads, _ = query.shape
     output, log_sums = query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens)
-    _attend("attention_forward", bounds, scale, window, query, key, value, output, log_sums)
+    _call_attention("attention_forward", bounds, scale, window, query, key, value, output, log_sums)
     return output, log_sums
 
 
@@ -97,15 +97,15 @@ def attention_gradients(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value, given that of the output; the others as for `attention`."""
-    one, other, third = (state.new_empty(state.shape) for state in (query, key, value))
-    given = (query, key, value, output, log_sums, gradient)
-    _attend("attention_backward", bounds, scale, window, *given, one, other, third)
-    return one, other, third
+    query_gradient, key_gradient, value_gradient = (state.new_empty(state.shape) for state in (query, key, value))
+    saved = (query, key, value, output, log_sums, gradient)
+    _call_attention("attention_backward", bounds, scale, window, *saved, query_gradient, key_gradient, value_gradient)
+    return query_gradient, key_gradient, value_gradient
 
 
-def _attend(name: str, bounds: Tensor, scale: float, window: int | None, *tensors: Tensor) -> None:
-    given = [one.contiguous() for one in (bounds.to(torch.int32), *tensors)]
-    _, query, key, value, *_ = given
+def _call_attention(name: str, bounds: Tensor, scale: float, window: int | None, *tensors: Tensor) -> None:
+    contiguous = [tensor.contiguous() for tensor in (bounds.to(torch.int32), *tensors)]
+    _, query, key, value, *_ = contiguous
     tokens, heads, width = query.shape
     sizes = _Sizes(
         tokens=tokens,
@@ -118,7 +118,7 @@ def _attend(name: str, bounds: Tensor, scale: float, window: int | None, *tensor
         scale=scale,
         threads=torch.get_num_threads(),
     )
-    if not _function(name)(sizes, *(one.data_ptr() for one in given)):
+    if not _function(name)(sizes, *(tensor.data_ptr() for tensor in contiguous)):
         raise ValueError("the document boundaries or its heads do not fit its tokens")
 
 
@@ -140,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Returns the losses."""
         logits, labels = logits.contiguous(), labels.long().contiguous()
         losses, log_sums = logits.new_empty(len(logits)), logits.new_empty(len(logits))
-        if not _of_labels("cross_entropy_forward", labels, logits, losses, log_sums):
+        if not _call_cross_entropy("cross_entropy_forward", labels, logits, losses, log_sums):
             raise ValueError(f"a label is not below the size of the vocabulary, {logits.shape[1]}")
         ctx.save_for_backward(labels, logits, log_sums)
         return losses
@@ -152,14 +152,14 @@ class _CrossEntropy(torch.autograd.Function):
         labels, logits, log_sums = ctx.saved_tensors
         # If an operation of the model has kept its logits, too, its backward pass raises an error now.
         torch.autograd.graph.increment_version(logits)
-        _of_labels("cross_entropy_backward", labels, logits, gradient.contiguous(), log_sums)
+        _call_cross_entropy("cross_entropy_backward", labels, logits, gradient.contiguous(), log_sums)
         return logits, None
 
 
-def _of_labels(name: str, labels: Tensor, logits: Tensor, *others: Tensor) -> bool:
+def _call_cross_entropy(name: str, labels: Tensor, logits: Tensor, *others: Tensor) -> bool:
     tokens, vocabulary = logits.shape
     sizes = _Labels(tokens=tokens, vocabulary=vocabulary, no_target=NO_TARGET, threads=torch.get_num_threads())
-    return _function(name)(sizes, *(one.data_ptr() for one in (labels, logits, *others)))
+    return _function(name)(sizes, *(tensor.data_ptr() for tensor in (labels, logits, *others)))
 
 
 def _function(name: str) -> Callable[..., bool]:

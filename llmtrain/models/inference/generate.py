@@ -16,7 +16,7 @@ from llmtrain.data.chat.spans import PROBE
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
-from llmtrain.plan.template_limits import limited_templates
+from llmtrain.plan.facts.template_limits import limited_templates
 from llmtrain.run_dir import RunDir
 
 TOKENS = 256
@@ -95,7 +95,7 @@ def device_for(model: PreTrainedModel) -> str:
 
 
 class Chat:
-    """The model, and what has been said."""
+    """A conversation with a model."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Chat:
         self._temperature = temperature
         self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63
         self._tokens = tokens or max(1, min(TOKENS, self._most // 4))
-        self._said: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._first = len(self._said)
+        self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._first = len(self._messages)
         with reading(folder, "the end of a turn cannot be found"), limited_templates():
             self._stops = self._ends()
         torch.manual_seed(seed)
@@ -132,14 +132,14 @@ class Chat:
         The oldest messages are left out if the model has too few positions for all messages and an answer. Raises
         RecipeError for a question that the template refuses or that is too long; the conversation is then unchanged.
         """
-        said: list[Message] = [*self._said, {"role": "user", "content": text}]
+        messages: list[Message] = [*self._messages, {"role": "user", "content": text}]
         left_out = 0
         with limited_templates():
-            ids = self._encoder.prompt(said)
-            while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
-                del said[self._first : self._first + 2]
+            ids = self._encoder.prompt(messages)
+            while len(ids) + self._tokens > self._most and len(messages) > self._first + 1:
+                del messages[self._first : self._first + 2]
                 left_out += 2
-                ids = self._encoder.prompt(said)
+                ids = self._encoder.prompt(messages)
         room = min(self._tokens, self._most - len(ids))
         if room < 1:
             message = f"it has {len(ids):,} tokens, but the model has only {self._most:,} positions"
@@ -153,11 +153,11 @@ class Chat:
                 max_new_tokens=room,
                 eos_token_id=self._stops,
                 pad_token_id=self._stops[0],
-                streamer=_Pieces(self._tokenizer, write),
+                streamer=_TextStreamer(self._tokenizer, write),
                 **sampling(self._temperature),
             )
             answer = self._tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
-        self._said = [*said, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
         return left_out
 
     def _ends(self) -> list[int]:
@@ -169,7 +169,7 @@ class Chat:
         return sorted({*ends, *more, self._tokenizer.eos_token_id} - {None})
 
 
-class _Pieces(TextStreamer):  # type: ignore[misc]
+class _TextStreamer(TextStreamer):  # type: ignore[misc]
     """Passes on text as soon as it is complete, without the white space before it."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from llmtrain.errors import CheckpointError, Problem, UserError, reason
 from llmtrain.models.adapter import wrong_values
-from llmtrain.models.hub_names import few_of, naming_own_code
-from llmtrain.models.pretrained import is_finite, stored_as_integers
+from llmtrain.models.hub_names import abbreviate, remote_code_errors
+from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
-from llmtrain.plan.hub import ask_first, stored_file
-from llmtrain.system.untrusted import is_folder, read_json, require_regular_files, utf8_name, why
+from llmtrain.system.hub import probe_hub_for, stored_file
+from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
 AGAIN = "write or download it again"
 
@@ -28,11 +28,11 @@ AGAIN = "write or download it again"
 def reading(folder: Path | str, failed: str) -> Iterator[None]:
     """Raises CheckpointError, which names the folder, for anything that a library raises while it reads or runs it.
 
-    failed: what did not work, such as `its tokenizer cannot be read`. Raises RecipeError like `naming_own_code`.
+    failed: what did not work, such as `its tokenizer cannot be read`. Raises RecipeError like `remote_code_errors`.
     """
     _check_files(Path(folder))
     try:
-        with naming_own_code(str(folder)):
+        with remote_code_errors(str(folder)):
             yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -46,7 +46,7 @@ def _check_files(folder: Path) -> None:
         if is_folder(folder):
             require_regular_files(folder)
     except OSError as error:
-        raise CheckpointError(Problem("model.folder", str(error.filename or folder), why(error))) from None
+        raise CheckpointError(Problem("model.folder", str(error.filename or folder), file_fault(error))) from None
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -73,7 +73,7 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             import peft
 
             lora = peft.PeftConfig.from_pretrained(str(named))
-            ask_first(str(lora.base_model_name_or_path), lora.revision)
+            probe_hub_for(str(lora.base_model_name_or_path), lora.revision)
             if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
                 raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
         with checked_loading(check):
@@ -89,7 +89,7 @@ def _differences(name: str, model: PreTrainedModel, found: Any) -> Iterator[Prob
     found: what `transformers` reports about them.
     """
     if found.missing_keys:
-        message = f"lacks {len(found.missing_keys)} of its model's weights: {few_of(sorted(found.missing_keys))}"
+        message = f"lacks {len(found.missing_keys)} of its model's weights: {abbreviate(sorted(found.missing_keys))}"
         yield Problem("model.weights", name, message, AGAIN)
     if found.mismatched_keys:
         weight, here, needed = min(found.mismatched_keys)
@@ -100,7 +100,7 @@ def _differences(name: str, model: PreTrainedModel, found: Any) -> Iterator[Prob
     if found.unexpected_keys and not _is_part(name, model):
         message = f"{len(found.unexpected_keys)} of its weights do not belong to its model: "
         fix = "use the configuration that was written with the weights"
-        yield Problem("model.weights", name, message + few_of(sorted(found.unexpected_keys)), fix)
+        yield Problem("model.weights", name, message + abbreviate(sorted(found.unexpected_keys)), fix)
     for error in (*found.error_msgs, *found.conversion_errors.values()):
         yield Problem("model.weights", name, f"its weights cannot be loaded: {reason(ValueError(error))}", AGAIN)
 
@@ -113,10 +113,9 @@ def _is_part(name: str, model: PreTrainedModel) -> bool:
 
 def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
     """Yields which weights are not finite floating point numbers."""
-    is_quantized = getattr(model.config, "quantization_config", None) is not None
-    if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
-        message = f"{len(names)} of its weights are integers, not floating point numbers: {few_of(names)}"
+    if is_folder(Path(name)) and not is_quantized(model.config) and (names := stored_as_integers(Path(name), model)):
+        message = f"{len(names)} of its weights are integers, not floating point numbers: {abbreviate(names)}"
         yield Problem("model.weights", name, message, AGAIN)
-    if names := [name for name, one in model.named_parameters() if not is_finite(one)]:
-        message = f"{len(names)} of its weights contain NaN or infinity: {few_of(names)}"
+    if names := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:
+        message = f"{len(names)} of its weights contain NaN or infinity: {abbreviate(names)}"
         yield Problem("model.weights", name, message, AGAIN)

@@ -1,9 +1,9 @@
-"""Computes parts of decoder layers again in the backward pass, instead of keeping them since the forward pass.
+"""Activation checkpointing: the backward pass recomputes activations of decoder layers that were not saved.
 
-`full` is the model's own switch: only the input of a layer is kept. `selective` keeps the results of matrix products
-and of attention as well, and computes norms, rotations and activation functions again, which takes little time. It is
-torch's selective checkpoint around each layer's `forward`, so the hooks with which ZeRO-3 and FSDP2 gather the weights
-of a layer stay outside: what they do differs between the two passes.
+`full` is the model's own switch: only the input of a layer is saved. `selective` also saves the results of matrix
+products and of attention, and recomputes norms, rotations and activation functions, which takes little time. It is
+torch's selective activation checkpoint around each layer's `forward`. The hooks with which ZeRO-3 and FSDP2 gather the
+weights of a layer stay outside of it, because they act differently in the forward pass and in the recomputation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_at
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 
 _overwritten = False
-"""Whether products are not kept at the moment, because something will overwrite them."""
+"""Whether the running module will overwrite the results of its matrix products, which must then not be saved."""
 
 
 def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
@@ -79,7 +79,7 @@ def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module], field: 
         raise FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
 
 
-def gathers_layers(recipe: Recipe) -> bool:
+def gathers_whole_layers(recipe: Recipe) -> bool:
     """Whether ZeRO-3 has to gather each layer as a whole, with hooks around it and none between its modules.
 
     A layer compiled as one graph has no modules left. The two passes of a selective checkpoint must run the same
@@ -89,13 +89,13 @@ def gathers_layers(recipe: Recipe) -> bool:
     return recipe.kernels.blocks == "compiled" or parallel.activation_checkpointing == "selective" or parallel.tiled_mlp
 
 
-def give_input_gradient(
+def require_input_gradient(
     layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook before a trained layer's forward pass that makes its input need a gradient, which is not used.
+    """A forward pre-hook that makes the input of a trained layer require a gradient, which is not used.
 
-    Above frozen layers the input would need none, and ZeRO-3 would release the weights of a layer that it gathers as a
-    whole before its backward pass has read them.
+    Above frozen layers the input requires none. ZeRO-3 would then release the weights of a layer that it gathers as a
+    whole before the layer's backward pass has read them.
     """
     hidden = args[0] if args else named["hidden_states"]
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
@@ -126,7 +126,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def overwrites(module: nn.Module) -> None:
-    """Marks a module that overwrites the results of its products, so that they are computed again and not kept."""
+    """Marks a module that overwrites the results of its matrix products, so that these are recomputed and not saved."""
     inner: Callable[..., Any] = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

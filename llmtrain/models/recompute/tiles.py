@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.proof.compare import deviation_of
-from llmtrain.models.proof.cut import COPY_ERRORS
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiny.compare import deviation_of
+from llmtrain.models.tiny.model import COPY_ERRORS
 
 NAMES = ("mlp", "feed_forward", "ffn")
 """Names of the feed-forward part of a layer in the families."""
@@ -42,7 +42,7 @@ def use_tiles(model: PreTrainedModel, tile: int) -> None:
         module = next((part for name in NAMES if (part := getattr(layer, name, None)) is not None), None)
         if not isinstance(module, nn.Module):
             raise no_tiles(model.config, f"its layers have no {', '.join(NAMES)}")
-        if any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
+        if any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()):
             raise no_tiles(model.config, "the feed-forward part of its layers has dropout, which would be drawn again")
         module.forward = _in_tiles(module, module.forward, tile)
 
@@ -74,17 +74,22 @@ class _Tiles(torch.autograd.Function):
         """Sums the gradients of the weights in fp32; in bf16, each of many tiles would round the sum."""
         (hidden,) = ctx.saved_tensors
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
-        of_hidden = torch.empty_like(hidden)
-        tiles = (torch.split(one, ctx.tile, dim=1) for one in (hidden, gradient, of_hidden))
-        for part, of_output, of_part in zip(*tiles, strict=True):
-            own = part.detach().contiguous().requires_grad_()
+        hidden_gradient = torch.empty_like(hidden)
+        tiles = (torch.split(tensor, ctx.tile, dim=1) for tensor in (hidden, gradient, hidden_gradient))
+        for part, output_gradient, input_gradient in zip(*tiles, strict=True):
+            tile_input = part.detach().contiguous().requires_grad_()
             with torch.enable_grad(), torch.autocast(hidden.device.type, **ctx.autocast):
-                output = ctx.run(own)
-            found = torch.autograd.grad(output, (own, *ctx.weights), of_output)
-            of_part.copy_(found[0])
-            for total, one in zip(sums, found[1:], strict=True):
-                total.add_(one)
-        return None, None, of_hidden, *(one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True))
+                output = ctx.run(tile_input)
+            gradients = torch.autograd.grad(output, (tile_input, *ctx.weights), output_gradient)
+            input_gradient.copy_(gradients[0])
+            for total, weight_gradient in zip(sums, gradients[1:], strict=True):
+                total.add_(weight_gradient)
+        return (
+            None,
+            None,
+            hidden_gradient,
+            *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)),
+        )
 
 
 def check_tiles(config: PreTrainedConfig) -> None:

@@ -1,14 +1,14 @@
 """Tensor parallelism by the plan that a `transformers` family declares (`tp_plan`), over any group of ranks.
 
-The model keeps its modules and their names. A rank holds slices of the parameters that the plan names, and the inputs
-and outputs of their modules are exchanged as in Megatron-LM (arXiv 1909.08053). Parameters remain plain tensors,
+The model keeps its modules and their names. A rank holds shards of the parameters that the plan names, and their
+modules call collectives on inputs and outputs, as in Megatron-LM (arXiv 1909.08053). Parameters remain plain tensors,
 because DeepSpeed's optimizers flatten them: the styles of `transformers` itself create DTensors, which those optimizers
 do not accept.
 
-Between split modules, activations are whole and equal on all ranks, and so are their gradients. What enters several
-modules (query, key and value; gate and up) enters once, so that a layer of attention and feed-forward needs four sums
-over the ranks: one for each of the two in the forward pass, and one in the backward pass. Where a family allows it,
-ranks hold slices of the sequence instead, and each sum becomes a reduction and a gathering (`regions.py`).
+Between split modules, activations are whole and equal on all ranks, and so are their gradients. Modules with the same
+input (query, key and value; gate and up) share one copy of it. A layer therefore needs four all-reduces: attention and
+feed-forward each need one in the forward pass and one in the backward pass. Where a family allows it, the activations
+are sharded along the sequence, and a reduce-scatter and an all-gather replace each all-reduce (`sequence_parallel.py`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.tensor.exchanges import (
+from llmtrain.models.tensor.collectives import (
     Forward,
-    Ranks,
     Shard,
-    SplitSection,
-    gather_slices,
-    scatter,
+    TensorGroup,
+    TensorParallelBlock,
+    all_reduce_gradient,
+    gather_from_tensor_parallel,
+    scatter_to_tensor_parallel,
     shard_of,
-    sum_gradient,
 )
-from llmtrain.models.tensor.regions import EXPERTS, Regions
+from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -52,28 +52,29 @@ class DeclaredSplit:
     styles: Mapping[str, str]
     """Module → style."""
     shards: Mapping[str, Shard]
-    """Parameter → how it is sliced; a tied parameter is listed under each of its names."""
-    regions: bool = False
-    """Whether each rank holds a slice of every sequence outside attention and feed-forward (`regions.py`)."""
+    """Parameter → how it is sharded; a tied parameter is listed under each of its names."""
+    sequence_parallel: bool = False
+    """Whether the residual stream is sharded along the sequence (`sequence_parallel.py`)."""
 
 
 class TensorParallel:
-    """One rank's part in the split: slices parameters, installs the exchanges of modules and joins slices again."""
+    """One tensor parallel rank: shards parameters, gathers shards, and registers the collectives of split modules."""
 
-    def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
+    def __init__(self, split: DeclaredSplit, group: TensorGroup) -> None:
         self.split = split
-        self.ranks = ranks
-        self._regions = Regions(ranks, split.styles) if split.regions else None
-        self._joined, self._alone = SplitSection(ranks), SplitSection(ranks, one_module=True)
+        self.group = group
+        self._sequence_parallel = SequenceParallel(group, split.styles) if split.sequence_parallel else None
+        self._shared_block = TensorParallelBlock(group)
+        self._single_block = TensorParallelBlock(group, is_single_module=True)
 
-    def slice(self, name: str, parameter: nn.Parameter) -> None:
-        """Replaces a parameter, which may be a meta tensor, by this rank's slice. name: its name in the whole model."""
+    def shard(self, name: str, parameter: nn.Parameter) -> None:
+        """Replaces a parameter, which may be a meta tensor, by this rank's shard. name: its name in the whole model."""
         shard = self.split.shards.get(name)
         if shard is not None:
-            parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
+            parameter.data = shard.part(parameter.data, self.group.rank, self.group.size)
 
     def install(self, model: PreTrainedModel, names: Mapping[str, str]) -> None:
-        """Makes the modules of a sliced model, or of a part of one, give the results of the whole model.
+        """Registers the collectives that make a sharded model, or stage of one, give the results of the whole model.
 
         names: parameter of `model` → its name in the whole model.
         """
@@ -81,109 +82,108 @@ class TensorParallel:
             if name in self.split.shards:
                 parameter: Any = model.get_parameter(own)
                 parameter.tensor_shard = self.split.shards[name]
-                parameter.model_parallel = True  # read by DeepSpeed: each rank's slice counts in the norm
+                parameter.model_parallel = True  # read by DeepSpeed: each rank's shard counts in the gradient norm
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                section = self._alone if _pattern(name) == name else self._joined
-                if self._regions is not None:
-                    section = self._regions.section_of(name)
-                STYLES[style].install(module, section, model.config)
-        if self._regions is not None:
-            self._regions.install(model)
+                block = self._single_block if _pattern(name) == name else self._shared_block
+                if self._sequence_parallel is not None:
+                    block = self._sequence_parallel.block_of(name)
+                STYLES[style].install(module, block, model.config)
+        if self._sequence_parallel is not None:
+            self._sequence_parallel.install(model)
 
-    def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
-        """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
+    def split_adapter(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
+        """Shards an adapter's matrices, `outer` (B) · `inner` (A), like the linear layer that it is added to.
 
-        If the layer's outputs are split, so are those of the outer matrix, and the inner matrix is whole. If the
-        layer's inputs are split, so are those of the inner matrix, and the outer one is whole. Gradients of whole
-        matrices are then whole on each rank, or summed over the ranks if these hold slices of the sequence. Raises
-        FamilyError for a layer whose outputs are exchanged differently.
+        If the outputs of the layer are sharded, so are those of B, and A is whole. If the inputs of the layer are
+        sharded, so are those of A, and B is whole. The gradient of the whole matrix is then whole on each rank; with
+        sequence parallelism it is partial, and is all-reduced. Raises FamilyError for a layer of another style.
         """
         style, shard = self.split.styles.get(name, "replicate"), shard_of(base.weight)
-        section = self._regions.section_of(name) if self._regions else self._alone
+        block = self._sequence_parallel.block_of(name) if self._sequence_parallel else self._single_block
         if shard is None and style == "replicate":
-            if self._regions is not None and self._regions.has_partial_gradients(name):
-                section.use(inner.weight)
-                section.use(outer.weight)
+            if self._sequence_parallel is not None and self._sequence_parallel.has_partial_gradients(name):
+                block.prepare_whole_parameter(inner.weight)
+                block.prepare_whole_parameter(outer.weight)
             return
         if shard is None or not isinstance(base, nn.Linear):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
-        part: Any
-        part, other = (inner, outer) if shard.dim else (outer, inner)
-        section.use(other.weight)
-        part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
-        part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, section, config)
+        split_layer: Any
+        split_layer, unsplit = (inner, outer) if shard.dim else (outer, inner)
+        block.prepare_whole_parameter(unsplit.weight)
+        split_layer.weight.data = shard.part(split_layer.weight.data, self.group.rank, self.group.size)
+        split_layer.weight.tensor_shard, split_layer.weight.model_parallel = shard, True
+        STYLES[style].install(split_layer, block, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Makes parameters whole inside the context; each rank then keeps its slice of what was written there."""
+        """A context in which parameters are whole; when it ends, each rank keeps its shard of what was written."""
         # A tied parameter may occur twice.
         sliced = {parameter: shard for parameter in parameters if (shard := shard_of(parameter)) is not None}
         for parameter, shard in sliced.items():
-            parameter.data = self.join(parameter.data, shard)
+            parameter.data = self.all_gather(parameter.data, shard)
         try:
             yield
         finally:
             for parameter, shard in sliced.items():
-                parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
+                parameter.data = shard.part(parameter.data, self.group.rank, self.group.size)
 
-    def join(self, part: Tensor, shard: Shard) -> Tensor:
-        """Gathers the slices of all ranks and returns the whole tensor."""
-        return shard.whole(self.ranks.gather(part))
+    def all_gather(self, part: Tensor, shard: Shard) -> Tensor:
+        """All-gathers a parameter: returns the whole tensor, given this rank's shard."""
+        return shard.whole(self.group.all_gather(part))
 
 
 @dataclass(frozen=True)
 class Style:
-    """The meaning of a style that a plan names."""
+    """How modules with a style of `tp_plan` are split."""
 
     shard: Callable[[int], Shard | None]
-    """Returns how a parameter with this number of dimensions is sliced."""
-    install: Callable[[nn.Module, SplitSection, PreTrainedConfig], None]
-    """Makes a module exchange its inputs and outputs."""
-    alone: bool = False
-    """Whether inputs and outputs are whole, so that the module can also be left unsplit."""
+    """Returns how a parameter with this number of dimensions is sharded."""
+    install: Callable[[nn.Module, TensorParallelBlock, PreTrainedConfig], None]
+    """Makes a module call the collectives of its block."""
+    can_stay_whole: bool = False
+    """Whether the module can be left unsplit, because its inputs and outputs are whole."""
 
 
-def _wrapping(wrap: Callable[[nn.Module, Forward, SplitSection], Forward]) -> Callable[..., None]:
-    def install(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-        module.forward = wrap(module, module.forward, section)
+def _wrap_forward(wrap: Callable[[nn.Module, Forward, TensorParallelBlock], Forward]) -> Callable[..., None]:
+    def install(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
+        module.forward = wrap(module, module.forward, block)
 
     return install
 
 
-def _column(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-    """Lets the input enter before other hooks: those of ZeRO-3 make a tensor of their own for each module."""
-    module.register_forward_pre_hook(lambda _, inputs: section.enter(inputs[0]))
+def _column_parallel(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
+    """Copies the shared input before other hooks run: those of ZeRO-3 make a new tensor for each module."""
+    module.register_forward_pre_hook(lambda _, inputs: block.copy_shared_input(inputs[0]))
 
 
-def _column_gathered(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-    _column(module, section, config)
+def _column_parallel_gathered(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
+    _column_parallel(module, block, config)
     forward = module.forward
-    module.forward = lambda value: gather_slices(forward(value), section.ranks)
+    module.forward = lambda value: gather_from_tensor_parallel(forward(value), block.group)
 
 
-def _row(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
+def _row_parallel(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
     def run(value: Tensor) -> Tensor:
-        section.close()
+        block.release_input()
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
-            return section.leave(forward(value))
+            return block.reduce_output(forward(value))
         # Added once, after the sum over ranks.
-        return section.leave(functional.linear(value, module.get_parameter("weight"))) + bias
+        return block.reduce_output(functional.linear(value, module.get_parameter("weight"))) + bias
 
     if isinstance(own := getattr(module, "bias", None), nn.Parameter):
-        section.use(own)
+        block.prepare_whole_parameter(own)
     return run
 
 
-def _row_scattered(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
-    row = _row(module, forward, section)
-    return lambda value: row(scatter(value, section.ranks))
+def _row_parallel_scattered(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
+    row = _row_parallel(module, forward, block)
+    return lambda value: row(scatter_to_tensor_parallel(value, block.group))
 
 
-def _table_of_rows(module: Any, forward: Forward, section: SplitSection) -> Forward:
+def _vocabulary_parallel_embedding(module: Any, forward: Forward, block: TensorParallelBlock) -> Forward:
     """Each rank looks up the tokens whose rows it holds and uses zeros for all others.
 
     Until the first call, ZeRO-3 may have partitioned the table, and `padding_idx` is a row of the whole one.
@@ -192,78 +192,78 @@ def _table_of_rows(module: Any, forward: Forward, section: SplitSection) -> Forw
 
     def run(tokens: Tensor) -> Tensor:
         rows = module.get_parameter("weight").shape[0]
-        first = section.ranks.rank * rows
+        first = block.group.rank * rows
         if padding is not None:  # the row that gets no gradient
             module.padding_idx = padding - first if first <= padding < first + rows else None
         own = (tokens >= first) & (tokens < first + rows)
         values = forward(torch.where(own, tokens - first, 0))
-        return section.leave(values.masked_fill(~own.unsqueeze(-1), 0))
+        return block.reduce_output(values.masked_fill(~own.unsqueeze(-1), 0))
 
     return run
 
 
-def _table_of_columns(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
-    return lambda tokens: gather_slices(forward(tokens), section.ranks)
+def _column_parallel_embedding(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
+    return lambda tokens: gather_from_tensor_parallel(forward(tokens), block.group)
 
 
-def _experts(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
+def _experts(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
     """Sums the parts of every expert over the ranks.
 
     Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights.
     """
 
     def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return section.leave(forward(section.admit(value), chosen, section.admit(weights)))
+        return block.reduce_output(forward(block.copy_input(value), chosen, block.copy_input(weights)))
 
     return run
 
 
-def _sum_gradients(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
-    """Sums the gradients of whole parameters that each rank uses only for its own heads."""
+def _all_reduce_gradients(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
+    """All-reduces the gradients of whole parameters that each rank applies only to its own heads."""
     for parameter in module.parameters(recurse=False):
-        sum_gradient(parameter, section.ranks)
+        all_reduce_gradient(parameter, block.group)
 
 
-def _latent_keys(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
+def _latent_keys(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
     """For latent attention: the rotary part of the keys goes directly to this rank's heads."""
     rotated, forward = config.get_text_config(decoder=True).qk_rope_head_dim, module.forward
 
     def run(value: Tensor) -> Tensor:
         latent, keys = forward(value).tensor_split([-rotated], dim=-1)
-        return torch.cat([latent, section.admit(keys)], dim=-1)
+        return torch.cat([latent, block.copy_input(keys)], dim=-1)
 
     module.forward = run
 
 
-def _whole(dimensions: int) -> None:
+def _no_shard(dimensions: int) -> None:
     return None
 
 
-def _by_output(dimensions: int, blocks: int = 1) -> Shard:
+def _shard_outputs(dimensions: int, blocks: int = 1) -> Shard:
     return Shard(max(dimensions - 2, 0), blocks)  # [output, input], [experts, output, input] or a bias
 
 
-def _by_input(dimensions: int, blocks: int = 1) -> Shard | None:
+def _shard_inputs(dimensions: int, blocks: int = 1) -> Shard | None:
     return Shard(dimensions - 1, blocks) if dimensions > 1 else None
 
 
-_GATHERED = Style(_by_output, _column_gathered, alone=True)
-_SCATTERED = Style(_by_input, _wrapping(_row_scattered), alone=True)
+_GATHERED = Style(_shard_outputs, _column_parallel_gathered, can_stay_whole=True)
+_SCATTERED = Style(_shard_inputs, _wrap_forward(_row_parallel_scattered), can_stay_whole=True)
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_by_output, _column),
+    "colwise": Style(_shard_outputs, _column_parallel),
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
-    "rowwise": Style(_by_input, _wrapping(_row)),
+    "rowwise": Style(_shard_inputs, _wrap_forward(_row_parallel)),
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
-    "packed_colwise": Style(partial(_by_output, blocks=2), _column),
-    "packed_rowwise": Style(partial(_by_input, blocks=2), _wrapping(_row)),
-    "embedding_rowwise": Style(lambda _: Shard(0), _wrapping(_table_of_rows), alone=True),
-    "embedding_colwise": Style(lambda _: Shard(1), _wrapping(_table_of_columns), alone=True),
-    EXPERTS: Style(_whole, _wrapping(_experts)),
-    "replicated_with_grad_allreduce": Style(_whole, _sum_gradients),
-    "mla_kv_a_proj": Style(_whole, _latent_keys),
-    "replicate": Style(_whole, lambda *_: None),  # computes the same on every rank
+    "packed_colwise": Style(partial(_shard_outputs, blocks=2), _column_parallel),
+    "packed_rowwise": Style(partial(_shard_inputs, blocks=2), _wrap_forward(_row_parallel)),
+    "embedding_rowwise": Style(lambda _: Shard(0), _wrap_forward(_vocabulary_parallel_embedding), can_stay_whole=True),
+    "embedding_colwise": Style(lambda _: Shard(1), _wrap_forward(_column_parallel_embedding), can_stay_whole=True),
+    EXPERTS: Style(_no_shard, _wrap_forward(_experts)),
+    "replicated_with_grad_allreduce": Style(_no_shard, _all_reduce_gradients),
+    "mla_kv_a_proj": Style(_no_shard, _latent_keys),
+    "replicate": Style(_no_shard, lambda *_: None),  # computes the same on every rank
 }
 """The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here."""
 
@@ -272,7 +272,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
     A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
-    degree, or if it shares its weight with a module that is not sliced alike. Raises FamilyError.
+    degree, or if it shares its weight with a module that is sharded differently. Raises FamilyError.
     """
     plan, config = model.tp_plan, model.config
     if not plan:
@@ -282,8 +282,8 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = plan.get(_pattern(name)) or styles.get(_module(name), "replicate")
         by_parameter.setdefault(id(parameter), {})[name] = style
-    asked = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
-    unknown = sorted(asked - STYLES.keys())
+    requested = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
+    unknown = sorted(requested - STYLES.keys())
     if unknown:
         raise no_split(config, f"its plan asks for the styles {', '.join(unknown)}")
     shards: dict[str, Shard] = {}
@@ -292,7 +292,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
         for name, style in uses.items():
             if shard is not None:
                 shards[name] = shard
-            elif STYLES[style].alone:
+            elif STYLES[style].can_stay_whole:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
         raise no_split(config, f"its plan splits no weight of the layers among {degree} ranks")
@@ -300,13 +300,13 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
 
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
-    """Returns how a parameter is sliced, given the style of each of its names; None if it stays whole."""
+    """Returns how a parameter is sharded, given the style of each of its names; None if it stays whole."""
     wanted: dict[str, Shard | None] = {}
     for name, style in uses.items():
         shape = model.get_parameter(name).shape
         shard = STYLES[style].shard(len(shape))
         if shard is not None and shape[shard.dim] % (shard.blocks * degree):
-            if not STYLES[style].alone:
+            if not STYLES[style].can_stay_whole:
                 reason = f"dimension {shard.dim} of {name} {list(shape)} is not divisible by {degree}"
                 raise no_split(model.config, reason)
             shard = None
@@ -314,7 +314,7 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
     if len(set(wanted.values())) == 1:
         return next(iter(wanted.values()))
     for name, shard in wanted.items():
-        if shard is not None and not STYLES[uses[name]].alone:
+        if shard is not None and not STYLES[uses[name]].can_stay_whole:
             raise no_split(model.config, f"{name} is tied to a weight that is split in another way")
     return None
 

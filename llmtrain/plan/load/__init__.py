@@ -7,12 +7,12 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
 from llmtrain.plan.load.file import RecipeFile, check_file, located, shipped_recipes
 from llmtrain.plan.load.python_file import PythonRecipe, is_running
-from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe, parse_assignments
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.system.untrusted import is_yaml
 
 __all__ = [
@@ -38,7 +38,7 @@ _loaded: Recipe | None = None
 def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | None]:
     """Returns the recipe of `FILE[:VARIANT]` with `--set` assignments applied, and the cluster that it was written for.
 
-    Raises RecipeError for a wrong file, variant, recipe or assignment, and as `grown` does.
+    Raises RecipeError for a wrong file, variant, recipe or assignment, and as `with_resized_vocabulary` does.
     """
     global _loaded
     path, _, variant = spec.partition(":")
@@ -49,7 +49,7 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     _lines.update({name: line for name, line in file.lines(variant).items() if name not in fields})
     recipe = recipe.with_(**fields) if fields else recipe
     _check_length(recipe)
-    _loaded = grown(recipe)
+    _loaded = with_resized_vocabulary(recipe)
     return _loaded, cluster
 
 
@@ -64,7 +64,7 @@ def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[R
     if recipe != _loaded:
         _lines.clear()
     _check_length(recipe)
-    return grown(recipe), None
+    return with_resized_vocabulary(recipe), None
 
 
 def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:

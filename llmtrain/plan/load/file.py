@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
 from llmtrain.recipe import Recipe
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.system.untrusted import is_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml")
@@ -51,7 +51,7 @@ def check_file(path: Path) -> None:
     try:
         is_file = path.is_file()
     except (OSError, ValueError) as error:  # for example an overlong name, or a folder without permission
-        raise RecipeError(Problem("recipe.file", short(str(path)), f"cannot be read: {reason(error)}")) from None
+        raise RecipeError(Problem("recipe.file", truncate(str(path)), f"cannot be read: {reason(error)}")) from None
     if not is_file:
         raise RecipeError(_no_such_file(path))
     if path.suffix not in SUFFIXES:
@@ -64,7 +64,7 @@ def check_variant(path: Path, variant: str, known: list[str]) -> None:
     if variant not in known:
         listing = f"variants: {', '.join(known)}" if known else "it has none"
         function = "" if is_yaml(path.name) else f", which would be the function recipe_{variant}()"
-        message = f"has no variant '{variant}'{function}{nearest(variant, known)}"
+        message = f"has no variant '{variant}'{function}{did_you_mean(variant, known)}"
         raise RecipeError(Problem("recipe.variant", str(path), message, listing))
 
 
@@ -82,7 +82,7 @@ def _no_such_file(path: Path) -> Problem:
         known, listing = [*shipped_recipes()], "llmtrain recipe list shows those that come with llmtrain"
     else:
         known, listing = _recipes_in(folder), _listing(folder)
-    return Problem("recipe.file", str(path), f"does not exist{nearest(path.name, known)}", listing)
+    return Problem("recipe.file", str(path), f"does not exist{did_you_mean(path.name, known)}", listing)
 
 
 def _recipes_in(folder: Path) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.recipe.parts import described_schema
-from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
-from llmtrain_lint.yaml_text import Places, YamlError, parse_yaml
+from llmtrain.system.untrusted import UNREADABLE, file_fault, json_fault, read_text
+from llmtrain_lint.yaml_text import KeyPositions, YamlError, parse_yaml
 
 OWN_KEYS = ("extends", "variants", "cluster")
 """Top-level keys in addition to the fields of a recipe."""
@@ -140,7 +140,7 @@ def _merged(values: Any, given: Any) -> Any:
     return values | {key: _merged(values.get(key), value) for key, value in given.items()}
 
 
-def read_with_places(path: Path) -> tuple[dict[str, Any], Places]:
+def read_with_places(path: Path) -> tuple[dict[str, Any], KeyPositions]:
     """Returns the content of a file, and the positions of its keys. Raises RecipeError."""
     try:
         values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
@@ -148,7 +148,7 @@ def read_with_places(path: Path) -> tuple[dict[str, Any], Places]:
         at = f":{error.line}:{error.column}" if error.line else ""
         raise RecipeError(Problem("recipe.yaml", f"{path}{at}", str(error))) from None
     except UNREADABLE as error:
-        raise RecipeError(Problem("recipe.file", str(path), f"cannot be read: {why(error)}")) from None
+        raise RecipeError(Problem("recipe.file", str(path), f"cannot be read: {file_fault(error)}")) from None
     if values is None:
         values = {}
     if not isinstance(values, dict):

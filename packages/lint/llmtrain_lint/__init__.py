@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_lint.document import READERS, Finding, NotDeepSpeed, Reader, Unreadable
-from llmtrain_lint.errors import Problem, UsageError, suggestion
+from llmtrain_lint.errors import Problem, UsageError, did_you_mean
 from llmtrain_lint.reading import decode, is_yaml, read_configuration, read_file
 from llmtrain_lint.rules import RULES
 from llmtrain_lint.rules.readers import guess
@@ -100,7 +100,7 @@ def parse_allowed(entries: Collection[str], source: str = "--allow") -> frozense
         rule, _, key = given.partition(":")
         name = rule if rule.startswith("lint.") else f"lint.{rule}"
         if name not in known:
-            message = f"{rule[:80]!r} is not a rule{suggestion(name[:80], known)}"
+            message = f"{rule[:80]!r} is not a rule{did_you_mean(name[:80], known)}"
             problems.append(Problem("lint.allow", source, message))
         elif name == "lint.unknown_key" and key in ("", "*"):
             problems.append(

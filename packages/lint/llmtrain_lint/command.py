@@ -17,7 +17,7 @@ import typer
 
 from llmtrain_lint import RULES, Result, Use, examine, parse_allowed
 from llmtrain_lint.document import Unreadable
-from llmtrain_lint.errors import Problem, UsageError, printable, short
+from llmtrain_lint.errors import Problem, UsageError, printable, truncate
 from llmtrain_lint.reading import is_yaml, read_file
 from llmtrain_lint.schema import Schema, schema
 from llmtrain_lint.versions import choose_release
@@ -162,7 +162,7 @@ def _arguments(file: Path | None, assignments: Sequence[str]) -> Mapping[str, An
         try:
             loaded = yaml.safe_load(read_file(file))  # YAML includes JSON
         except (Unreadable, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise UsageError(Problem("lint.arguments", str(file), short(printable(str(error))))) from None
+            raise UsageError(Problem("lint.arguments", str(file), truncate(printable(str(error))))) from None
         if not isinstance(loaded, dict):
             raise UsageError(Problem("lint.arguments", str(file), "contains no object"))
         given.update(loaded)

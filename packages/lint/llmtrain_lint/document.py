@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmtrain_lint.errors import printable, short
+from llmtrain_lint.errors import printable, truncate
 from llmtrain_lint.schema import KeyPath, Schema, schema
 
 Severity = Literal["error", "warning"]
@@ -72,7 +72,7 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
 
     def __init__(self, message: str, line: int = 0, column: int = 0, fix: str = "") -> None:
         self.finding = Finding(
-            "lint.unreadable", "error", "file", printable(short(message)), printable(fix), line, column
+            "lint.unreadable", "error", "file", printable(truncate(message)), printable(fix), line, column
         )
         super().__init__(message)
 

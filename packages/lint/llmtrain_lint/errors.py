@@ -39,12 +39,12 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(sign if sign.isprintable() or sign in kept else ascii(sign)[1:-1] for sign in text)
 
 
-def short(text: str) -> str:
+def truncate(text: str) -> str:
     """Truncates a text for a message."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
-def suggestion(name: str, known: Iterable[str], similar: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], similar: float = 0.6) -> str:
     """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string.
 
     similar: the smallest share of characters in common.

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmtrain_lint import READERS, Reader, parse_allowed
 from llmtrain_lint.document import NotDeepSpeed, Unreadable
-from llmtrain_lint.errors import Problem, UsageError, suggestion
+from llmtrain_lint.errors import Problem, UsageError, did_you_mean
 from llmtrain_lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
 from llmtrain_lint.schema import schema
 
@@ -139,7 +139,7 @@ def _settings(table: Any, file: Path, wrong: str) -> Settings:
     known = ("for", "deepspeed", "allow", "per-file-allow")
     given = table if isinstance(table, dict) else {"": table}
     problems = [
-        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{suggestion(key[:80], known)}")
+        Problem("lint.settings", wrong, f"{key[:80]!r} is not a setting{did_you_mean(key[:80], known)}")
         for key in given
         if key not in known
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-from llmtrain_lint.errors import Problem, UsageError, printable, short
+from llmtrain_lint.errors import Problem, UsageError, printable, truncate
 from llmtrain_lint.schema import Version, releases, version
 
 _OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
@@ -52,7 +52,7 @@ def choose_release(requested: str | None = None) -> Release:
         return Release(near, "installed" if near == installed else f"the nearest known to the installed {installed}")
     clauses = [_CLAUSE.fullmatch(clause) for clause in requested.split(",")]
     if len(requested) > 100 or not all(clauses):
-        message = f"{short(printable(requested))!r} is neither a version nor a range"
+        message = f"{truncate(printable(requested))!r} is neither a version nor a range"
         fix = "a version such as 0.18.4, or a range such as '>=0.17,<0.19'"
         raise UsageError(Problem("lint.deepspeed", "--deepspeed", message, fix))
     given = [(found[1], version(found[2]), bool(found[3])) for found in clauses if found]

@@ -10,7 +10,7 @@ from pathlib import Path
 libraries = os.environ.get("CUDA_ON_HOST")
 
 
-class Finder(MetaPathFinder):
+class SpecialTokenCounter(MetaPathFinder):
     """Loads the device before torch, which asks at its import what there is, and `torch.cuda` after it."""
 
     def find_spec(self, name, path, target=None):
@@ -35,4 +35,4 @@ class Finder(MetaPathFinder):
 
 
 if libraries:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, SpecialTokenCounter())

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.cluster import Cluster
-from llmtrain.data import Prepared, Schedule, prepare, with_steps
+from llmtrain.data import BatchLoader, Prepared, prepare, with_max_steps
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
+from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
-from llmtrain.rules import resolve
+from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import forbidden_changes
 from tests.helpers.chat_tokenizers import Case, case
 from tests.helpers.small_chats import ROWS, recipe
@@ -41,9 +41,9 @@ def made(tmp_path: Path) -> Recipe:
     )
 
 
-def schedule(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> Schedule:
+def schedule(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
     sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks}
-    return Schedule(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, epochs=EPOCHS, **sizes)
+    return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, epochs=EPOCHS, **sizes)
 
 
 def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...]]]:
@@ -62,7 +62,7 @@ def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...
 
 def test_any_number_of_ranks_reads_every_conversation_once_per_epoch(made: Recipe) -> None:
     prepared = prepare(made)
-    plan = with_steps(resolve(made, Cluster()), prepared)
+    plan = with_max_steps(resolve(made, Cluster()), prepared)
     assert plan.recipe.train.max_steps == -(-60 * EPOCHS // BATCH) == 23
     steps = [read(prepared, 23, ranks) for ranks in (1, 2, 4)]
     assert [sorted(step) for step in steps[0]] == [sorted(step) for step in steps[1]]

@@ -14,7 +14,7 @@ from llmtrain.data.chat.conversation import RowError, conversation
 from llmtrain.data.chat.encode import Encoded
 from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.errors import DataError
-from llmtrain.plan.vocabulary import shipped_templates
+from llmtrain.plan.facts.vocabulary import shipped_templates
 from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 
 WORDS = ["a", "snow", "雪", "🙂", "e\u0301", "<b>", "</think>", "[INST]", "\n", "\n\n", "  ", "\t", "<|im_", "end|>"]
@@ -64,7 +64,7 @@ def test_random_conversations_train_only_on_the_assistants_tokens(chatml: Case) 
             trained += [False] * (1 + len(header)) + [is_trained] * (len(mine) - len(header) + 1) + [False]
         assert found.ids.tolist() == tokens
         if separable:
-            assert found.trained.tolist() == trained
+            assert found.loss_mask.tolist() == trained
             compared += 1
     assert compared > 50
 
@@ -171,7 +171,7 @@ def test_a_turn_that_begins_at_token_0_is_trained_on_entirely(chatml: Case) -> N
     one = chatml._replace(source=source, template=ChatTemplate(source, chatml.template.special))
     found = encoded(one, messages)
     assert one.trained(found) == ["It is 4.<|im_end|>", "Bye.<|im_end|>"]
-    assert found.trained[0]
+    assert found.loss_mask[0]
 
 
 def test_white_space_at_the_ends_is_as_the_template_leaves_it(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_conversations_can_be_cut_after_each_turn(chatml: Case) -> None:
     short = encoded(chatml, turns("a", "b"))
     assert len(found.turns) == 2
     assert found.ids[: found.turns[0]].tolist() == short.ids[: short.turns[0]].tolist()
-    assert [found.trained[end - 1] for end in found.turns] == [True, True]
+    assert [found.loss_mask[end - 1] for end in found.turns] == [True, True]
 
 
 def test_errors_of_masks_name_the_fault(chatml: Case, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data import Completions, Prepared, Schedule, notes, prepare
+from llmtrain.data import BatchLoader, Completions, Prepared, notes, prepare
 from llmtrain.data.chat.conversation import RowError, find_layout
 from llmtrain.data.samples import NO_TARGET, PackedSamples
 from llmtrain.errors import DataError, RecipeError
@@ -114,7 +114,7 @@ def texts(prepared: Prepared, one: Case) -> list[list[tuple[str, str]]]:
             for number in range(pairs)
         ]
         for labels, segments, pairs in zip(
-            rows.labels, rows.segments, samples.examples(np.arange(len(samples))), strict=True
+            rows.labels, rows.segment_ids, samples.count_examples(np.arange(len(samples))), strict=True
         )
     ]
 
@@ -145,7 +145,7 @@ def test_batches_carry_segments_lengths_and_references(chatml: Case) -> None:
     samples = prepared.sources[0].train
     assert isinstance(samples, PackedSamples)
     sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
-    parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
+    parts = [BatchLoader(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
     held = 0
     for part in parts:
         for one in part.micro_batches:
@@ -156,7 +156,7 @@ def test_batches_carry_segments_lengths_and_references(chatml: Case) -> None:
             assert one.completions.references.isnan().equal(exists)  # unknown until they are computed
             held += int(exists.sum()) // 2
     assert {part.examples for part in parts} == {held}
-    assert {part.terms for part in parts} == {held}
+    assert {part.num_items for part in parts} == {held}
 
 
 def test_pairs_that_do_not_fit_are_dropped_and_counted(chatml: Case) -> None:
@@ -207,11 +207,11 @@ def completions(prepared: Prepared, one: Case) -> list[tuple[str, str, bool]]:
 
     def text(rows: Any, row: int, number: int) -> str:
         labels = rows.labels[row]
-        return str(decode(labels[(rows.segments[row] == number) & (labels != NO_TARGET)].tolist()))
+        return str(decode(labels[(rows.segment_ids[row] == number) & (labels != NO_TARGET)].tolist()))
 
     return [
         (text(own, row, number), text(others, row, number), bool(own.desirable[row, number]))
-        for row, count in enumerate(samples.examples(index))
+        for row, count in enumerate(samples.count_examples(index))
         for number in range(count)
     ]
 
@@ -330,7 +330,7 @@ def test_completions_for_kto_need_a_label(chatml: Case) -> None:
 def test_batches_of_labelled_completions_have_their_mismatched_ones(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, [labelled(number) for number in range(60)], **{"objective.name": "kto"}))
     sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
-    parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
+    parts = [BatchLoader(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
     held = 0
     for part in parts:
         for one, other in zip(part.micro_batches, part.mismatched, strict=True):

@@ -72,7 +72,7 @@ def encoded(one: Case, chats: list[list[dict[str, Any]]]) -> list[Encoded | RowE
 def alike(one: Encoded | RowError, other: Encoded | RowError) -> bool:
     if isinstance(one, RowError) or isinstance(other, RowError):
         return str(one) == str(other)
-    same = one.ids.tolist() == other.ids.tolist() and one.trained.tolist() == other.trained.tolist()
+    same = one.ids.tolist() == other.ids.tolist() and one.loss_mask.tolist() == other.loss_mask.tolist()
     return same and (one.turns, one.ends) == (other.turns, other.ends)
 
 

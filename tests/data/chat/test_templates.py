@@ -79,7 +79,7 @@ def test_exactly_the_turns_of_the_assistant_are_trained_on(one: Case) -> None:
     assert found.ids.tolist()[: len(theirs)] == theirs
     assert found.ids.tolist()[len(theirs) :] in ([], [AutoTokenizer.from_pretrained(one.folder).eos_token_id])
     assert one.trained(encoded(one, chat, train_on="last_assistant")) == expected[-1:]
-    assert encoded(one, chat, train_on="all").trained.all()
+    assert encoded(one, chat, train_on="all").loss_mask.all()
 
 
 @pytest.mark.parametrize("name", those_with("thinking"))

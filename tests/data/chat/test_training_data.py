@@ -12,14 +12,14 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
-from llmtrain.data import MicroBatch, Prepared, Schedule, notes, prepare
-from llmtrain.data.samples import NO_TARGET, filled_share
+from llmtrain.data import BatchLoader, MicroBatch, Prepared, notes, prepare
+from llmtrain.data.samples import NO_TARGET, fill_fraction
 from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
 from llmtrain.models import build_model
-from llmtrain.verify.compare import FP32
-from llmtrain.verify.documents import read_documents
+from llmtrain.trials.verify.compare import FP32
+from llmtrain.trials.verify.documents import read_documents
 from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
 from tests.helpers.small_chats import ROWS, chat, recipe
 
@@ -37,9 +37,9 @@ def test_sequences_hold_whole_conversations_with_labels_on_the_assistants_tokens
     prepared = prepare(made)
     samples, stream = prepared.sources[0].train, prepared.sources[0].store.streams["train"]
     rows = samples.read(np.arange(len(samples)))
-    assert stream.trained is not None
-    assert np.array_equal((rows.labels != NO_TARGET).sum(axis=1), samples.targets(np.arange(len(samples))))
-    assert (rows.labels != NO_TARGET).sum() == stream.trained.sum()
+    assert stream.loss_mask is not None
+    assert np.array_equal((rows.labels != NO_TARGET).sum(axis=1), samples.count_targets(np.arange(len(samples))))
+    assert (rows.labels != NO_TARGET).sum() == stream.loss_mask.sum()
     end = chatml.encoder()._plain.token_to_id("<|im_end|>")
     answers = sum(len(row["messages"]) // 2 for row in ROWS)
     assert prepared.eos_id == end  # padding has the same token, which does not hide the true ends
@@ -47,7 +47,7 @@ def test_sequences_hold_whole_conversations_with_labels_on_the_assistants_tokens
     assert (rows.position_ids == 0).sum() == len(ROWS) + _paddings(prepared)
     said = "\n".join(notes(prepared, made))
     assert "60 conversations (messages from 'messages')" in said
-    assert f"{stream.trained.sum():,} trained tokens" in said
+    assert f"{stream.loss_mask.sum():,} trained tokens" in said
 
 
 def _paddings(prepared: Prepared) -> int:
@@ -71,7 +71,7 @@ def test_the_reference_reads_the_same_labels_one_document_at_a_time(chatml: Case
 def test_the_targets_of_a_batch_are_those_of_all_ranks(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, ROWS))
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "dp_size": 2}
-    ranks = [Schedule(prepared, seed=1, dp_rank=rank, **sizes).train_batch(8) for rank in (0, 1)]
+    ranks = [BatchLoader(prepared, seed=1, dp_rank=rank, **sizes).train_batch(8) for rank in (0, 1)]
     seen = sum(int((one.labels != NO_TARGET).sum()) for batch in ranks for one in batch.micro_batches)
     assert [batch.target_tokens for batch in ranks] == [seen, seen]
 
@@ -85,8 +85,8 @@ def test_long_conversations_are_dropped_or_cut_at_a_turn(chatml: Case) -> None:
     stream = cut.sources[0].store.streams["train"]
     last = stream.tokens[int(stream.documents[-2]) :]
     assert 1 < len(last) <= 257
-    assert stream.trained is not None
-    assert stream.trained[-1]
+    assert stream.loss_mask is not None
+    assert stream.loss_mask[-1]
 
 
 def test_a_source_of_which_every_conversation_is_too_long_is_refused_with_the_reason(chatml: Case) -> None:
@@ -132,8 +132,8 @@ def test_conversations_in_parquet_can_be_mixed_with_text(chatml: Case) -> None:
     sources = [{"name": str(folder / name)} for name in ("rows.parquet", "text.jsonl")]
     prepared = prepare(recipe(chatml, ROWS, sources=sources))
     streams = [source.store.streams["train"] for source in prepared.sources]
-    assert streams[0].trained is not None
-    assert streams[1].trained is None
+    assert streams[0].loss_mask is not None
+    assert streams[1].loss_mask is None
     alone = prepare(recipe(chatml, ROWS)).sources[0].store.streams["train"]
     assert alone.tokens.tolist() == streams[0].tokens.tolist()
 
@@ -183,7 +183,7 @@ def test_the_fill_counts_inputs_and_not_targets(chatml: Case) -> None:
     prepared = prepare(recipe(chatml, ROWS))
     samples, stream = prepared.sources[0].train, prepared.sources[0].store.streams["train"]
     inputs = len(stream) - len(ROWS)  # the last token of each conversation is only a target
-    assert filled_share(samples) == inputs / (len(samples) * 256)
+    assert fill_fraction(samples) == inputs / (len(samples) * 256)
 
 
 def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chatml: Case) -> None:
@@ -202,8 +202,8 @@ def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chat
     assert tokenizer.encode("<|im_start|>user<|im_end|>").ids[-1] == end
     assert prepared.stop_ids == sorted({prepared.eos_id, end})
     stream = prepared.sources[0].store.streams["train"]
-    assert stream.trained is not None
-    assert (stream.tokens == end).sum() == 2 * (stream.trained & (stream.tokens == end)).sum() == 120
+    assert stream.loss_mask is not None
+    assert (stream.tokens == end).sum() == 2 * (stream.loss_mask & (stream.tokens == end)).sum() == 120
 
 
 def test_what_nothing_reads_is_counted(chatml: Case) -> None:
@@ -243,7 +243,7 @@ def test_unpacked_micro_batches_are_as_long_as_their_targets_need(chatml: Case) 
     made = recipe(chatml, ROWS, packing="none").with_(**{"model.config": TINY})
     prepared = prepare(made)
     sizes = {"seed": 1, "global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
-    whole, short = (Schedule(prepared, **sizes, dp_rank=0, dp_size=1, shortens=one) for one in (False, True))
+    whole, short = (BatchLoader(prepared, **sizes, dp_rank=0, dp_size=1, shortens=one) for one in (False, True))
     model = build_model(made, torch.float32, torch.device("cpu"))
     for all_of_it, part in zip(whole.train_batch(0).micro_batches, short.train_batch(0).micro_batches, strict=True):
         used = part.labels.shape[1]
@@ -275,13 +275,13 @@ def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: 
     together = [one.clone() for one in gradients_of(model.parameters())]
     model.zero_grad()
     stream = prepared.sources[0].store.streams["train"]
-    assert stream.trained is not None
+    assert stream.loss_mask is not None
     alone = torch.zeros(())
     for number in range(8):
         first, end = stream.documents[number : number + 2].astype(int)
         tokens = torch.from_numpy(stream.tokens[first:end].astype(int))
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
-        mine = torch.from_numpy(stream.trained[first + 1 : end].copy())
+        mine = torch.from_numpy(stream.loss_mask[first + 1 : end].copy())
         alone = alone + cross_entropy(logits[mine], tokens[1:][mine], reduction="sum")
     alone.backward()
     assert torch.isclose(loss, alone, rtol=FP32)

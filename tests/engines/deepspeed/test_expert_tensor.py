@@ -12,15 +12,15 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed import autotp
 from llmtrain.engines.deepspeed.autotp_check import check_autotp
-from llmtrain.engines.state.shards import AutoTPSplit
+from llmtrain.engines.deepspeed.autotp_split import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups
-from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
+from llmtrain.plan.ds_config import render
+from llmtrain.plan.rules.tensor import EXPERT_TENSOR_FAMILIES
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmtrain.ds_config import render
+from llmtrain.plan.ds_config import render
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import plan_of
@@ -92,8 +92,8 @@ def test_a_new_run_seeds_each_rank_differently():
 
 
 def _joined_as_if_alone(rank: int):
-    from llmtrain.launch.place.rank import Rank
-    from llmtrain.runtime.distributed import init_process_group
+    from llmtrain.engines.runtime.distributed import init_process_group
+    from llmtrain.launch.discovery.rank import Rank
 
     # The group of this process is there already, with one member, as accelerate makes it on a CPU.
     told = Rank(

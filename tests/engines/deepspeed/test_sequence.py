@@ -11,14 +11,14 @@ import torch
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules import assemble
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import assemble
+from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, T, global_batch, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 
 from llmtrain_lint.document import Configuration
-from llmtrain_lint.errors import suggestion
+from llmtrain_lint.errors import did_you_mean
 from llmtrain_lint.rules.rule import Fault, error, key_suggestion, warning
 from llmtrain_lint.schema import REMOVED_OPTIMIZERS, KeyPath
 
@@ -41,7 +41,7 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
 def _similar(name: str, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"`, preferably a name that only differs in its capitals."""
     same = [one for one in known if one.lower() == name.lower()]
-    return suggestion(name[:80], same or known, 0.0 if same else 0.6)
+    return did_you_mean(name[:80], same or known, 0.0 if same else 0.6)
 
 
 @error("type_missing", "ignores", "Without `type`, the optimizer or scheduler block is silently ignored.")

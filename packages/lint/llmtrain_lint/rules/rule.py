@@ -8,7 +8,7 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 
 from llmtrain_lint.document import READERS, Configuration, Effect, Finding, Severity
-from llmtrain_lint.errors import printable, short
+from llmtrain_lint.errors import printable, truncate
 from llmtrain_lint.schema import KeyPath
 
 Fault = tuple[KeyPath, str, str] | tuple[KeyPath, str, str, Effect]
@@ -50,9 +50,9 @@ class LintRule:
         by = READERS[document.reader if self.by_reader else "deepspeed"]
         for where, message, fix, *other in self.check(document):
             line, column = _place(document, where)
-            field = printable(short(".".join(where)))
+            field = printable(truncate(".".join(where)))
             effect: Effect = other[0] if other else self.effect
-            yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column, effect, by)
+            yield Finding(self.id, self.severity, field, printable(truncate(message)), fix, line, column, effect, by)
 
 
 def key_suggestion(name: str, known: Iterable[str]) -> str:

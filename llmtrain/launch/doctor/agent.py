@@ -1,0 +1,157 @@
+"""The doctor's agent on a host: exchanges lines of JSON with the doctor, over ssh or locally. `python -m ...`
+
+It ends when its input ends, whatever it is doing, and ends the processes that it has started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NoReturn, TextIO
+
+from llmtrain.errors import RecipeError
+from llmtrain.launch import host_agent
+from llmtrain.launch.discovery import interfaces
+from llmtrain.launch.disks import has_disk_operator
+from llmtrain.launch.doctor.finding import HostContext
+from llmtrain.system.host import cache_root
+from llmtrain.system.kernel_caches import use_kernel_caches
+from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.streams import reserved_stdout
+
+
+class Agent:
+    """Serves the doctor's requests."""
+
+    def __init__(self, replies: TextIO) -> None:
+        self._replies = replies
+        self._lock = Lock()
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def serve(self, requests: TextIO) -> NoReturn:
+        """Answers the requests in order; workers run meanwhile."""
+        waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        Thread(target=self._listen, args=(requests, waiting), daemon=True).start()
+        while True:
+            request = waiting.get()
+            getattr(self, f"do_{request.pop('do')}")(**request)
+
+    def do_begin(self, env: Mapping[str, str]) -> None:
+        """Sets the environment variables that workers would have."""
+        os.environ.update(env)
+        self._reply(begun=True)
+
+    def do_clock(self) -> None:
+        """Replies with this host's time in seconds since the epoch."""
+        self._reply(time=time.time())
+
+    def do_addresses(self) -> None:
+        """Replies with addresses of this host that others may reach, IPv4 first."""
+        self._reply(addresses=interfaces.addresses())
+
+    def do_check(self, run_root: str, master: str | None, devices: list[int]) -> None:
+        """Runs all checks."""
+        from llmtrain.launch.doctor.checks import run_checks
+
+        context = HostContext(
+            dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, tuple(devices)
+        )
+        findings = [finding.as_dict() for finding in run_checks(context)]
+        self._reply(findings=findings, facts=host_facts(context))
+
+    def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Starts ranks of an all-reduce, each of which reports its progress itself."""
+        for rank in ranks:
+            visible = rank.pop("visible", None)
+            env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})}
+            command = [
+                sys.executable,
+                "-m",
+                "llmtrain.launch.doctor.all_reduce_worker",
+                json.dumps(rank),
+                str(self._replies.fileno()),
+            ]
+            child = self._start(command, env=env, stdout=sys.stderr, pass_fds=(self._replies.fileno(),))
+            Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
+
+    def do_build(self, operators: list[str], accelerator: str) -> None:
+        """Compiles DeepSpeed operators into torch's cache, in order; none if the disk operator cannot be built."""
+        lacks = "async_io" in operators and not has_disk_operator()
+        for name in operators:
+            if lacks:
+                self._reply(operator=name, seconds=0.0, file="", error="libaio was not found")
+                continue
+            env = dict(os.environ)
+            try:
+                use_kernel_caches(env)
+            except RecipeError as refusal:
+                self._reply(operator=name, seconds=0.0, file="", error=str(refusal))
+                continue
+            command = [sys.executable, "-m", "llmtrain.engines.deepspeed.ops", name, accelerator]
+            child = self._start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, error = child.communicate()
+            try:
+                self._reply(**json.loads(out.splitlines()[-1]))
+            except (IndexError, ValueError):
+                last_lines = error.decode(errors="replace").splitlines()[-20:]
+                self._reply(
+                    operator=name, seconds=0.0, file="", error="\n".join(last_lines) or f"code {child.returncode}"
+                )
+
+    def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
+        """Passes requests on. When the input ends, the requester is gone, and everything is ended."""
+        for line in requests:
+            waiting.put(json.loads(line))
+        for child in self._children:
+            if child.poll() is None:  # otherwise its process id may belong to another process
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Starts a process in a session of its own that ends with this one."""
+        child: subprocess.Popen[bytes] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=kill_with_parent(), **options
+        )
+        self._children.append(child)
+        return child
+
+    def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        self._reply(rank=rank, state="ended", code=child.wait())
+
+    def _reply(self, **fields: Any) -> None:
+        with self._lock:
+            print(json.dumps(fields), file=self._replies, flush=True)
+
+
+def host_facts(context: HostContext) -> dict[str, Any]:
+    """Returns what is compared between hosts."""
+    from llmtrain.launch.doctor.devices import seen_by_torch
+
+    facts = host_agent.version_facts(Path("/nonexistent"))
+    return {
+        "host": facts["host"],
+        "versions": {"python": facts["python"], **facts["packages"], "llmtrain's sources": facts["llmtrain"]},
+        "devices": seen_by_torch()[0],
+        "addresses": interfaces.addresses(),
+        "run_root": str(context.run_root),
+    }
+
+
+def main() -> None:
+    """Serves the requests on standard input."""
+    with reserved_stdout() as replies:
+        Agent(replies).serve(sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

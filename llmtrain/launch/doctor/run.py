@@ -1,0 +1,188 @@
+"""Checks this machine, or the hosts of a hostfile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.launch.doctor import comparison, prebuild
+from llmtrain.launch.doctor.all_reduce import CHECK, HostRanks, run_all_reduce
+from llmtrain.launch.doctor.channel import Channel, UnreachableError, open_locally, open_over_ssh
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
+from llmtrain.launch.doctor.report import DoctorReport, HostReport
+from llmtrain.launch.hostfile import Host
+from llmtrain.recipe import ParallelConfig
+
+CHECK_TIMEOUT_S = 180
+"""Longest time in seconds for the checks of a host; each of their programs has a limit of its own."""
+CPU_RANKS = 2
+"""Ranks of this machine's all-reduce without a GPU, unless given."""
+Say = Callable[[str], Any]
+"""Shows the current activity."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the doctor checks."""
+
+    hosts: tuple[Host, ...] = ()
+    """The hosts of a hostfile; without them, this machine."""
+    nproc: int | None = None
+    """Number of ranks of this machine's all-reduce."""
+    seconds: float = 120.0
+    """Seconds after which the all-reduce is given up."""
+    build: bool = False
+    parallel: ParallelConfig | None = None
+    """The part of the recipe that operators are built for."""
+
+
+@dataclass
+class _ConnectedHost:
+    """A host with a running agent."""
+
+    report: HostReport
+    channel: Channel
+    entry: Host | None = None
+    """Its entry in the hostfile."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The GPUs that its workers compute on; none if the user chose CPUs, as in training."""
+        devices: list[str] = self.report.facts["devices"]
+        return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else devices
+
+
+def examine_hosts(options: DoctorOptions, say: Say) -> DoctorReport:
+    """Checks all hosts in parallel, then all of them together."""
+    with _agents(options, say) as (connected, unreachable):
+        say("checking " + (listed([host.report.name for host in connected]) or "nothing"))
+        master = _master(connected) if options.hosts else None
+        with ThreadPoolExecutor(max(1, len(connected))) as pool:
+            list(pool.map(lambda host: _check(host, master), connected))
+        reached = [host for host in connected if host.report.was_reached]
+        order = {host.name: number for number, host in enumerate(options.hosts)}
+        report = DoctorReport(
+            sorted([*(host.report for host in connected), *unreachable], key=lambda host: order.get(host.name, 0))
+        )
+        if options.hosts:
+            report.together += _compare(reached)
+        if options.build:
+            say("compiling DeepSpeed operators, which takes minutes the first time")
+            with ThreadPoolExecutor(max(1, len(reached))) as pool:
+                list(pool.map(lambda host: _build(host, options), reached))
+        say("all-reduce over all ranks")
+        _all_reduce(report, reached, options, master)
+        return report
+
+
+@contextmanager
+def _agents(options: DoctorOptions, say: Say) -> Iterator[tuple[list[_ConnectedHost], list[HostReport]]]:
+    """Starts an agent on each host that answers; yields them and the reports of the other hosts."""
+    with ExitStack() as stack:
+        if not options.hosts:
+            channel = open_locally()
+            stack.callback(channel.close)
+            yield [_ConnectedHost(HostReport("this machine", []), channel)], []
+            return
+        from llmtrain.launch.hosts import forwarded
+
+        env = forwarded(os.environ, Path.home())
+        say(f"reaching {len(options.hosts)} hosts by ssh")
+        with ThreadPoolExecutor(len(options.hosts)) as pool:
+            answers = list(pool.map(lambda host: _open_channel(host, env), options.hosts))
+        connected, unreachable = [], []
+        for host, answer in zip(options.hosts, answers, strict=True):
+            if isinstance(answer, Finding):
+                unreachable.append(HostReport(host.name, [answer]))
+            else:
+                stack.callback(answer.close)
+                connected.append(_ConnectedHost(HostReport(host.name, []), answer, host))
+        yield connected, unreachable
+
+
+def _open_channel(host: Host, env: dict[str, str]) -> Channel | Finding:
+    try:
+        return open_over_ssh(host.name, env)
+    except UnreachableError as error:
+        return error.finding
+
+
+def _check(host: _ConnectedHost, master: str | None) -> None:
+    devices = list(host.entry.devices) if host.entry else []
+    root = str(Path("runs").absolute())
+    try:
+        answer = host.channel.request("check", CHECK_TIMEOUT_S, run_root=root, master=master, devices=devices)
+    except UnreachableError as error:
+        host.report.findings.append(error.finding)
+        return
+    host.report.findings += [Finding.of(finding) for finding in answer["findings"]]
+    host.report.facts = answer["facts"]
+
+
+def _master(connected: list[_ConnectedHost]) -> str | None:
+    """Returns the address of rank 0 under DeepSpeed's launcher: the first of the first host."""
+    if not connected:
+        return None
+    try:
+        addresses: list[str] = connected[0].channel.request("addresses", 10)["addresses"]
+    except UnreachableError:
+        return None
+    return addresses[0] if addresses else None
+
+
+def _compare(reached: list[_ConnectedHost]) -> list[Finding]:
+    facts = {host.report.name: host.report.facts for host in reached}
+    skews = {}
+    for host in reached:
+        try:
+            skews[host.report.name] = comparison.clock_skew(host.channel)
+        except UnreachableError as error:
+            host.report.findings.append(error.finding)
+    for name, skew in skews.items():
+        facts[name]["clock"] = {"ahead_s": skew.ahead_s, "uncertainty_s": skew.uncertainty_s}
+    return [*comparison.compare_versions(facts), *comparison.compare_devices(facts), *comparison.compare_clocks(skews)]
+
+
+def _build(host: _ConnectedHost, options: DoctorOptions) -> None:
+    operators = prebuild.operators_of(options.parallel, os.environ)
+    if not operators:
+        text = "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk"
+        host.report.findings.append(ok("prebuild.none", text))
+        return
+    try:
+        findings, host.report.built = prebuild.build_operators(
+            host.channel, operators, on_cpu=not host.devices, is_needed=options.parallel is not None
+        )
+        host.report.findings += findings
+    except UnreachableError as error:
+        host.report.findings.append(error.finding)
+
+
+def _all_reduce(
+    report: DoctorReport, reached: list[_ConnectedHost], options: DoctorOptions, master: str | None
+) -> None:
+    missing = [host.name for host in report.hosts if not host.was_reached]
+    if missing or not reached:
+        text = f"all-reduce not run, since {listed(missing) or 'no host'} could not be checked"
+        report.together.append(warning(CHECK, text, "fix that first"))
+        return
+    if options.hosts and master is None:
+        text = f"{reached[0].report.name} has no address that other hosts could reach"
+        report.together.append(fault(CHECK, text, "bring an interface up there: `ip address`"))
+        return
+    counts = [
+        len(host.entry.devices) if host.entry else options.nproc or len(host.devices) or CPU_RANKS for host in reached
+    ]
+    on_cpu = not all(len(host.devices) >= count for host, count in zip(reached, counts, strict=True))
+    ranks, start = [], 0
+    for host, count in zip(reached, counts, strict=True):
+        visible = host.entry.devices if host.entry else ()
+        ranks.append(HostRanks(host.channel, range(start, start + count), visible))
+        start += count
+    finding, report.all_reduce = run_all_reduce(ranks, master or "127.0.0.1", on_cpu, options.seconds)
+    report.together.append(finding)

@@ -1,0 +1,131 @@
+"""Measures what each decoder layer saves for its backward pass, by running the real model with fake tensors.
+
+Fake tensors have shapes but no memory, so a model of any size can be traced on a laptop. Every tensor that autograd
+would save passes through `torch.autograd.graph.saved_tensors_hooks`. A storage counts once, in the layer that saves it
+first.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from llmtrain.data.cache import cache_folder, key_of
+from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.models.build import causal_lm, training_configuration
+from llmtrain.models.precision import autocast, weight_dtype
+from llmtrain.models.stages import decoder_layers
+from llmtrain.overrides.torch import fake_tensors, storage_of
+from llmtrain.plan import Plan
+from llmtrain.system.durable import write_atomically
+from llmtrain.system.untrusted import UNREADABLE, read_json
+
+
+def traced_layers(plan: Plan) -> tuple[int, ...]:
+    """Returns the bytes that each layer saves for one micro-batch on one rank that holds the layer unsplit.
+
+    Results are kept in the cache folder. Raises RecipeError for a model whose forward pass reads the values of its
+    tensors, for fused attention, and for a model of which a part is frozen.
+    """
+    if plan.recipe.model.is_partly_frozen:
+        message = "traces what a layer keeps if all of it is trained, but a part is frozen"
+        raise RecipeError(Problem("plan.trace_frozen", "--trace", message, "leave it out for the estimate"))
+    file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
+    with suppress(*UNREADABLE):
+        return tuple(read_json(file, list[int]))
+    layers = _trace(plan)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(layers))
+    return layers
+
+
+def _key(plan: Plan) -> str:
+    """Returns a key of all that the result depends on.
+
+    It contains the configuration and not the folder where it was found, because the folder may be overwritten.
+    """
+    recipe = plan.recipe
+    return key_of(
+        training_configuration(recipe).to_json_string(),
+        recipe.model.attention_kernel,
+        recipe.model.revision,
+        recipe.data.sequence_length,
+        recipe.data.has_document_mask,
+        recipe.batch.micro_batch_size,
+        recipe.parallel.precision,
+        torch.__version__,
+        transformers.__version__,
+    )
+
+
+def _trace(plan: Plan) -> tuple[int, ...]:
+    recipe = plan.recipe
+    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.has_document_mask:
+        # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
+        # positions to decide whether it needs a mask, and fake tensors have no values.
+        raise _untraceable("only 'sdpa' and 'eager' attention with masked documents")
+    try:
+        with fake_tensors():
+            weights = weight_dtype(recipe.parallel.precision)
+            model = causal_lm(training_configuration(recipe), recipe.model, weights).train()
+            seen = _Seen(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
+            size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
+            # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
+            dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
+            mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor),
+                autocast(recipe.parallel.precision, "cpu"),
+            ):
+                model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
+    except UserError:
+        raise
+    except Exception as error:  # a model may raise anything if it reads values that are not there
+        raise _untraceable(f"'{plan.model.model_type}' fails: {type(error).__name__}") from error
+    return tuple(seen.saved)
+
+
+def _untraceable(reason: str) -> RecipeError:
+    fix = "leave --trace out: the estimate needs no model"
+    return RecipeError(Problem("memory.trace", "--trace", f"a model is traced without values: {reason}", fix))
+
+
+class _Seen:
+    """Counts the saved bytes of each layer, with hooks around the layers."""
+
+    def __init__(self, layers: Any, known: set[int]) -> None:
+        self.saved = [0] * len(layers)
+        self._known = known
+        self._inside: int | None = None
+        self._kept: list[Tensor] = []
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(
+                lambda _, arguments, named, index=index: self._enter(index, named), with_kwargs=True
+            )
+            layer.register_forward_hook(lambda *_: self._leave())
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Counts a tensor that autograd is about to save."""
+        storage = storage_of(tensor)
+        if self._inside is not None and storage not in self._known:
+            self._known.add(storage)
+            self._kept.append(tensor)  # keeps it alive, since another tensor could otherwise get its address
+            self.saved[self._inside] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _enter(self, index: int, named: dict[str, Any]) -> None:
+        """Excludes a layer's keyword arguments, such as masks and rotary tables, because all layers share them."""
+        self._inside = index
+        for argument in named.values():
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(tensor, Tensor):
+                    self._kept.append(tensor)
+                    self._known.add(storage_of(tensor))
+
+    def _leave(self) -> None:
+        self._inside = None

@@ -1,1 +1,0 @@
-"""Tiny copies of a model, on which a split or a kernel is tried before it is used."""

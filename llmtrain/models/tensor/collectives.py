@@ -1,0 +1,229 @@
+"""Differentiable collectives of a tensor parallel group: the backward pass of each is another collective.
+
+They are those of Megatron-LM (`tensor_parallel/mappings.py`). Activations are [batch, sequence, hidden]. On each rank
+an activation is whole, sharded along `hidden`, sharded along `sequence`, or partial: the activation is then the sum
+over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+Forward = Callable[..., Any]
+
+
+class TensorGroup(Protocol):
+    """The collectives of a tensor parallel group, as one of its ranks calls them."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """Returns the sum over all ranks as a new tensor."""
+
+    def reduce_scatter(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the sum, over all ranks, of their `values[rank]`. values: one tensor for each rank."""
+
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """Returns the values of all ranks, in the order of the ranks."""
+
+
+class TorchTensorGroup:
+    """A `TensorGroup` of processes, with a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """All-reduces a copy."""
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def reduce_scatter(self, values: Sequence[Tensor]) -> Tensor:
+        """Reduces and scatters tensors of equal shape."""
+        own = torch.empty_like(values[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own, torch.cat(list(values)), group=self._group)
+        return own
+
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """All-gathers tensors of equal shape."""
+        value = value.contiguous()
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(parts, value, group=self._group)
+        return parts
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a tensor is sharded: each of its `blocks` equal blocks along `dim` is divided into equal parts, one per rank.
+
+    Weights that are stored as one tensor (gate and up) are several blocks, because each rank needs a part of each.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """Returns the shard of a rank, contiguous. ranks: size of the group."""
+        blocks = whole.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins the shards of all ranks."""
+        chunks = [part.chunk(self.blocks, self.dim) for part in parts]
+        return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
+
+
+HIDDEN_SHARD, SEQUENCE_SHARD = Shard(-1), Shard(1)
+"""Shards of an activation [batch, sequence, hidden]."""
+
+
+def shard_of(tensor: Tensor) -> Shard | None:
+    """Returns how a parameter is sharded; None for whole parameters and for buffers."""
+    shard: Shard | None = getattr(tensor, "tensor_shard", None)
+    return shard
+
+
+class _Collective(torch.autograd.Function):
+    """A function of activations with a given backward pass; both may be collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward: Forward, backward: Forward) -> Tensor:
+        ctx.backward_collective = backward
+        result: Tensor = forward(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_collective(gradient), None, None
+
+
+def _apply(value: Tensor, forward: Forward, backward: Forward) -> Tensor:
+    result: Tensor = _Collective.apply(value, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _identity(value: Tensor) -> Tensor:
+    return value.view_as(value)
+
+
+def _all_gather(shard: Shard, group: TensorGroup) -> Forward:
+    return lambda value: shard.whole(group.all_gather(value))
+
+
+def _own_shard(shard: Shard, group: TensorGroup) -> Forward:
+    return lambda value: shard.part(value, group.rank, group.size)
+
+
+def _reduce_scatter(group: TensorGroup) -> Forward:
+    return lambda value: group.reduce_scatter(value.chunk(group.size, SEQUENCE_SHARD.dim))
+
+
+def copy_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """Passes a whole activation to split modules. Backward: all-reduces the partial gradients."""
+    return _apply(value, _identity, group.all_reduce)
+
+
+def reduce_from_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """All-reduces a partial activation. Backward: passes the whole gradient on."""
+    return _apply(value, group.all_reduce, _identity)
+
+
+def gather_from_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """All-gathers an activation along `hidden`. Backward: keeps this rank's shard of the whole gradient."""
+    return _apply(value, _all_gather(HIDDEN_SHARD, group), _own_shard(HIDDEN_SHARD, group))
+
+
+def scatter_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """Keeps this rank's shard, along `hidden`, of a whole activation. Backward: all-gathers the gradient."""
+    return _apply(value, _own_shard(HIDDEN_SHARD, group), _all_gather(HIDDEN_SHARD, group))
+
+
+def gather_from_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """All-gathers an activation along `sequence`. Backward: keeps this rank's shard of the whole gradient."""
+    return _apply(value, _all_gather(SEQUENCE_SHARD, group), _own_shard(SEQUENCE_SHARD, group))
+
+
+def gather_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """All-gathers an activation along `sequence` for split modules. Backward: reduce-scatters the partial gradients."""
+    return _apply(value, _all_gather(SEQUENCE_SHARD, group), _reduce_scatter(group))
+
+
+def scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """Keeps this rank's shard, along `sequence`, of a whole activation. Backward: all-gathers the gradient."""
+    return _apply(value, _own_shard(SEQUENCE_SHARD, group), _all_gather(SEQUENCE_SHARD, group))
+
+
+def reduce_scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+    """Reduce-scatters a partial activation along `sequence`. Backward: all-gathers the gradient."""
+    return _apply(value, _reduce_scatter(group), _all_gather(SEQUENCE_SHARD, group))
+
+
+def divide_gradient(value: Tensor, group: TensorGroup) -> Tensor:
+    """Returns the value. Backward: divides the gradient, which is equal on all ranks, by their number."""
+    return _apply(value, _identity, lambda gradient: gradient / group.size)
+
+
+def all_reduce_gradient(parameter: Tensor, group: TensorGroup) -> None:
+    """Registers a hook that all-reduces the gradient of a whole parameter, of which each rank computes a part.
+
+    A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
+    """
+    if parameter.requires_grad and not has_reduced_gradient(parameter):
+        parameter.register_hook(group.all_reduce)  # type: ignore[no-untyped-call]
+        parameter.gradient_is_reduced = True  # type: ignore[attr-defined]
+
+
+def has_reduced_gradient(parameter: Tensor) -> bool:
+    """Whether a hook all-reduces the gradient of a parameter."""
+    return hasattr(parameter, "gradient_is_reduced")
+
+
+class TensorParallelBlock:
+    """The collectives at the inputs and outputs of split modules, such as those of an attention.
+
+    Query, key and value projections take the same tensor, so they share one copy of it: autograd adds up their
+    gradients before it runs the backward pass of the copy, and the sum is all-reduced once. The blocks of
+    `sequence_parallel.py` have other collectives.
+    """
+
+    def __init__(self, group: TensorGroup, is_single_module: bool = False) -> None:
+        """is_single_module: whether the block is a single module, such as the head or a matrix of an adapter."""
+        self.group = group
+        self._is_single_module = is_single_module
+        self._shared_input: tuple[Tensor, Tensor] | None = None
+        """The input of the first module, and its copy."""
+
+    def copy_shared_input(self, value: Tensor) -> Tensor:
+        """Returns the copy of a whole activation; the same copy for all modules of the block with this input."""
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if self._is_single_module:
+            return copy_to_tensor_parallel(value, self.group)
+        if self._shared_input is None or self._shared_input[0] is not value:
+            self._shared_input = value, copy_to_tensor_parallel(value, self.group)
+        return self._shared_input[1]
+
+    def copy_input(self, value: Tensor) -> Tensor:
+        """Returns a copy of a whole activation, for a module that is the only one with this input."""
+        return copy_to_tensor_parallel(value, self.group)
+
+    def reduce_output(self, partial: Tensor) -> Tensor:
+        """Returns the output of the block, given this rank's partial one."""
+        return reduce_from_tensor_parallel(partial, self.group)
+
+    def release_input(self) -> None:
+        """Drops the copied input; called when the last module of the block has its input."""
+        self._shared_input = None
+
+    def prepare_whole_parameter(self, parameter: Tensor) -> None:
+        """Prepares an unsplit parameter of the block, such as a bias; here its gradient is whole on each rank."""

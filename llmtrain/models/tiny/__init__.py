@@ -1,0 +1,1 @@
+"""Tiny copies of models, on which splits (into stages, among tensor parallel ranks) and kernels are verified."""

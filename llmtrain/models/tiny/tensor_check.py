@@ -1,0 +1,179 @@
+"""Verifies on a tiny copy that a family split by its plan computes the same logits and gradients.
+
+The ranks are threads of one process, so the check needs no process group and runs anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from llmtrain.errors import FamilyError
+from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
+
+TOLERANCE = 1e-5
+"""Largest allowed deviation of a logit or of a gradient, relative to the largest one.
+
+Sums of about a hundred fp32 products are computed in a different order, which causes deviations of a few 2⁻²⁴ in each
+of a few layers. A term that is omitted or counted twice causes a deviation of at least half its size.
+"""
+_RANKS = 2
+"""Ranks of the tiny copy. Whether sums over ranks are correct does not depend on their number."""
+VOCABULARY = 100
+"""A multiple of the number of ranks, so that the head is split."""
+_TIMEOUT_S = 60.0
+
+
+class ThreadTensorGroup:
+    """A `TensorGroup` of threads of this process."""
+
+    def __init__(self, rank: int, places: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.size = len(places)
+        self._places = places
+        self._barrier = barrier
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """Returns the sum in the order of the ranks."""
+        return torch.stack(self.all_gather(value)).sum(0)
+
+    def reduce_scatter(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the sum in the order of the ranks."""
+        return self.all_reduce(torch.stack(tuple(values)))[self.rank]
+
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """Stores this thread's value, waits for the others and returns all values."""
+        self._places[self.rank] = value.detach()
+        self._barrier.wait()
+        values = [place for place in self._places if place is not None]
+        self._barrier.wait()  # no thread stores its next value before all have read these
+        return values
+
+
+def check_tensor_split(
+    config: PreTrainedConfig, degree: int, attention: str = "eager", sequence_parallel: bool = False
+) -> DeclaredSplit:
+    """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
+
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. sequence_parallel: whether the ranks shard
+    the residual stream, unless this gives other results. Raises FamilyError with the reason if logits or gradients
+    differ, or if the family declares no plan.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        split = plan_split(model, degree)
+        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
+    except COPY_ERRORS as error:
+        raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
+    attention = attention if attention in ("eager", "sdpa") else "eager"
+    with torch.random.fork_rng(devices=[]):
+        if sequence_parallel and supports_sequence_parallel(tiny, attention):
+            return replace(split, sequence_parallel=True)
+        compare_tensor_split(tiny, attention)
+    return split
+
+
+def supports_sequence_parallel(config: PreTrainedConfig, attention: str = "eager") -> bool:
+    """Whether the model of `config` computes the same with sequence parallelism between two ranks."""
+    try:
+        compare_tensor_split(config, attention, sequence_parallel=True)
+    except FamilyError:
+        return False
+    return True
+
+
+def compare_tensor_split(
+    config: PreTrainedConfig, attention: str = "eager", sequence_parallel: bool = False
+) -> DeclaredSplit:
+    """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
+    try:
+        whole = build_tiny_model(config, attention)
+        inputs = packed_input(config)
+        weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
+        expected = _outcome(whole, inputs, weights)
+    except MODEL_ERRORS as error:
+        raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
+    split = replace(plan_split(whole, _RANKS), sequence_parallel=sequence_parallel)
+    try:
+        results = _run_split(whole, split, inputs, weights)
+    except MODEL_ERRORS as error:
+        # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
+        raise no_split(config, f"its forward pass fails when split ({type(error).__name__}: {error})") from error
+    names = [name for name, _ in _trained(whole)]
+    for rank, (logits, gradients) in enumerate(results):
+        _require_equal(config, "its logits deviate", [logits], [expected[0]])
+        own = [
+            split.shards[name].part(gradient, rank, _RANKS) if name in split.shards else gradient
+            for name, gradient in zip(names, expected[1], strict=True)
+        ]
+        _require_equal(config, "its gradients deviate", gradients, own, names)
+    return split
+
+
+def _run_split(
+    whole: PreTrainedModel, split: DeclaredSplit, inputs: tuple[Tensor, ...], weights: Tensor
+) -> list[tuple[Tensor, list[Tensor]]]:
+    places: list[Tensor | None] = [None] * _RANKS
+    barrier = threading.Barrier(_RANKS, timeout=_TIMEOUT_S)
+    models = []
+    for rank in range(_RANKS):
+        model = copy.deepcopy(whole)
+        tensor_parallel = TensorParallel(split, ThreadTensorGroup(rank, places, barrier))
+        for name, parameter in model.named_parameters():
+            tensor_parallel.shard(name, parameter)
+        tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
+        models.append(model)
+
+    def run(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+        try:
+            return _outcome(model, inputs, weights)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(_RANKS) as pool:
+        tasks = [pool.submit(run, model) for model in models]
+    # A rank that waited for a failed one reports only a broken barrier, so other errors are raised first.
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [task.result() for task in tasks]
+
+
+def _outcome(model: PreTrainedModel, inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the logits and the gradients of all trainable parameters.
+
+    The gradients are those of a weighted sum of all logits, plus the auxiliary loss if there is one.
+    """
+    output = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    total = (output.logits * weights).sum()
+    auxiliary = getattr(output, "aux_loss", None)
+    if auxiliary is not None:
+        total = total + auxiliary
+    parameters = [parameter for _, parameter in _trained(model)]
+    return output.logits.detach(), list(torch.autograd.grad(total, parameters, materialize_grads=True))
+
+
+def _trained(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _require_equal(
+    config: PreTrainedConfig, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str] = ("",)
+) -> None:
+    largest = max(float(value.abs().max()) for value in theirs if value.numel())
+    for name, our, their in zip(names, ours, theirs, strict=True):
+        deviation = float((our - their).abs().max()) / largest if our.shape == their.shape else float("inf")
+        if not deviation <= TOLERANCE:
+            raise no_split(config, f"{what} from the whole model's by {deviation:.0e} {name}".rstrip())

@@ -1,0 +1,79 @@
+"""The properties of a model that a plan depends on."""
+
+from __future__ import annotations
+
+from llmtrain.plan.facts.weights import Weights
+from llmtrain.recipe import Part
+
+
+class ModelFacts(Part):
+    """Properties of a model that the plan depends on, determined without building the model if possible."""
+
+    model_type: str
+    """`model_type` of `transformers`."""
+    parameters: int
+    """Parameters, those of adapters included; tied ones count once."""
+    active_parameters: int
+    """Parameters used by a token; fewer than `parameters` in a mixture of experts."""
+    embedding_parameters: int
+    """Input embeddings, positions included; they are looked up and thus cost no FLOPs."""
+    largest_parameter: int
+    """Elements of the largest single parameter, as stored in the model."""
+    layers: int
+    """Decoder layers."""
+    layer_parameters: tuple[int, ...]
+    """Parameters of each decoder layer; empty for a model that is not a chain of layers."""
+    layer_idle_parameters: tuple[int, ...]
+    """Expert parameters of each decoder layer that a token is not routed to."""
+    hidden_size: int
+    """Width of the residual stream."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Width of a head."""
+    vocab_size: int
+    """Rows of the embedding."""
+    max_positions: int | None
+    """Longest sequence that the configuration declares."""
+    learned_positions: bool = False
+    """Whether positions are a table, whose length limits the sequence."""
+    rotary_follows: tuple[str, int] | None = None
+    """Rotary type whose frequencies depend on the longest position of a batch, and the length up to which they do
+    not."""
+    experts: int = 0
+    """Experts per layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
+    text_model_type: str = ""
+    """`model_type` of the part that reads texts, if the model has parts for other inputs."""
+    router_loss_off: float = 0.0
+    """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
+    expert_modules: bool = False
+    """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
+    without_gradient: tuple[str, ...] = ()
+    """Parameters that the loss of texts does not depend on, which are frozen."""
+    dropout: tuple[tuple[str, float], ...] = ()
+    """Names and rates of the configuration's dropout, without those of 0."""
+    quantization: str = ""
+    """Method by which the files of pretrained weights are quantized; empty if they are not."""
+    tied_embeddings: bool
+    """Whether embedding and head share one weight."""
+    weights: Weights | None = None
+    """The parameters one by one; None for a model that is not a chain of layers."""
+    trained_parameters: int | None = None
+    """Parameters that are trained; None: all."""
+    layer_trained_parameters: tuple[int, ...] = ()
+    """Trained parameters of each decoder layer; empty if all are trained."""
+    trains_embedding: bool = True
+    """Whether the input table is trained."""
+    trains_head: bool = True
+    """Whether the output projection is trained."""
+    source: str
+    """`arithmetic` or `meta device`."""
+
+    @property
+    def text_type(self) -> str:
+        """`model_type` of the part that reads texts."""
+        return self.text_model_type or self.model_type

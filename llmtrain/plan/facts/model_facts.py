@@ -1,0 +1,522 @@
+"""Determines the facts of a model that a plan needs: by arithmetic for known families, else from the model itself.
+
+A plan has to answer immediately on a login node, so `transformers` is imported only for families that
+`llmtrain.plan.facts.families` does not contain and for names on the hub. A model that is built here is built on the
+meta device: its shapes exist, its weights do not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
+from llmtrain.plan.facts.built_model import (
+    decoder_lists,
+    has_expert_modules,
+    parameters_of,
+    weights_of,
+    without_gradient,
+)
+from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.trained import with_trained
+from llmtrain.recipe import ModelConfig
+from llmtrain.system.hub import hub_has, is_path
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_folder, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+AUTO_CLASS = "AutoModelForCausalLM"
+
+
+def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
+    """Whether a `config.json` names a causal LM in the code next to it, and the recipe permits running it."""
+    return model.trust_remote_code and AUTO_CLASS in (declared.get("auto_map") or {})
+
+
+def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreTrainedConfig:
+    """Returns the configuration of a recipe's pretrained model, with some fields replaced.
+
+    If the recipe trusts the code that comes with it, `transformers` builds that code's class from such a configuration
+    from now on in this process. A tiny copy or a stage of it is thus built like that of any other family. Raises what
+    `transformers` raises: OSError, ValueError, ….
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **fields
+    )
+    if has_own_code(model, vars(config)):
+        own = get_class_from_dynamic_module(config.auto_map[AUTO_CLASS], model.pretrained, revision=model.revision)
+        own.register_for_auto_class(AUTO_CLASS)  # an export includes the code
+        AutoModelForCausalLM.register(type(config), own, exist_ok=True)
+    return config
+
+
+_REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+LARGEST_SIZE = 2**31 - 1
+"""Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
+FAMILIES_PAGE = "docs/reference/families.md lists the causal language models"
+MOST_LAYERS = 1_000
+"""Largest number of decoder layers of a model: each is examined by itself."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_EXPERT_SIZES = (
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+)
+
+
+def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
+    """Returns the facts of a recipe's model.
+
+    `vocab_size` is the vocabulary size as far as the recipe determines it (`Recipe.vocab_size`); pretrained weights
+    have their own. Raises RecipeError with every wrong key or size, and for a model that cannot be found.
+    """
+    return with_trained(_model_facts(model, vocab_size), model)
+
+
+def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
+    if model.pretrained is not None:
+        model_type, declared = pretrained_config(model)
+        if has_own_code(model, declared):
+            return _own_code_facts(model, model_type)
+        if problems := _ineffective_rotary(model, declared):
+            raise RecipeError(problems)
+        facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
+        quantized = declared.get("quantization_config")
+        method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
+        return facts.model_copy(update={"quantization": method})
+    assert model.architecture is not None  # ModelConfig requires one of the two
+    return _facts(model, model.architecture, dict(model.config), vocab_size)
+
+
+def _own_code_facts(model: ModelConfig, model_type: str) -> ModelFacts:
+    """Returns the facts of a pretrained model that comes with its own code."""
+    own = pretrained_configuration(model, {})
+    known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
+    if problems := _unknown_keys(model.config, known, model_type):
+        raise RecipeError(problems)
+    return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
+
+
+def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:
+    """Returns problems with rotary settings that a pretrained configuration would ignore, or that lack a part.
+
+    `transformers` 5 makes `rope_parameters` of the older names when it reads a configuration, before it sets what a
+    recipe overrides.
+    """
+    scaling = declared.get("rope_scaling") or {}
+    own = declared.get("rope_parameters") or {
+        "rope_type": "default",
+        "rope_theta": declared.get("rope_theta"),
+        **scaling,
+    }
+    problems = []
+    for key in sorted(LEGACY_ROPE_KEYS & model.config.keys()):
+        value = model.config[key]
+        wanted = {**own, **(value if isinstance(value, dict) else {key: value})}
+        fix = f"--set 'model.config.rope_parameters={json.dumps(wanted)}'"
+        message = "has no effect on pretrained weights, whose positions follow rope_parameters"
+        problems.append(Problem("model.config_key", f"model.config.{key}", message, fix))
+    for parameters in _rotary(model.config.get("rope_parameters")):
+        if ("rope_type" in parameters or "type" in parameters) and "rope_theta" not in parameters:
+            message = f"lacks rope_theta, which is {own.get('rope_theta')} in the model's own configuration"
+            problems.append(Problem("model.config_key", "model.config.rope_parameters", message))
+    return problems
+
+
+def family_of(model: ModelConfig) -> str:
+    """Returns the `model_type` of the part of a model that reads texts, which is mostly the whole.
+
+    Raises RecipeError for weights that cannot be found.
+    """
+    model_type, declared = (model.architecture, model.config) if model.architecture else pretrained_config(model)
+    text = declared.get("text_config")
+    return str((text.get("model_type") if isinstance(text, dict) else None) or model_type)
+
+
+def pretrained_vocabulary(model: ModelConfig) -> int | None:
+    """Returns the rows of the embedding of pretrained weights, from a configuration on this machine only.
+
+    Raises RecipeError for a folder whose configuration cannot be read.
+    """
+    assert model.pretrained is not None
+    folder = expanded(model.pretrained)
+    path = folder / "config.json" if is_folder(folder) else _kept_config(model)
+    config = {} if path is None else _read_config(path)
+    text_config = config.get("text_config")
+    rows = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    return rows if isinstance(rows, int) else None
+
+
+def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_size: int | None) -> ModelFacts:
+    """Returns the facts of a configuration; only keys that the recipe sets itself are checked."""
+    if vocab_size is not None:
+        config.setdefault("vocab_size", vocab_size)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return _meta_facts(model, model_type, config)
+    problems = _unknown_keys(model.config, family.keys, model_type)
+    if "vocab_size" not in config:
+        message = "is unknown: this recipe does not train the tokenizer, so the size of the embedding has to be given"
+        fix = "--set model.config.vocab_size=50304"
+        problems.append(Problem("model.vocab_size", "model.config.vocab_size", message, fix))
+    return _arithmetic_facts(model_type, family, config, problems)
+
+
+def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str) -> list[Problem]:
+    """Returns a problem for each unknown key.
+
+    `transformers` keeps any key but reads only those that it knows: with a typo it would use the default.
+    """
+    return [
+        Problem(
+            "model.config_key",
+            f"model.config.{key}",
+            f"'{model_type}' has no such configuration{did_you_mean(key, known)}",
+        )
+        for key in given
+        if key not in known
+    ]
+
+
+def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], problems: list[Problem]) -> ModelFacts:
+    """Returns facts by counting; `problems` are the faults found so far, raised together with new ones."""
+    config, named_twice = _with_defaults(family, given)
+    problems = [*problems, *named_twice, *_wrong_sizes(family, config)]
+    if problems:
+        raise RecipeError(problems)
+    shape = _shape(family, config)
+    if problems := _impossible(family, given, shape):
+        raise RecipeError(problems)
+    experts = family.experts(config)
+    weights = family.weights(config, shape, experts)
+    every = list(weights.of_layers(0, shape.layers, first=True, last=True))
+    layers = [weights.layer(index) for index in range(shape.layers)]
+    in_experts = [sum(weight.elements for weight in layer if weight.is_expert) for layer in layers]
+    idle = [inside - inside * experts.per_token // experts.number if inside else 0 for inside in in_experts]
+    total = sum(weight.elements for weight in every)
+    return ModelFacts(
+        model_type=model_type,
+        parameters=total,
+        active_parameters=total - sum(idle),
+        embedding_parameters=sum(weight.elements for weight in weights.embedding),
+        largest_parameter=max(weight.elements for weight in every),
+        layers=shape.layers,
+        layer_parameters=tuple(sum(weight.elements for weight in layer) for layer in layers),
+        layer_idle_parameters=tuple(idle),
+        hidden_size=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_positions=shape.positions,
+        learned_positions=family.learned_positions,
+        rotary_follows=following_rotary(config, shape.positions),
+        experts=experts.number if any(in_experts) else 0,
+        experts_per_token=experts.per_token if any(in_experts) else 0,
+        router_loss_off=_router_loss_off(config) if any(in_experts) else 0.0,
+        dropout=tuple(dropout_of(config).items()),
+        tied_embeddings=shape.tied,
+        weights=weights,
+        source="arithmetic",
+    )
+
+
+def _router_loss_off(config: Mapping[str, Any]) -> float:
+    """Returns the coefficient of the router's loss if `transformers` would leave it out, or 0."""
+    coefficient = config.get("router_aux_loss_coef", config.get("aux_loss_coef"))
+    is_off = config.get("output_router_logits") is False
+    return float(coefficient) if is_off and isinstance(coefficient, int | float) else 0.0
+
+
+def dropout_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the rates of dropout in a model's configuration, and of the noise of its routers, if they are not 0."""
+    noise = {key: value for key, value in config.items() if "drop" in key or "jitter" in key}
+    return {key: value for key, value in noise.items() if isinstance(value, float) and value}
+
+
+def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[str, int] | None:
+    """Returns the type of rotary embeddings that depend on the longest position, and the length where that begins.
+
+    None if there are none. declared: the longest sequence that the configuration names.
+    """
+    found = []
+    for parameters in _rotary(config.get("rope_parameters") or config.get("rope_scaling")):
+        kind = str(parameters.get("rope_type") or parameters.get("type"))
+        origin = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if "dynamic" in kind:
+            found.append((declared or 0, kind))
+        elif kind == "longrope":
+            found.append((origin or declared or 0, kind))
+    return min(found)[::-1] if found else None
+
+
+def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
+    """Yields the rotary parameters of a model, or those of each kind of its layers."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for inner in parameters.values():
+            yield from _rotary(inner)
+
+
+def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the configuration under the family's own names, with defaults; two names of one setting are a fault."""
+    problems = []
+    config = dict(family.defaults)
+    for key, value in given.items():
+        own = family.aliases.get(key, key)
+        if own != key and given.get(own, value) != value:
+            message = f"{value!r} contradicts {own}={given[own]!r}: both names mean the same setting"
+            problems.append(Problem("model.config_twice", f"model.config.{key}", message, f"keep {own} only"))
+        config[own] = value
+    return config, problems
+
+
+def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
+    """Returns problems with sizes that are not positive integers; None is valid if the family derives the size."""
+    required = ["vocab_size", *(family.aliases.get(key, key) for key in _REQUIRED_SIZES)]
+    required += [key for key in _EXPERT_SIZES if key in family.defaults]
+    positions = family.aliases.get("max_position_embeddings", "max_position_embeddings")
+    optional = [family.inner_key, "num_key_value_heads", "head_dim", positions]
+    if family.inner_key == "intermediate_size":
+        required.append(optional.pop(0))
+    problems = []
+
+    def check(key: str, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            message = f"must be a positive integer, not {value!r}"
+            problems.append(Problem("model.size", f"model.config.{key}", message))
+
+    for key in (*required, *optional):
+        if config.get(key) is not None or key in required:
+            check(key, config.get(key))
+    for rotary in ("rope_parameters", "rope_scaling"):
+        for parameters in _rotary(config.get(rotary)):
+            if "original_max_position_embeddings" in parameters:
+                check(f"{rotary}.original_max_position_embeddings", parameters["original_max_position_embeddings"])
+    dense = config.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list | tuple) and all(isinstance(one, int) for one in dense)):
+        message = f"must be a list of layer numbers, not {dense!r}"
+        problems.append(Problem("model.size", "model.config.mlp_only_layers", message))
+    return problems or _too_large(config)
+
+
+def _too_large(config: dict[str, Any]) -> list[Problem]:
+    """Returns problems with sizes that no machine can compute with, before anything is built or counted."""
+    problems = []
+    for key, value in config.items():
+        most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
+        if isinstance(value, int) and value > most:
+            message = f"must be at most {most:,}, not {value:,}"
+            problems.append(Problem("model.size", f"model.config.{key}", message, "give the size that the model has"))
+    return problems
+
+
+def _shape(family: Family, config: dict[str, Any]) -> Shape:
+    def get(key: str) -> Any:
+        return config.get(family.aliases.get(key, key))
+
+    width, heads = get("hidden_size"), get("num_attention_heads")
+    return Shape(
+        vocab=config["vocab_size"],
+        width=width,
+        layers=get("num_hidden_layers"),
+        heads=heads,
+        kv_heads=get("num_key_value_heads") or heads,
+        head_dim=get("head_dim") or width // heads,
+        inner=config[family.inner_key] or 4 * width,
+        positions=get("max_position_embeddings"),
+        tied=bool(config["tie_word_embeddings"]),
+    )
+
+
+def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Problem]:
+    """Returns problems with sizes that do not fit each other: building the model, or its first step, would fail."""
+    problems = []
+    if not given.get("head_dim") and not family.defaults.get("head_dim") and shape.width % shape.heads:
+        key = family.aliases.get("num_attention_heads", "num_attention_heads")
+        message = f"{shape.heads} heads do not divide a width of {shape.width}, and head_dim is not given"
+        problems.append(Problem("model.heads", f"model.config.{key}", message))
+    if shape.heads % shape.kv_heads:
+        message = f"{shape.heads} query heads cannot share {shape.kv_heads} key and value heads evenly"
+        problems.append(Problem("model.kv_heads", "model.config.num_key_value_heads", message))
+    return problems
+
+
+def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub."""
+    assert model.pretrained is not None
+    folder = pretrained_folder(model)
+    config = _read_config(folder / "config.json") if folder else _hub_config(model)
+    model_type = config.pop("model_type", None)
+    if not isinstance(model_type, str):
+        message = f"the configuration of '{model.pretrained}' names no model_type"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message))
+    return model_type, config
+
+
+def pretrained_folder(model: ModelConfig, fix: str = "") -> Path | None:
+    """Returns the folder of pretrained weights, or None for a name on the hub.
+
+    fix: what to do if there is no such folder. Raises RecipeError if `pretrained` is a path without a folder.
+    """
+    assert model.pretrained is not None
+    folder = expanded(model.pretrained)
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:  # a name that is too long, a folder without permission
+        message = f"{truncate(model.pretrained)} cannot be read: {reason(error)}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
+    if is_path(model.pretrained):
+        message = f"there is no folder '{model.pretrained}'"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
+    return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, dict[str, Any])
+    except UNREADABLE as error:
+        message = f"{path} cannot be read: {file_fault(error)}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
+
+
+def _kept_config(model: ModelConfig) -> Path | None:
+    """Returns the configuration of a hub model in the local cache, or None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        kept = try_to_load_from_cache(str(model.pretrained), "config.json", revision=model.revision)
+    except HFValidationError:  # not a valid name on the hub
+        return None
+    return Path(kept) if isinstance(kept, str) else None
+
+
+def _hub_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the configuration of a hub model, from the hub, or from its local cache if the hub does not answer."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = model.pretrained
+    assert name is not None
+    fix = (
+        f"download it on a machine that reaches the hub (hf download {name}), or name a folder: "
+        "--set model.pretrained=FOLDER"
+    )
+    if hub_has(name, model.revision) is not None:
+        from transformers.utils import cached_file
+
+        try:
+            return _read_config(Path(cached_file(name, "config.json", revision=model.revision)))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            message = f"'{name}' is neither a folder nor a model that the hub or its cache provides: {reason}"
+    else:
+        kept = _kept_config(model)
+        if kept is not None:
+            return _read_config(kept)
+        message = f"'{name}' is not a folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
+    raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
+
+
+def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
+    """Returns the facts of a family that the arithmetic does not cover."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in given:
+            message = f"'{model_type}' is code that comes with '{model.pretrained}': inspect it before you trust it"
+            fix = "--set model.trust_remote_code=true"
+            raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
+        message = f"'{model_type}' is not an architecture of transformers{did_you_mean(model_type, CONFIG_MAPPING)}"
+        raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in given:
+        known_names = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+        close = f"; the nearest that has one: {', '.join(known_names)}" if known_names else ""
+        message = f"'{model_type}' has no causal language model in transformers{close}"
+        raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
+    config_class = CONFIG_MAPPING[model_type]
+    known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | COMMON_KEYS
+    if "text_config" not in known:  # otherwise that part has them
+        known |= LEGACY_ROPE_KEYS | {"head_dim", "num_key_value_heads"}
+    if problems := _unknown_keys(model.config, known, model_type):
+        raise RecipeError(problems)
+    if problems := _too_large(given):
+        raise RecipeError(problems)
+    return _built_facts(model_type, lambda: config_class(**given))
+
+
+def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
+    """Returns the facts of a model that is built without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = configure()
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+        if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
+            # Its first forward pass would call `torch.clamp` without a bound.
+            raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
+    except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
+        message = f"transformers cannot build '{model_type}': {type(error).__name__}: {reason(error)}"
+        raise RecipeError(Problem("model.config", "model.config", message)) from None
+    return _facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
+
+
+def _facts_of(built: Any, model_type: str) -> ModelFacts:
+    """Returns the facts of a model object. `parameters()` yields a tied weight once."""
+    config = built.config.get_text_config()
+    total = sum(parameter.numel() for parameter in built.parameters())
+    lists = list(decoder_lists(built).values())
+    layers = list(lists[0]) if len(lists) == 1 else []
+    embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
+    heads = _int(config, "num_attention_heads") or 0  # recurrent models have none
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
+    )
+    met = _int(config, "num_experts_per_tok") or experts
+    in_experts = [parameters_of(layer, ".experts.") for layer in layers]
+    idle = [inside - inside * met // experts if experts else 0 for inside in in_experts]
+    return ModelFacts(
+        model_type=model_type,
+        parameters=total,
+        active_parameters=total - sum(idle),
+        embedding_parameters=embedding.numel(),
+        largest_parameter=max(parameter.numel() for parameter in built.parameters()),
+        layers=len(layers) or config.num_hidden_layers,
+        layer_parameters=tuple(parameters_of(layer) for layer in layers),
+        layer_idle_parameters=tuple(idle),
+        hidden_size=config.hidden_size,
+        heads=heads,
+        kv_heads=_int(config, "num_key_value_heads") or heads,
+        head_dim=_int(config, "head_dim") or config.hidden_size // max(heads, 1),
+        vocab_size=embedding.shape[0],
+        max_positions=_int(config, "max_position_embeddings"),
+        rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
+        experts=experts,
+        experts_per_token=met if experts else 0,
+        text_model_type="" if config is built.config else config.model_type,
+        router_loss_off=_router_loss_off(config.to_dict()) if experts else 0.0,
+        expert_modules=has_expert_modules(built),
+        dropout=tuple(dropout_of(config.to_dict()).items()),
+        tied_embeddings=head is not None and head.weight is embedding,
+        weights=weights_of(built, layers) if layers else None,
+        source="meta device",
+    )
+
+
+def _int(config: Any, key: str) -> int | None:
+    """Returns a size of a model, the largest if its layers differ (`transformers.integrations.heterogeneity`)."""
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    values = [getattr(one, key, None) for one in of_layers]
+    return max((value for value in values if isinstance(value, int) and value > 0), default=None)

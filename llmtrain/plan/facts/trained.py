@@ -1,0 +1,168 @@
+"""The trained part of a model: the weights that `model.trainable` names, or adapters of linear layers.
+
+The names of weights are those of `transformers`, the adapters those of PEFT (`llmtrain.models.adapter` adds them to the
+model itself, and refuses what cannot be done).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.weights import Weight, Weights, runs_of
+from llmtrain.recipe import LoraConfig, ModelConfig
+from llmtrain.system.hub import stored_file
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
+
+TIED_HEAD = "lm_head.weight"
+"""A second name of a tied table, which patterns may mean."""
+
+
+def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
+    """Returns the facts of a model with its adapters, and with what is frozen.
+
+    They are unchanged for a model that is not a chain of layers, for which nothing is predicted. Raises RecipeError for
+    a pretrained adapter that cannot be read.
+    """
+    weights = facts.weights
+    if weights is None or not (model.is_partly_frozen or facts.without_gradient):
+        return facts
+    packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
+    if model.adapter:
+        change = _beside(_adapter(model.adapter), packs, unreached)
+    else:
+        change = _named(model.trainable or ("*",), weights.tied, unreached)
+    layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
+    embedding = tuple(change(weights.embedding, "", is_table=True))
+    changed = Weights(
+        prefix=weights.prefix,
+        embedding=embedding,
+        runs=runs_of(layers),
+        outside=tuple(change(weights.outside, "")),
+        head=embedding[:1] if weights.tied else tuple(change(weights.head, "", is_table=True)),
+        tied=weights.tied,
+    )
+    total = changed.elements
+    return facts.model_copy(
+        update={
+            "weights": changed,
+            "parameters": total,
+            "active_parameters": facts.active_parameters + total - facts.parameters,
+            "layer_parameters": tuple(map(_elements, layers)),
+            "trained_parameters": _trained(changed.of_layers(0, changed.layers, first=True, last=True)),
+            "layer_trained_parameters": tuple(map(_trained, layers)),
+            "trains_embedding": _trained(embedding) > 0,
+            "trains_head": _trained(changed.head) > 0,
+        }
+    )
+
+
+WeightChange = Callable[..., Iterator[Weight]]
+"""Yields the weights of a part of the model as they are trained, given the prefix of their names."""
+
+
+def _named(patterns: Sequence[str], tied: bool, unreached: frozenset[str]) -> WeightChange:
+    def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
+        for number, weight in enumerate(weights):
+            names = [prefix + weight.name] + ([TIED_HEAD] if tied and is_table and number == 0 else [])
+            is_trained = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+            is_trained = is_trained and names[0] not in unreached
+            yield weight if is_trained else weight.model_copy(update={"trained": False})
+
+    return change
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The relevant part of an adapter's configuration."""
+
+    is_target: Callable[[str], bool]
+    """Whether a linear layer of this name has an adapter."""
+    rank: Callable[[str], int]
+    dora: bool
+    saved: Sequence[str]
+    """Patterns of the modules that are trained as a whole."""
+
+
+def _adapter(lora: LoraConfig) -> _Adapter:
+    if lora.pretrained is not None:
+        return _pretrained(lora)
+    targets, rank = lora.targets, lora.rank or 0
+    is_target = (lambda _: True) if targets == "all-linear" else (lambda name: matches(name, targets))
+    return _Adapter(is_target, lambda _: rank, lora.dora, lora.modules_to_save)
+
+
+def _pretrained(lora: LoraConfig) -> _Adapter:
+    """Reads what PEFT has written; its targets are ends of names, or a regular expression."""
+    name = lora.pretrained or ""
+    path = stored_file(name, "adapter_config.json", lora.revision)
+    message = f"{name} has no adapter_config.json" if path is None else ""
+    try:
+        config = read_json(path, dict[str, Any]) if path else {}
+        targets, ranks = config.get("target_modules"), config.get("rank_pattern") or {}
+        rank, dora, saved = int(config["r"]), bool(config.get("use_dora")), config.get("modules_to_save") or ()
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        message = message or f"{path} cannot be read: {file_fault(error)}"
+        raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message)) from None
+
+    def is_target(module: str) -> bool:
+        if isinstance(targets, str):
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        return matches(module, targets or ())
+
+    def rank_of(module: str) -> int:
+        return next((value for key, value in ranks.items() if re.fullmatch(rf"(.*\.)?({key})", module)), rank)
+
+    return _Adapter(is_target, rank_of, dora, saved)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether the name of a module, or its end after a dot, matches one of the patterns."""
+    return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+
+
+def _beside(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
+    def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
+        has_experts = any(weight.is_expert for weight in weights)
+        for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
+            own = list(group)
+            saved = _within_saved(prefix + module, adapter.saved)
+            matrix = own[0]
+            linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
+            is_router = has_experts and module.endswith(".gate")
+            packed = packs and linear and bool(prefix) and not (saved or is_router)
+            for weight in own:
+                yield weight.model_copy(update={"trained": saved, "packed": packed and weight is matrix})
+            is_left_out = is_table or is_router or prefix + matrix.name in unreached
+            if linear and not is_left_out and adapter.is_target(prefix + module):
+                yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
+
+    return change
+
+
+def _within_saved(module: str, patterns: Sequence[str]) -> bool:
+    parts = module.split(".")
+    return any(matches(".".join(parts[: end + 1]), patterns) for end in range(len(parts)))
+
+
+def _added(module: str, matrix: Weight, rank: int, dora: bool) -> Iterator[Weight]:
+    """Yields the adapter of a linear layer in the order of PEFT's module."""
+    outputs, inputs = matrix.shape
+    yield Weight(name=f"{module}.lora_A.weight", shape=(rank, inputs))
+    yield Weight(name=f"{module}.lora_B.weight", shape=(outputs, rank))
+    if dora:
+        yield Weight(name=f"{module}.lora_magnitude_vector.weight", shape=(outputs,))
+
+
+def _elements(weights: Iterable[Weight]) -> int:
+    return sum(weight.elements for weight in weights)
+
+
+def _trained(weights: Iterable[Weight]) -> int:
+    return _elements(weight for weight in weights if weight.trained)

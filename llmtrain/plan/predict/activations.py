@@ -1,0 +1,512 @@
+"""Estimates by arithmetic the tensors that are kept for the backward pass, for layers of `transformers`.
+
+The method is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves for each operation; its figure of
+34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of `transformers`: norms in fp32,
+gated feed-forward, keys and values repeated for grouped queries. Fused layers (compiled, or Liger's) save the inputs of
+norms and activations, and compute in the backward pass what is between them and the products. A test compares the
+estimate with the tensors that autograd really saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.facts.weights import Weight, Weights
+from llmtrain.plan.kernels import (
+    CHUNK_TOKENS,
+    LOGIT_BYTES,
+    chunks_loss,
+    feeds_in_tiles,
+    is_one_chunk,
+    liger_chunk,
+    overwrites_logits,
+    recomputes_loss,
+)
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, tensor_parallel_elements
+from llmtrain.plan.schedules import PipelineSchedule
+from llmtrain.plan.stages import backward_layers, head_parameters, is_recomputed
+
+T = TypeVar("T")
+
+STATISTICS = 4
+"""Bytes per token that a norm keeps of its variance."""
+INDICES = 32
+"""Bytes per token and expert that it is routed to: sorted positions and their inverse, the weight of the expert."""
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes per element of saved tensors, by precision."""
+
+    stream: int
+    """The residual stream."""
+    computed: int
+    """Outputs of matrix products."""
+    norm: int
+    """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast casts the last one
+    again for each projection: three times before attention, twice before feed-forward."""
+
+
+ELEMENT_BYTES = {
+    "fp32": ElementBytes(4, 4, 12),
+    "bf16": ElementBytes(2, 2, 8),
+    "fp16": ElementBytes(2, 2, 8),
+    "autocast_bf16": ElementBytes(4, 2, 13),
+    "autocast_fp16": ElementBytes(4, 2, 13),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on a rank, for all micro-batches in flight."""
+
+    saved: int
+    """Activations that are kept until the backward pass."""
+    lowest: int
+    """Largest memory in the last layer of the backward pass: the saved activations that are left, and additional
+    memory. If `lowest_kept_layer` returns that layer, at the end of its feed-forward part."""
+    others: int
+    """Saved activations that are left at the end of the pass, because they belong to other passes."""
+    working: int
+    """Additional memory for the backward pass of a layer, after the tensors of the loss are freed."""
+    casts: int
+    """Copies that autocast makes of the weights of layers that are computed again, and holds until the end of the
+    forward pass."""
+    logits: int
+    """Logits of a micro-batch, with the tensors of its loss."""
+    gradient: int
+    """The gradient of the logits, after the loss is computed."""
+    head: int
+    """The head's gradient from one micro-batch, before it is accumulated."""
+    sent: int
+    """Tensors between pipeline stages."""
+    host: int
+    """Inputs of layers in host memory."""
+
+
+def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, ...] | None = None) -> Activations:
+    """Returns the activations of a rank of the pipe at the beginning of the last micro-batch's backward pass.
+
+    traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
+    """
+    recipe = plan.recipe
+    widths = ELEMENT_BYTES[recipe.parallel.precision]
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
+    stages = _backward_layers_of_stages(plan, rank)
+    layers = [index for stage in stages for index in stage]
+    each = _per_layer(plan, weights, layers, tokens, layer_bytes)
+    if traced:
+        each = [
+            estimate * traced[index] // _unsharded_estimate(plan, weights, index)
+            for estimate, index in zip(each, layers, strict=True)
+        ]
+    stream = widths.stream * plan.model.hidden_size * tokens // plan.megatron_sp_ranks
+    # Each pass in flight holds the layers of one stage.
+    passes, chunks = in_flight(plan, rank), plan.parallel.pipeline_chunks
+    recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
+    again = dict(zip(recomputed, _per_layer(plan, weights, recomputed, tokens, kept_bytes), strict=True))
+    whole = dict(zip(layers, each, strict=True))
+    saved = passes * sum(again[index].size if index in again else size for index, size in whole.items()) // chunks
+    host = 0
+    if plan.parallel.offload_activations:
+        # The device holds two inputs: that of the newest layer, and the one that is being copied back.
+        inputs = passes * len(again) // chunks
+        saved -= max(0, inputs - 2) * stream
+        host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
+    working = max([0, *(whole[index] - one.used for index, one in again.items())])
+    working += max(_per_layer(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
+    is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
+    if is_last:
+        norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
+        elements = plan.model.hidden_size * tokens
+        saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.megatron_sp_ranks
+        saved += _input(widths) * plan.model.trains_head * elements + autocast_copies(plan, weights, weights.head)
+    saved += passes * _rotations(plan, weights, tokens)
+    if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.has_document_mask:
+        saved += passes * _mask_elements(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
+    lowest, others = saved + working, saved
+    if not plan.parallel.offload_activations:
+        kept = whole | {index: one.size for index, one in again.items()}
+        lowest -= min(sum(kept[index] for index in stage[1:]) for stage in stages)
+        others = saved * (passes - 1) // passes
+        if (index := lowest_kept_layer(plan, rank)) is not None:
+            # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
+            lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
+            lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
+    loss = _loss(plan, tokens) if is_last else 0
+    gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
+    return Activations(
+        saved=saved,
+        lowest=lowest,
+        others=others,
+        working=working,
+        casts=sum(autocast_copies(plan, weights, weights.layer(index)) for index in again),
+        logits=loss,
+        gradient=min(loss, gradient),
+        head=_head_gradient(plan) if is_last else 0,
+        # The output of each pass waits for its gradient, and one message is received meanwhile.
+        sent=(passes + 1) * stream if plan.stages else 0,
+        host=host,
+    )
+
+
+def lowest_kept_layer(plan: Plan, rank: int) -> int | None:
+    """Returns the last layer of a backward pass; None if it may be computed again or in tiles."""
+    lowest = [stage[0] for stage in _backward_layers_of_stages(plan, rank) if stage]
+    are_kept = not feeds_in_tiles(plan) and not any(is_recomputed(plan.parallel, index) for index in lowest)
+    return lowest[0] if lowest and are_kept else None
+
+
+def _head_gradient(plan: Plan) -> int:
+    """Returns the bytes of the head's gradient of one micro-batch; with a loss in chunks, the loss counts it."""
+    if chunks_loss(plan) or not plan.model.trains_head:
+        return 0
+    widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
+    return widths.computed * (head_parameters(plan.model) // plan.parts("matrices"))
+
+
+def pinned(size: int) -> int:
+    """Returns the bytes of pinned memory that torch takes for a tensor: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _loss(plan: Plan, tokens: int) -> int:
+    """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
+    widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
+    head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
+    of_logit = LOGIT_BYTES
+    if overwrites_logits(plan):  # in lower precision, there are a copy in fp32 and a gradient besides
+        of_logit = 4 if widths.computed == 4 else 4 + 2 * widths.computed
+    if not chunks_loss(plan) or is_one_chunk(plan):
+        return of_logit * plan.model.vocab_size * tokens + overwrites_logits(plan) * widths.computed * head
+    logits = of_logit * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+    if plan.recipe.kernels.loss == "liger":  # their gradient overwrites them
+        chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
+        logits = widths.computed * plan.model.vocab_size * chunk
+    elif recomputes_loss(plan.recipe):
+        return logits
+    # The gradient of the head in fp32, a part to be added to it, and the gradient of the hidden states.
+    return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
+
+
+def in_flight(plan: Plan, rank: int) -> int:
+    """Returns the largest number of passes whose activations a rank of the pipe holds at once."""
+    return PipelineSchedule.of(plan.parallel).in_flight(rank, plan.batch.gradient_accumulation_steps)
+
+
+def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
+    """Returns the bytes that autograd saves in one decoder layer, for that many tokens of a rank."""
+    layer, widths = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision]
+    of_norms, of_adapters = _norms(plan, layer, widths), _adapters(plan, layer, widths)
+    per_token = of_norms.replicated + _attention(plan, layer, widths) + of_adapters.replicated
+    if not feeds_in_tiles(plan):
+        per_token += _feed_forward(plan, layer, widths)
+    of_slice = (of_norms.sequence_sharded + of_adapters.sequence_sharded) * tokens // plan.megatron_sp_ranks
+    of_layer = autocast_copies(plan, weights, layer)
+    if plan.recipe.model.attention_kernel == "sdpa" and plan.recipe.data.has_document_mask:
+        of_layer += widths.computed * _mask_elements(
+            plan
+        )  # the boolean mask as numbers to add, computed again in each layer
+    return per_token * tokens + of_slice + of_layer
+
+
+def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
+    """Returns the bytes of a feed-forward layer's backward pass in addition to what the layer saves.
+
+    These are the gradients of its three products, less a saved tensor that is freed by then; or, for few tokens, the
+    gradient of the last product's input and the new one of its weight. With tiles, they and the saved tensors are those
+    of one tile; in addition, gradients of weights are summed in fp32, and the gradient of the input is written.
+    """
+    layer, widths, facts = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model
+    gradients = 2 * widths.computed * _intermediate_size(plan, layer)
+    dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
+    if not feeds_in_tiles(plan):
+        largest = max((tensor_parallel_elements(plan, weights, one) for one in dense if not one.is_expert), default=0)
+        return max(gradients * tokens, gradients // 2 * tokens + widths.computed * largest)
+    tile = facts.hidden_size * plan.batch.micro_batch_size
+    sums = (4 + widths.stream) * sum(tensor_parallel_elements(plan, weights, one) for one in dense)
+    return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
+
+
+class BytesPerToken(NamedTuple):
+    """Bytes that are kept of a token."""
+
+    replicated: int
+    """On each rank that has the token's sequence."""
+    sequence_sharded: int
+    """On one tensor parallel rank, if Megatron's sequence parallelism shards the residual stream."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a layer that is computed again."""
+
+    size: int
+    """Bytes that are kept until its backward pass begins."""
+    used: int
+    """The part of `size` that a layer also saves if it is not computed again."""
+
+
+def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
+    """Returns the bytes that are kept of a decoder layer that is computed again, in whole or in part."""
+    layer, widths, facts = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model
+    stream = widths.stream * facts.hidden_size // plan.megatron_sp_ranks
+    if plan.parallel.activation_checkpointing == "full":
+        return Kept(stream * tokens, 0)
+    results = [_result(plan, one) for one in layer if one.is_matrix and not one.is_expert]
+    top_k = facts.experts_per_token if any(one.is_expert for one in layer) else 0
+    intermediate, slices = _intermediate_size(plan, layer), plan.parts("matrices")
+    queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
+    experts = 2 * intermediate + top_k * facts.hidden_size if top_k else 0
+    attention = widths.computed * queries + 4 * facts.heads // slices
+    if plan.recipe.model.attention_kernel == "eager":
+        scores = facts.heads // slices * plan.recipe.data.sequence_length
+        attention = widths.computed * (queries + scores)
+    size = stream + widths.computed * (sum(results) + experts) + attention
+    used = stream * (widths.stream == 4 or is_fused(plan)) + widths.computed * queries + 4 * facts.heads // slices
+    is_gpt2 = any("c_fc" in one.name for one in layer)
+    projected = 3 * queries if is_gpt2 else 0 if _repeats_keys(plan) else keys
+    if plan.parts("tokens") > 1:
+        projected = 0  # attention saves what ranks have exchanged instead
+    used += widths.computed * ((1 if is_gpt2 else 2) * intermediate + projected)
+    return Kept(size * tokens, used * tokens)
+
+
+def _result(plan: Plan, weight: Weight) -> int:
+    """Returns the elements per token that a matrix's product gives a rank, if its result is kept."""
+    slices = plan.parts("matrices")
+    if ".lora_A." in weight.name:
+        slices = 1
+    if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
+        return weight.shape[0] // plan.megatron_sp_ranks
+    # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
+    if weight.module in SPLIT_COLUMNS and plan.parallel.autotp_ranks > 1:
+        return 0
+    return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
+
+
+def _repeats_keys(plan: Plan) -> bool:
+    """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
+    kernel, ranks = plan.recipe.model.attention_kernel, plan.parts("tokens")
+    own = _key_heads(plan) * _key_copies(plan) // ranks
+    return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.has_document_mask and own > 1)
+
+
+def _key_heads(plan: Plan) -> int:
+    """Returns the heads of keys that a rank projects."""
+    return max(plan.model.kv_heads // plan.parts("matrices"), 1)
+
+
+def _key_copies(plan: Plan) -> int:
+    """Returns how often keys are copied so that each of the ranks that share a sequence has a head."""
+    ranks = plan.parts("tokens")
+    return ranks // math.gcd(ranks, _key_heads(plan))
+
+
+def autocast_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
+    """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
+    if not plan.recipe.parallel.precision.startswith("autocast"):
+        return 0
+    return 2 * sum(tensor_parallel_elements(plan, weights, one) for one in used if one.is_matrix)
+
+
+def _saved_inputs(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
+    """Returns how many of these modules save their input, for the gradient of their weight or of an adapter's A.
+
+    The gradient of an input only needs the weight. With dropout, an adapter keeps an input of its own.
+    """
+    adapter = plan.recipe.model.adapter
+    drops = adapter is not None and adapter.dropout > 0
+    kept = (one for one in layer if one.trained and one.is_matrix and not (drops and one.is_adapter))
+    return len({one.module for one in kept} & set(modules))
+
+
+def is_fused(plan: Plan) -> bool:
+    """Whether the norms and activations of layers are parts of larger kernels."""
+    return plan.recipe.kernels.blocks in ("compiled", "liger")
+
+
+def _of_norm(plan: Plan, widths: ElementBytes, is_trained: bool) -> int:
+    """Returns the bytes per element an RMSNorm keeps: its fp32 input; for a trained weight, the normalised one too."""
+    return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
+
+
+def _of_fused_norms(widths: ElementBytes) -> int:
+    """Returns the bytes per element that both norms of a fused layer keep: the layer's input, and what is added to it.
+
+    Under autocast, the second norm's input is computed again from the first one's, and from the product in between.
+    """
+    return widths.stream + widths.computed
+
+
+def _input(widths: ElementBytes) -> int:
+    """Returns the bytes per element of the input of the projections after a norm."""
+    return widths.norm - 4 - widths.stream
+
+
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> BytesPerToken:
+    """Returns the bytes of the residual stream's norms, and of the inputs of the projections after them.
+
+    A LayerNorm always saves its input only.
+    """
+    width = plan.model.hidden_size
+    fused = _of_fused_norms(widths) * width if is_fused(plan) else None
+    if any(one.name.startswith("ln_1") for one in layer):
+        inputs = _saved_inputs(plan, layer, "c_attn", "c_fc")
+        own = fused or 2 * widths.stream * width
+        return BytesPerToken(inputs * widths.computed * width, own + 2 * STATISTICS)
+    norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
+    copies = [
+        _saved_inputs(plan, layer, "q_proj", "k_proj", "v_proj"),
+        _saved_inputs(plan, layer, "gate_proj", "up_proj"),
+    ]
+    if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
+        copies[1] = 2
+    if plan.recipe.kernels.blocks == "compiled":
+        inputs = widths.computed * sum(map(bool, copies))
+    elif plan.recipe.parallel.precision.startswith("autocast"):
+        inputs = widths.computed * sum(copies)
+    else:
+        inputs = _input(widths) * sum(map(bool, copies))
+    scaled = inputs * len(norms) // 2 * width
+    own = fused * len(norms) // 2 if fused else sum(_of_norm(plan, widths, one.trained) * width for one in norms)
+    return BytesPerToken(scaled, own + len(norms) * STATISTICS)
+
+
+def _unrounded(plan: Plan, widths: ElementBytes) -> int:
+    """Returns the additional bytes per element that a norm saves if it is scaled in fp32 before it is rounded."""
+    return 2 if plan.model.model_type in ("gemma", "gemma2", "olmo2") and widths.stream < 4 else 0
+
+
+def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
+    """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
+    facts, recipe = plan.model, plan.recipe
+    queries = facts.heads * facts.head_dim // plan.parts("matrices")
+    keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
+    intermediate = queries + 2 * (queries if _repeats_keys(plan) else keys * _key_copies(plan)) + queries
+    if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
+        intermediate += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
+    saved, heads = widths.computed * intermediate, facts.heads // plan.parts("matrices")
+    if any("q_norm" in one.name for one in layer):
+        is_trained = any("q_norm" in one.name and one.trained for one in layer)
+        normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
+        if is_fused(plan):
+            normalised = widths.computed
+        saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
+    if recipe.parallel.precision.startswith("autocast") and any("o_proj.lora_A" in one.name for one in layer):
+        saved += widths.computed * queries  # PEFT casts the input of A to fp32, and autocast back
+    if recipe.model.attention_kernel == "eager":
+        probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
+        if not _saved_inputs(plan, layer, "o_proj"):
+            saved -= widths.computed * queries  # a fused kernel keeps its output itself
+        return saved + probabilities * heads * recipe.data.sequence_length
+    if _is_unfused(plan):
+        return saved + widths.computed * heads * recipe.data.sequence_length
+    return saved + 4 * heads  # log-sum-exp
+
+
+def _is_unfused(plan: Plan) -> bool:
+    """Whether torch has no fused kernel: on GPUs in fp32, for keys that several queries share, without a mask."""
+    is_fp32 = ELEMENT_BYTES[plan.recipe.parallel.precision].computed == 4
+    is_shared = plan.model.kv_heads < plan.model.heads and not plan.recipe.data.has_document_mask
+    return plan.recipe.model.attention_kernel == "sdpa" and is_fp32 and is_shared and not plan.cluster.spec.on_cpu
+
+
+def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
+    """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
+    tensor, width = plan.parts("matrices"), plan.model.hidden_size
+    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    if experts:
+        intermediate = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
+        intermediate = intermediate or min(min(one.shape) for one in experts)
+        return intermediate // plan.parallel.split_ranks * plan.model.experts_per_token
+    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
+    if fused:
+        return fused.elements // width // tensor
+    dense = (max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix)
+    return max(dense, default=4 * width) // tensor
+
+
+def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
+    """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
+    width, intermediate = plan.model.hidden_size, _intermediate_size(plan, layer)
+    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    if experts:
+        top_k = plan.model.experts_per_token
+        router = 3 * 4 * plan.model.experts
+        inputs = top_k * width + intermediate if any(one.trained for one in experts) else 0
+        return (top_k * width + 3 * intermediate + inputs) * widths.computed + top_k * INDICES + router
+    if any("c_fc" in one.name for one in layer):  # gelu_new: its input, half of it, tanh, one more; the product
+        kept = any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
+        return ((1 if is_fused(plan) else 4) + kept) * widths.computed * intermediate
+    return ((2 if is_fused(plan) else 3) + _saved_inputs(plan, layer, "down_proj")) * widths.computed * intermediate
+
+
+def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> BytesPerToken:
+    """Returns the bytes that adapters keep in addition to their layers' inputs.
+
+    These are the outputs of A; with dropout, also A's own input and a mask; with DoRA, also the outputs of the layer
+    and of B, which are multiplied by the trained norms.
+    """
+    adapter, whole, sequence_sharded = plan.recipe.model.adapter, 0, 0
+    for one in layer:
+        if ".lora_A." in one.name:
+            rank, inputs = one.shape
+            inputs //= plan.parts("matrices") if one.module in SPLIT_COLUMNS else 1
+            whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
+            if one.module in SPLIT_COLUMNS:  # the result is scattered
+                sequence_sharded += widths.computed * rank
+            else:
+                whole += widths.computed * rank
+        elif ".lora_magnitude_vector." in one.name:
+            slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
+            whole += 2 * widths.computed * one.elements // slices
+    return BytesPerToken(whole, sequence_sharded)
+
+
+def _mask_elements(plan: Plan) -> int:
+    """Returns the elements of a mask between packed documents: all queries by all keys, on every sequence rank."""
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
+
+
+def _rotations(plan: Plan, weights: Weights, tokens: int) -> int:
+    """Returns the bytes of the cosines and sines that rotate queries and keys, which all layers share."""
+    if any("wpe" in one.name for one in weights.outside):
+        return 0
+    return 2 * ELEMENT_BYTES[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
+
+
+def _per_layer(
+    plan: Plan, weights: Weights, layers: Sequence[int], tokens: int, count: Callable[[Plan, Weights, int, int], T]
+) -> list[T]:
+    """Returns the bytes of some layers, computed once for equal ones."""
+    runs = weights.runs_of_layers
+    known = {
+        run: count(plan, weights, index, tokens) for run, index in {runs[index]: index for index in layers}.items()
+    }
+    return [known[runs[index]] for index in layers]
+
+
+def _backward_layers_of_stages(plan: Plan, rank: int) -> list[range]:
+    """Returns the layers of each stage of a rank that a backward pass reaches; nothing is kept of those below them."""
+    below, bounds = plan.model.layers - backward_layers(plan.model), [(0, plan.model.layers - 1)]
+    if plan.stages:
+        bounds = [plan.stages[stage].layers for stage in PipelineSchedule.of(plan.parallel).stages_of(rank)]
+    return [range(max(first, below), last + 1) for first, last in bounds]
+
+
+def _unsharded_estimate(plan: Plan, weights: Weights, index: int) -> int:
+    """Returns the estimate of an eager layer without tensor or sequence parallelism, which a trace corrects."""
+    whole = {axis.name: 1 for axis in CHOSEN if axis.divides & {"matrices", "tokens"}}
+    changed = {
+        "parallel": plan.parallel.model_copy(update=whole),
+        "kernels": plan.recipe.kernels.model_copy(update={"blocks": "eager"}),
+    }
+    alone = plan.model_copy(update={"recipe": plan.recipe.model_copy(update=changed)})
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
+    return layer_bytes(alone, weights, index, tokens)

@@ -1,0 +1,377 @@
+"""The communication between the ranks of a plan, per micro-batch and per step.
+
+The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
+gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`).
+A test counts the bytes on the engine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from llmtrain.plan.axes import used
+from llmtrain.plan.facts.weights import Weight
+from llmtrain.plan.kernels import feeds_in_tiles
+from llmtrain.plan.optimizers import optimizer_of
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.predict import flat
+from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, overlaps_reduction
+from llmtrain.plan.predict.links import Groups, RankGroup, Store, TransferKind, bytes_sent
+from llmtrain.plan.predict.work import DeviceShare, StageParameters, parameters_of_ranks
+from llmtrain.plan.stages import head_parameters
+
+REUSE_DISTANCE = 1_000_000_000
+"""Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
+SUMS = 4
+"""Tensors of a layer that tensor parallel ranks sum: the outputs of attention and feed-forward in the forward pass,
+and the gradients of their inputs in the backward pass."""
+SUMS_BESIDE_EXPERTS = 5
+"""The same if the experts of a layer are distributed: the output of attention, and the gradients of the inputs of
+query, key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors that a rank sends one after the other."""
+
+    kind: TransferKind
+    tensors: tuple[tuple[float, RankGroup | Store], ...]
+    """Bytes of each tensor, and the ranks that take part or the place on the host that it is sent to."""
+    times: float = 1.0
+
+
+class Traffic(NamedTuple):
+    """The transfers of each rank of a stage."""
+
+    exposed: list[Transfer]
+    """For each micro-batch; not overlapped with computation."""
+    overlapped: list[Transfer]
+    """For each micro-batch; overlapped with the computation while that lasts."""
+    forward_overlapped: list[Transfer]
+    """For each micro-batch; overlapped with its forward pass while that lasts."""
+    backward_overlapped: list[Transfer]
+    """For each micro-batch; overlapped with its backward pass while that lasts."""
+    step: list[Transfer]
+    """Once per step; not overlapped with computation."""
+    step_forward_overlapped: list[Transfer]
+    """Once per step; overlapped with the first forward pass while that lasts."""
+    step_overlapped: list[Transfer]
+    """Once per step; overlapped with the last backward pass while that lasts."""
+    between_stages: list[Transfer]
+    """For each micro-batch; the schedule decides for how many of them a rank waits."""
+
+    def per_step(self, micro_batches: int) -> Iterator[Transfer]:
+        """Yields all transfers, with how often they take place in a step."""
+        once = self.step, self.step_forward_overlapped, self.step_overlapped
+        for transfers in self:
+            times = 1 if any(transfers is one for one in once) else micro_batches
+            yield from (replace(one, times=one.times * times) for one in transfers)
+
+
+def by_kind(
+    transfers: Iterable[Transfer], amount: Callable[[TransferKind, float, RankGroup | Store], float]
+) -> dict[str, float]:
+    """Returns the amount for each kind of transfer: bytes by `bytes_sent`, seconds by `Links.seconds`."""
+    amounts: list[dict[str, float]] = [
+        {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
+    ]
+    return summed(*amounts)
+
+
+def summed(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of all parts for each kind; kinds with a sum of 0 are left out."""
+    total = defaultdict[str, float](float)
+    for part in parts:
+        for kind, amount in part.items():
+            total[kind] += amount
+    return {kind: amount for kind, amount in sorted(total.items()) if amount}
+
+
+def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
+    """Returns, for each rank of a pipe, the bytes that it sends in a step, by kind (`TransferKind`).
+
+    Empty for `nn.DataParallel`, which copies within one process.
+    """
+    if plan.recipe.parallel.strategy == "data_parallel":
+        return ()
+    groups, micro_batches = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
+    steps = (by_kind(groups.traffic(held).per_step(micro_batches), bytes_sent) for held in parameters_of_ranks(plan))
+    return tuple({kind: round(size) for kind, size in step.items()} for step in steps)
+
+
+class CommunicationGroups:
+    """The groups of a plan's ranks, and the transfers within each of them."""
+
+    def __init__(self, plan: Plan, micro_batch: int | None = None) -> None:
+        """micro_batch: its number of sequences; by default the plan's."""
+        self.plan, self.share, self.groups = plan, DeviceShare(plan, micro_batch), Groups.of(plan)
+        self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
+        """Bytes of a residual stream that enters attention or feed-forward for a micro-batch, on one device."""
+        self.residual = self.hidden_states / plan.megatron_sp_ranks
+        """Bytes that are passed between two layers for a micro-batch, on one device."""
+
+    def traffic(self, held: StageParameters) -> Traffic:
+        """Returns all transfers of the ranks of a stage."""
+        found = Traffic(self.within_layers(held), *([] for _ in Traffic._fields[1:]))
+        if self.plan.parallel.offload_activations:
+            inputs = 2 * self.share.recomputed_layers(held) * held.reached
+            found.overlapped.append(Transfer("host", ((self.residual, "cpu"),), inputs))
+        # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
+        messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
+        found.between_stages.append(Transfer("p2p", ((self.residual, self.groups.pipeline),), messages))
+        self._tied(found)
+        strategy = self.plan.recipe.parallel.strategy
+        if strategy == "deepspeed":
+            self._zero(held, found)
+        elif strategy == "fsdp2":
+            self._gathered(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
+            # Gradients of the micro-batches before the last one stay where they are (`no_sync`).
+            _split_transfer(
+                self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_overlapped
+            )
+        else:
+            _split_transfer(self._gradients("all_reduce", held), self._last(held), found.step, found.step_overlapped)
+        found.step.extend([*self._matrices(held), *self._factors(held), *self._blocks(held)])
+        return found
+
+    def within_layers(self, held: StageParameters) -> list[Transfer]:
+        """Returns the transfers within layers for each micro-batch, which no computation hides."""
+        axes = [axis.name for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
+        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
+
+    def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the exchanges of parts of matrices, for an optimizer that updates whole matrices."""
+        fraction = held.trained * self.share.layer_matrix_fraction(held)
+        if not fraction:
+            return
+        size = fraction * self.share.compute_bytes
+        shards = self._among_replicas(held, size / self.groups.replicas.size)
+        yield Transfer("all_to_all", shards)
+        if self.plan.parallel.zero_stage == 0:
+            yield Transfer("all_gather", self._among_replicas(held, size))
+        else:
+            yield Transfer("all_to_all", shards)
+
+    def _factors(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the all-reduces for an optimizer that keeps sums along rows and columns.
+
+        The sums of squares of each weight and of its update are exchanged as well. Replicas whose flat partitions
+        consist of whole weights exchange nothing.
+        """
+        weights, replicas = self.plan.model.weights, self.groups.replicas.size
+        if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
+            return
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
+            alone = replicas if self._division == "flat" and not group.is_cut else 1
+            sums = (sum(group.factors) + 2 * len(group.factors)) / alone
+            yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
+
+    def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the all-reduces of the largest magnitudes of blocks that ranks share, for 8-bit moments.
+
+        FSDP2 needs none, because it divides weights between rows.
+        """
+        weights, parallel = self.plan.model.weights, self.plan.parallel
+        if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
+            return
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
+            sliced, divided = group.cut_blocks(self._division)
+            tensor = self.groups.tensor.size
+            ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
+            if sliced or divided:
+                yield Transfer("all_reduce", ((4 * group.codes * (sliced + divided), ranks),))
+
+    @property
+    def _division(self) -> flat.Division:
+        """How replicas divide the optimizer's states of the weights that each of them holds."""
+        stage = self.plan.parallel.zero_stage
+        is_flat = stage < 3 and self.plan.parallel.strategy == "deepspeed"
+        return "none" if stage == 0 else "flat" if is_flat else "each"
+
+    def tensor(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the transfers of tensor groups. Activation checkpointing repeats the sum of attention."""
+        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
+        # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always
+        # recompute their products.
+        again, tiled = self.share.recomputed_layers(held), feeds_in_tiles(self.plan)
+        sums = held.layers * each + again + tiled * (held.layers + again)
+        tables = held.embedding + held.head
+        if self.share.splits_vocabulary and held.head:
+            logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
+            yield Transfer("all_gather", ((logits, self.groups.tensor),))
+        if self.share.splits_vocabulary:
+            sums += tables
+        whole = ((self.hidden_states, self.groups.tensor),)
+        if self.plan.megatron_sp_ranks == 1:
+            yield Transfer("all_reduce", whole, sums)
+        else:
+            # A sum becomes a reduction, each rank for its own slice, and a gathering. A recomputed layer gathers twice.
+            yield Transfer("reduce_scatter", whole, sums)
+            yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_vocabulary else tables))
+        of_layer, last = self._summed_gradients()
+        yield Transfer("all_reduce", of_layer, held.layers)
+        yield Transfer("all_reduce", last, held.head)
+
+    def _summed_gradients(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
+        """Returns the gradients of whole parameters that are summed: those of a layer, and those after the last layer.
+
+        Each rank computes a part of them, for its own heads, tokens or parts of experts: those of norms, of biases that
+        are added to sums, and of routers.
+        """
+        weights, facts = self.plan.model.weights, self.plan.model
+        if weights is None or self.plan.parallel.autotp_ranks > 1:
+            return (), ()
+        layer, last = weights.layer(facts.layers - 1), list[Weight]()
+        own = [one for one in layer if one.module in ("q_norm", "k_norm") and one.shape == (facts.head_dim,)]
+        if self.plan.megatron_sp_ranks > 1:
+            beside = tuple({one.name.partition("experts.")[0] for one in layer if one.is_expert})
+            own += [one for one in layer if not one.is_matrix and _is_sequence_sharded(one)]
+            own += [one for one in layer if one.name.startswith(beside) and not one.is_expert]
+            last = [one for one in weights.outside if one.shape == (facts.hidden_size,)]
+        return tuple(
+            tuple((one.elements * self.share.weight_bytes, self.groups.tensor) for one in part if one.trained)
+            for part in (own, last)
+        )
+
+    def sequence(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the exchanges of heads for parts of the sequence, and back.
+
+        Key and value heads are repeated until they are divisible, at most to the number of query heads.
+        """
+        facts, group = self.plan.model, self.groups.sequence
+        keys = max(facts.kv_heads, min(group.size * self.groups.tensor.size, facts.heads))
+        width = facts.head_dim / self.plan.parts("matrices") * self.share.tokens * self.share.compute_bytes
+        yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
+
+    def expert(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the transfers of tokens to their experts and back.
+
+        Each rank of a tensor group sends a part of the group's tokens, and gathers the results.
+        """
+        dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
+        passes = self._passes(held)
+        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * passes)
+        yield Transfer("all_gather", ((dispatched, tensor),), passes - held.layers)
+        yield Transfer("all_reduce", ((dispatched, tensor),), held.layers)
+
+    def _passes(self, held: StageParameters) -> int:
+        return 2 * held.layers + self.share.recomputed_layers(held)
+
+    def _tied(self, found: Traffic) -> None:
+        """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
+        facts = self.plan.model
+        if self.plan.stages and facts.tied_embeddings and facts.trains_embedding:
+            size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
+            pipe = self.groups.pipeline
+            ends = RankGroup(2, pipe.stride * (pipe.size - 1))
+            found.step.append(Transfer("all_reduce", ((size, ends),)))
+
+    def _zero(self, held: StageParameters, found: Traffic) -> None:
+        """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
+        stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
+        if stage == 3:
+            # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
+            own = share.own(held)
+            again = max(0.0, own - REUSE_DISTANCE / 2) / own
+            self._gathered(held, found, gathers=1 + again)
+            reduction = self._gradients("reduce_scatter", held)
+            _split_transfer(reduction, self._last(held), found.exposed, found.backward_overlapped)
+        else:
+            self._reduced(held, found)
+            if stage:
+                found.step.append(self._weights(held, part=held.trained))
+        if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
+            size = held.trained * share.replicated_parameters(held) * share.gradient_bytes
+            found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
+        shard = held.trained * share.own(held) / self.groups.replicas.size
+        if parallel.offload_optimizer != "none":
+            # Gradients are sent to the host as soon as they are reduced; updated weights come back.
+            gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
+            (found.exposed if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
+            found.step.append(Transfer("host", ((weights, "cpu"),)))
+        if parallel.offload_param != "none":
+            weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
+            found.overlapped.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
+
+    def _reduced(self, held: StageParameters, found: Traffic) -> None:
+        """Adds the all-reduces of gradients below ZeRO-3."""
+        last = self._last(held) if overlaps_reduction(self.plan) else 1.0
+        each_pass = self.plan.parallel.zero_stage == 2
+        exposed, overlapped = (
+            (found.exposed, found.backward_overlapped) if each_pass else (found.step, found.step_overlapped)
+        )
+        _split_transfer(self._gradients("all_reduce", held), last, exposed, overlapped)
+
+    def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
+        """Adds the all-gathers of weights for a micro-batch: in its forward pass, and again in its backward pass."""
+        near, each, times = self.plan.parallel.hierarchical_partition, self._weights(held), 1.0
+        first = self._at_an_end(held)
+        if near > 1:
+            # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
+            _split_transfer(replace(each, times=held.trained), first, found.step, found.step_forward_overlapped)
+            weights = self.share.own(held) * self.share.weight_bytes
+            each = Transfer("all_gather", ((weights, RankGroup(near, 1)),))
+            times -= held.trained / self.plan.batch.gradient_accumulation_steps
+        _split_transfer(replace(each, times=times), first, found.exposed, found.forward_overlapped)
+        found.backward_overlapped.append(replace(each, times=gathers - 1))
+
+    def _last(self, held: StageParameters) -> float:
+        """Returns the share of a reduction that starts when the backward pass has ended."""
+        return self._at_an_end(held, held.trained)
+
+    def _at_an_end(self, held: StageParameters, trained: float = 1.0) -> float:
+        """Returns the share of the weights, or of the trained ones, whose messages no computation hides.
+
+        The embedding and one more message are needed before anything can be computed, and their gradients come last.
+        """
+        slices = self.plan.parts("matrices") if self.share.splits_vocabulary else 1
+        table = held.embedding * head_parameters(self.plan.model) / slices
+        return min(1.0, (table + self._message() / trained) / self.share.own(held))
+
+    def _message(self) -> float:
+        """Returns the elements that the engine gathers or reduces at once."""
+        strategy, facts = self.plan.recipe.parallel.strategy, self.plan.model
+        if strategy == "deepspeed":
+            return bucket_elements(self.plan)
+        if strategy == "fsdp2":
+            return sum(facts.layer_parameters) / facts.layers
+        # Horovod sends all available gradients every millisecond.
+        return flat.DDP_BUCKET_MIB * 2**20 / self.share.gradient_bytes if strategy == "ddp" else 0.0
+
+    def _weights(self, held: StageParameters, part: float = 1.0) -> Transfer:
+        """Returns the all-gathers of a device's weights, or of a part of them."""
+        return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes))
+
+    def _gradients(self, kind: TransferKind, held: StageParameters) -> Transfer:
+        """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
+        return Transfer(kind, self._among_replicas(held, held.trained * self.share.gradient_bytes))
+
+    def _among_replicas(self, held: StageParameters, size: float) -> tuple[tuple[float, RankGroup], ...]:
+        dense, experts = self.share.dense_and_expert_parameters(held)
+        return (
+            (dense * size, self.groups.replicas),
+            *([(experts * size, self.groups.expert_replicas)] if experts else []),
+        )
+
+
+def _split_transfer(transfer: Transfer, share: float, exposed: list[Transfer], overlapped: list[Transfer]) -> None:
+    """Adds a share of a transfer to `exposed`, and the rest to `overlapped`."""
+    exposed.append(replace(transfer, times=transfer.times * share))
+    overlapped.append(replace(transfer, times=transfer.times * (1 - share)))
+
+
+def _is_sequence_sharded(weight: Weight) -> bool:
+    """Whether a vector belongs to a norm between attention and feed-forward, or is added to their output."""
+    is_beside = weight.name.count(".") == 1
+    return is_beside or (weight.module in SPLIT_COLUMNS and weight.name.endswith(".bias"))
+
+
+WITHIN_LAYERS: dict[str, Callable[[CommunicationGroups, StageParameters], Iterator[Transfer]]] = {
+    "tensor": CommunicationGroups.tensor,
+    "sequence": CommunicationGroups.sequence,
+    "expert": CommunicationGroups.expert,
+}
+"""Name of an axis that communicates in every layer, and its transfers on the ranks of a stage."""

@@ -1,0 +1,156 @@
+"""The table of all legality rules, and `resolve`, which returns the plan of a recipe that breaks none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
+from llmtrain.plan.plan import Batch, Plan
+from llmtrain.plan.predict import memory_of
+from llmtrain.plan.predict.memory import LABELS, by_part
+from llmtrain.plan.rules import (
+    adapter,
+    backends,
+    checkpoint,
+    expert,
+    kernels,
+    layout,
+    model,
+    objective,
+    optimizer,
+    pipeline,
+    precision,
+    recompute,
+    tensor,
+    zero,
+)
+from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule
+from llmtrain.plan.stages import flops_per_token, plan_stages
+from llmtrain.recipe import Recipe
+from llmtrain.recipe.cluster import GIB, Cluster
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    *precision.RULES,
+    *zero.RULES,
+    *pipeline.RULES,
+    *tensor.RULES,
+    *expert.RULES,
+)
+"""Rules against plans that DeepSpeed does not run correctly. Other engines have rules of their own."""
+
+LEGALITY: tuple[Rule, ...] = (
+    *model.RULES,
+    *adapter.RULES,
+    *objective.RULES,
+    *optimizer.RULES,
+    *kernels.RULES,
+    *recompute.RULES,
+    *layout.RULES,
+    *checkpoint.RULES,
+    *DEEPSPEED_RULES,
+    *backends.RULES,
+)
+"""Rules that do not depend on the amount of memory."""
+
+
+def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
+    """Returns the plan of a draft without checking any rule (`resolve` does). Needs facts and integer degrees."""
+    recipe, facts = draft.recipe, draft.facts
+    accumulation = draft.accumulation
+    assert facts is not None, "a draft without facts has been refused"
+    assert accumulation is not None, "the rules of layout and batch have refused the rest"
+    batch = Batch(
+        global_batch_size=recipe.batch.global_batch_size,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        tokens_per_step=recipe.batch.global_batch_size * recipe.data.sequence_length,
+    )
+    return Plan(
+        recipe=recipe,
+        cluster=draft.cluster,
+        batch=batch,
+        model=facts,
+        stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
+        flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
+        notes=tuple(problem.as_dict() for problem in notes or ()),
+    )
+
+
+@rule("memory.fits", "The memory of the rank that needs the most, by component, must fit into a device.", "arithmetic")
+def fits(draft: Draft) -> Iterator[Fault]:
+    """Refuses plans whose fullest rank needs more memory than a device has, if capacity and all degrees are known."""
+    facts, stages = draft.facts, draft.parallel.stages
+    if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
+        return
+    if draft.parallel.expert > draft.cluster.world_size // draft.parallel.pipeline:
+        return
+    memory = memory_of(assemble(draft))
+    if memory is None or memory.fits or memory.capacity is None:
+        return
+    fullest = memory.stages[memory.fullest]
+    where = f" on stage {memory.fullest}" if stages > 1 else ""
+    message = (
+        f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.1f} GiB on a {draft.cluster.device}{where}, "
+        f"{LABELS[fullest.moment]}: {by_part(fullest.peak)}"
+    )
+    yield Fault("parallel", message, "use more devices or larger ones, or change the layout or the precision")
+
+
+RULES: tuple[Rule, ...] = (*LEGALITY, fits)
+
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", "resolve", "resolves"]
+
+
+def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
+    """Returns the problems of a draft: refusals, and notes on legal but questionable choices."""
+    asked = _asked(draft, rules)
+    refusals = [problem for one in asked if one.refuses for problem in one.problems(draft)]
+    notes = [problem for one in asked if not one.refuses for problem in one.problems(draft)]
+    return refusals, notes
+
+
+def allowed(draft: Draft, rules: Sequence[Rule]) -> bool:
+    """Whether no rule refuses a draft. Stops at the first refusal, because searches check many drafts."""
+    return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
+
+
+def _asked(draft: Draft, rules: Sequence[Rule]) -> Sequence[Rule]:
+    """Returns the rules that apply to the draft's backend."""
+    if draft.parallel.strategy == "deepspeed":
+        return rules
+    return [one for one in rules if one not in DEEPSPEED_RULES]
+
+
+def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:
+    """Returns the plan of a recipe on a cluster.
+
+    facts: derived from the recipe by default. Raises RecipeError with all faults at once: those of the model's
+    configuration, and every broken rule.
+    """
+    faults: list[Problem] = []
+    if facts is None:
+        try:
+            recipe = with_resized_vocabulary(recipe)
+            facts = model_facts(recipe.model, recipe.vocab_size)
+        except RecipeError as error:
+            faults.extend(error.problems)
+    draft = Draft(recipe, cluster, facts)
+    refusals, notes = broken(draft)
+    faults.extend(refusals)
+    if faults:
+        raise RecipeError(faults)
+    return assemble(draft, notes)
+
+
+def resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: dict[str, Any]) -> bool:
+    """Whether a recipe with changed fields resolves to a plan."""
+    try:
+        resolve(recipe.with_(**fields), cluster, facts)
+    except RecipeError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Rules for the batch and the degrees of parallelism: divisibility."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
+from llmtrain.plan.draft import Draft, divisors
+from llmtrain.plan.facts.families import EXPERT_PRESETS
+from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
+from llmtrain.recipe.cluster import Device
+
+
+def divisors_near(number: int, value: int) -> list[int]:
+    """Returns the largest divisor of `number` up to `value` and the smallest one from `value` on."""
+    value = min(max(value, 1), number)
+    found = divisors(number)
+    return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
+
+
+@rule(
+    "layout.world",
+    "pipeline × tensor × sequence ranks share one replica, so their product must divide the number of devices.",
+    "arithmetic",
+)
+def world(draft: Draft) -> Iterator[Fault]:
+    """Refuses degrees that do not divide the number of devices."""
+    if draft.data_parallel_size:
+        return
+    parallel, cluster, product = draft.parallel, draft.cluster, model_parallel_size(draft.parallel)
+    degrees = {axis.name: axis.degree(parallel) for axis in CHOSEN if axis.has_ranks}
+    equation = f"{' × '.join(degrees)} = {' × '.join(str(degree) for degree in degrees.values())} = {product}"
+    message = f"{equation} does not divide {cluster.nodes} × {cluster.devices_per_node} = {cluster.world_size} devices"
+    # Suggest changing the largest degree and keeping the others.
+    name = max(degrees, key=lambda name: degrees[name])
+    rest = product // degrees[name]
+    fix = f"use a multiple of {product} devices"
+    if cluster.world_size % rest == 0:
+        best = divisors_near(cluster.world_size // rest, degrees[name])[0]
+        fix += f", or {assignment(**{f'parallel__{name}': best})}"
+    yield Fault(f"parallel.{name}", message, fix)
+
+
+def _divides(axis: Axis) -> Rule:
+    """Returns the rule that an axis' degree must divide each size which the axis splits."""
+
+    @rule(f"layout.{axis.name}_divides", axis.reason, "arithmetic", axis=axis)
+    def divides(draft: Draft) -> Iterator[Fault]:
+        degree = axis.degree(draft.parallel)
+        for what, number in axis.limits(draft.recipe, draft.facts, draft.data_parallel_size or 0):
+            if number % degree:
+                message = f"{degree} does not divide {what}"
+                yield Fault(axis.field, message, f"use {_or(divisors_near(number, degree))}")
+
+    return divides
+
+
+@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic", axis=EXPERT)
+def expert(draft: Draft) -> Iterator[Fault]:
+    """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
+    degree, facts = draft.parallel.expert, draft.facts
+    if facts is None:
+        return
+    if not facts.experts:
+        message = f"must be 1, not {degree}: '{facts.model_type}' has no experts"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+    elif facts.model_type not in EXPERT_PRESETS:
+        message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+@rule(
+    "layout.tensor_node",
+    "A tensor parallel group communicates in every layer.",
+    "arithmetic",
+    axis=TENSOR,
+    refuses=False,
+)
+def tensor_node(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for tensor parallel groups that span nodes."""
+    parallel, cluster = draft.parallel, draft.cluster
+    if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
+        message = (
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
+            "every layer waits for "
+        )
+        message += _links(cluster.spec)
+        fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
+        yield Fault("parallel.tensor", message, fix)
+
+
+def _links(device: Device) -> str:
+    """Describes the links between nodes, compared with those within a node if both are known."""
+    node, network = device.node_bandwidth, device.network_bandwidth
+    if node is None or network is None:
+        return "the network"
+    return (
+        f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({node / network:.0f} times that)"
+    )
+
+
+@rule(
+    "batch.divides",
+    "Every replica runs the same number of equal micro-batches; a rounded accumulation trains another batch size.",
+    "arithmetic",
+)
+def divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none."""
+    batch, dp = draft.recipe.batch, draft.data_parallel_size
+    total, micro = batch.global_batch_size, batch.micro_batch_size
+    if dp is None or draft.accumulation is not None:
+        return
+    per_pass = micro * dp
+    below = total // per_pass * per_pass
+    totals = [size for size in (below, below + per_pass) if size]
+    message = (
+        f"global_batch_size = micro_batch_size × accumulation × data parallel size has no integer solution: "
+        f"{total} = {micro} × {total / per_pass:g} × {dp}; nearest global batch sizes: {_or(totals)}"
+    )
+    fixes = [assignment(batch__global_batch_size=min(totals, key=lambda size: abs(size - total)))]
+    micros = [] if total % dp else divisors_near(total // dp, micro)
+    if micros:
+        message += f"; or at {total}, micro batch sizes: {_or(micros)}"
+        fixes.append(assignment(batch__micro_batch_size=min(micros, key=lambda size: abs(size - micro))))
+    yield Fault("batch.global_batch_size", message, ", or ".join(fixes))
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.reason), expert, tensor_node, divides)

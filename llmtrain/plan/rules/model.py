@@ -1,0 +1,377 @@
+"""Rules for the model: its sizes compared with the data, its attention kernel, and its families' restrictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from posixpath import commonpath
+
+from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
+from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.plan.kernels import needs_whole_loss
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.recipe import TrainedTokenizer
+from llmtrain.system.hub import INDEX, SINGLE
+from llmtrain.system.untrusted import expanded, is_file
+
+_MIXING = (
+    "axk2 bailing_hybrid bamba biogpt cpmant deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa "
+    "granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid openai-gpt "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+)
+MIXES_DOCUMENTS = frozenset(_MIXING.split())
+"""Families in which packed documents influence each other (`docs/reference/families_documents.md`).
+
+The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
+"""
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
+NAMED = 3
+"""Number of parts that a message lists."""
+FLASH_HEAD = 256
+"""Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
+WITHOUT_FLASH_3 = ("b200",)
+"""Devices that FlashAttention 3 has no machine code for (`hopper/setup.py` in flash-attn's source)."""
+EXPERT_ROW_BYTES = 16
+"""Rows of the experts' matrices must be multiples of this many bytes."""
+
+
+@rule("model.vocabulary", "A token without a row in the embedding is an index out of range.", "arithmetic")
+def vocabulary(draft: Draft) -> Iterator[Fault]:
+    """Refuses an embedding smaller than the tokenizer that the recipe trains."""
+    tokenizer, facts = draft.recipe.data.tokenizer, draft.facts
+    if facts is None or not isinstance(tokenizer, TrainedTokenizer) or facts.vocab_size >= tokenizer.vocab_size:
+        return
+    message = f"the model has {facts.vocab_size} embedding rows for a tokenizer of {tokenizer.vocab_size} tokens"
+    fix = assignment(data__tokenizer__vocab_size=facts.vocab_size)
+    yield Fault("data.tokenizer.vocab_size", message, fix)
+
+
+@rule(
+    "model.pretrained_tokenizer",
+    "Pretrained weights only work with the token ids of their own tokenizer.",
+    "arithmetic",
+)
+def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
+    """Refuses to train a new tokenizer for pretrained weights."""
+    model, tokenizer = draft.recipe.model, draft.recipe.data.tokenizer
+    if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
+        message = "a tokenizer would be trained, but pretrained weights need the one they were trained with"
+        yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
+
+
+@rule(
+    "model.quantized",
+    "Quantized weights have no gradient. From some kinds `transformers` makes plain weights, but of whole models only.",
+    "read",
+)
+def quantized(draft: Draft) -> Iterator[Fault]:
+    """Refuses pretrained weights that are quantized, unless `transformers` can load them as plain weights."""
+    facts, parallel, model = draft.facts, draft.parallel, draft.recipe.model
+    if facts is None or not facts.quantization:
+        return
+    plain = "name a folder with plain weights"
+    if facts.quantization not in DEQUANTIZED:
+        message = f"{model.pretrained} is quantized by '{facts.quantization}', and such weights cannot be trained"
+        yield Fault("model.pretrained", message, plain)
+    elif (
+        parallel.zero_stage == 3
+        or parallel.stages
+        or parallel.tensor > 1
+        or model.quantize != "none"
+        or model.kept_rows
+    ):
+        message = f"{model.pretrained} is quantized by '{facts.quantization}', so it cannot be loaded in parts"
+        fix = f"{plain}, or use {assignment(parallel__zero_stage=2)} without stages, tensor parallelism and new tokens"
+        yield Fault("model.pretrained", message, fix)
+
+
+@rule(
+    "model.weights_twice",
+    "`transformers` reads a single file of weights even if there is an index of several.",
+    "read",
+    refuses=False,
+)
+def weights_twice(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for a local folder that has both."""
+    pretrained = draft.recipe.model.pretrained
+    folder = expanded(pretrained or "")
+    if pretrained is not None and is_file(folder / SINGLE) and is_file(folder / INDEX):
+        message = f"{pretrained} has {SINGLE} and {INDEX}: {SINGLE} is read, as transformers does"
+        yield Fault("model.pretrained", message, f"remove {SINGLE} if it is out of date, or the index")
+
+
+@rule("model.new_tokens", "Only pretrained weights have rows to keep; a new model has the rows that it needs.", "read")
+def new_tokens(draft: Draft) -> Iterator[Fault]:
+    """Refuses new tokens for a new model, and rows to keep if there are no new tokens."""
+    model = draft.recipe.model
+    if model.new_tokens and model.pretrained is None:
+        message = "are only supported with pretrained weights: a new model has model.config.vocab_size rows"
+        fix = (
+            "add them to a tokenizer (add_tokens and save_pretrained of transformers), name its folder as "
+            "data.tokenizer, and set model.config.vocab_size; model.new_tokens=[]"
+        )
+        yield Fault("model.new_tokens", message, fix)
+    if model.kept_rows and not model.new_tokens:
+        yield Fault("model.kept_rows", "has an effect only with model.new_tokens", assignment(model__kept_rows="null"))
+
+
+@rule(
+    "model.new_tokens_trained",
+    "New rows of embedding and head are equal until they are trained: the model could not tell their tokens apart.",
+    "arithmetic",
+)
+def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
+    """Refuses new tokens whose rows are frozen."""
+    model, facts = draft.recipe.model, draft.facts
+    if facts is None or not model.kept_rows or model.kept_rows >= facts.vocab_size:
+        return
+    if facts.trains_embedding and facts.trains_head:
+        return
+    frozen = "the embedding" if facts.trains_head else "the head" if facts.trains_embedding else "embedding and head"
+    fix = "name both in model.adapter.modules_to_save, such as embed_tokens and lm_head"
+    if model.trainable:
+        fix = "add their patterns to model.trainable"
+    elif facts.tied_embeddings:
+        fix = (
+            f"{assignment(model__config__tie_word_embeddings='false')}, since adapters cannot train tied tables; {fix}"
+        )
+    yield Fault("model.new_tokens", f"need a trained embedding and head, but {frozen} would be frozen", fix)
+
+
+@rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
+def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
+    """Refuses a chunked loss if the engine needs all logits."""
+    loss = draft.recipe.kernels.loss
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
+        message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
+        yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
+
+
+@rule("model.positions", "A sequence is at most as long as the table of learned positions.", "arithmetic")
+def positions(draft: Draft) -> Iterator[Fault]:
+    """Refuses sequences longer than the table of learned positions."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = (
+            f"must be at most {facts.max_positions}, the number of positions of '{facts.model_type}', not {length}"
+        )
+        yield Fault("data.sequence_length", message, assignment(data__sequence_length=facts.max_positions))
+
+
+@rule("model.rotary_length", "A checkpoint declares the length that it was trained for.", "arithmetic", refuses=False)
+def rotary_length(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for sequences longer than the configuration declares; rotary positions continue beyond that."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = f"{length} exceeds max_position_embeddings = {facts.max_positions}, which the export will declare"
+        yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
+
+
+@rule(
+    "model.rotary_follows",
+    "The frequencies depend on the longest position of each forward pass, so a run would depend on its micro-batches.",
+    "run",
+)
+def rotary_follows(draft: Draft) -> Iterator[Fault]:
+    """Refuses `dynamic` rotary embeddings beyond the declared length, and `longrope` beyond its original length."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is None or facts.rotary_follows is None or length <= facts.rotary_follows[1]:
+        return
+    kind, fixed = facts.rotary_follows
+    message = (
+        f"{length} is too long for rope_type '{kind}': beyond {fixed} positions its frequencies depend "
+        "on the longest document of each forward pass, so each micro-batch would train a different model"
+    )
+    fixes = [assignment(data__sequence_length=fixed)] if fixed else []
+    if "dynamic" in kind:
+        fixes.append(assignment(model__config__max_position_embeddings=length))
+    fixes.append("a rope_type with fixed frequencies, such as 'yarn', 'linear' or 'llama3'")
+    yield Fault("data.sequence_length", message, ", or ".join(fixes))
+
+
+@rule(
+    "model.without_gradient",
+    "Plain PyTorch does not change a parameter without a gradient. ZeRO and pipelines reduce "
+    "zeros for it and apply weight decay; DistributedDataParallel waits for its gradient.",
+    "run",
+    refuses=False,
+)
+def without_gradient(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unused`)."""
+    names = draft.facts.without_gradient if draft.facts is not None else ()
+    if names:
+        parts: dict[tuple[str, ...], list[str]] = {}
+        for name in names:
+            words = ["*" if word.isdigit() else word for word in name.split(".")[:-1]]
+            parts.setdefault(tuple(words[:2]), []).append("/".join(words))
+        shown = [f"{commonpath(part).replace('/', '.')} ({len(part)} weights)" for part in parts.values()]
+        more = f" and {len(shown) - NAMED} more parts" if len(shown) > NAMED else ""
+        named = ", ".join(shown[:NAMED])
+        message = f"the loss of texts does not depend on {named}{more}: they are frozen, and exported unchanged"
+        yield Fault("model", message)
+
+
+@rule(
+    "model.router_loss",
+    "`transformers` computes the load balance loss only if the configuration asks for router logits.",
+    "read",
+    refuses=False,
+)
+def router_loss(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for a mixture of experts whose router's loss is not trained, unless the recipe says so itself."""
+    facts, key = draft.facts, "output_router_logits"
+    if facts is not None and facts.router_loss_off and key not in draft.recipe.model.config:
+        message = (
+            f"the load balance loss of '{facts.model_type}' (coefficient {facts.router_loss_off:g}) is not trained, "
+            "because its configuration does not ask for router logits"
+        )
+        fix = f"{assignment(model__config__output_router_logits='true')} trains it, false silences this note"
+        yield Fault(f"model.config.{key}", message, fix)
+
+
+@rule(
+    "model.text_part",
+    "For some models of several modalities, the causal LM of transformers is only their text model.",
+    "read",
+    refuses=False,
+)
+def text_part(draft: Draft) -> Iterator[Fault]:
+    """Notes that the towers for images, sound or video are neither trained nor exported."""
+    if draft.recipe.model.pretrained is not None and draft.facts is not None and draft.facts.model_type in TEXT_PARTS:
+        message = (
+            f"{draft.facts.model_type} has parts for other inputs than text, which are not loaded; checkpoints and "
+            "exports contain the text model alone"
+        )
+        yield Fault("model.pretrained", message, "use the export as a text model")
+
+
+@rule(
+    "data.documents_mixed",
+    "A recurrence, a convolution or an indexer lets packed documents influence each other, under any mask.",
+    "run",
+    refuses=False,
+)
+def documents_mixed(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`."""
+    facts = draft.facts
+    if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.has_document_mask:
+        message = (
+            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask; "
+            "if a source turns out to hold conversations, preparing the data refuses to pack them"
+        )
+        yield Fault(
+            "data.mask_documents",
+            message,
+            f"{assignment(data__packing='none')}, or {assignment(data__mask_documents='false')}",
+        )
+
+
+@rule(
+    "data.conversations_mixed",
+    "A recurrence, a convolution or an indexer lets packed conversations influence each other, under any mask.",
+    "run",
+)
+def conversations_mixed(draft: Draft) -> Iterator[Fault]:
+    """Refuses to pack conversations for families in which packed conversations influence each other.
+
+    If only the data tell whether a source holds conversations, the data preparation refuses this instead.
+    """
+    facts, recipe = draft.facts, draft.recipe
+    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.is_preference
+    sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
+    if facts is not None and is_packed and any(one.declares_conversations for one in sources):
+        yield from packed_conversations(facts.text_type)
+
+
+def packed_conversations(family: str | None) -> Iterator[Fault]:
+    """Yields a fault if packed conversations influence each other in this family."""
+    if family in MIXES_DOCUMENTS:
+        message = f"'{family}' lets packed conversations influence each other, whatever the attention mask"
+        yield Fault("data.packing", message, assignment(data__packing="none"))
+
+
+@rule(
+    "model.attention_device",
+    "Flash attention needs a GPU that it is compiled for, and torch has no backward pass of FlexAttention for CPUs.",
+    "run",
+)
+def attention_device(draft: Draft) -> Iterator[Fault]:
+    """Refuses GPU kernels on a CPU, and on GPUs for which they are not compiled."""
+    attention = draft.recipe.model.attention_kernel
+    if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
+        message = f"'{attention}' is compiled for Ampere and Hopper only, not for this Blackwell GPU"
+        yield Fault("model.attention", message, assignment(model__attention="flash_attention_2"))
+    if draft.cluster.spec.on_cpu and attention.startswith("fl"):
+        fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
+        yield Fault("model.attention", f"'{attention}' cannot train on CPUs", fix)
+
+
+@rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
+def attention_precision(draft: Draft) -> Iterator[Fault]:
+    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes in any data type."""
+    attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
+    takes_less = attention == "varlen" or attention.startswith("flash")
+    if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
+        message = (
+            f"'{attention}' is not supported with {draft.parallel.precision}: its kernel computes in bf16 or fp16 only"
+        )
+        fix = f"{assignment(parallel__precision='bf16')}, or {assignment(model__attention='sdpa')}"
+        yield Fault("model.attention", message, fix)
+
+
+@rule("model.attention_heads", "The kernels hold a row of a head in registers: at most 256 numbers.", "read")
+def attention_heads(draft: Draft) -> Iterator[Fault]:
+    """Refuses too large heads on GPUs for flash-attn's kernels and for torch's copy of them (`varlen_attn`)."""
+    attention, facts = draft.recipe.model.attention_kernel, draft.facts
+    if facts is None or draft.cluster.spec.on_cpu or not (attention == "varlen" or attention.startswith("flash")):
+        return
+    if facts.head_dim > FLASH_HEAD:
+        message = f"'{attention}' supports head sizes of at most {FLASH_HEAD}, but the model's is {facts.head_dim}"
+        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
+
+
+@rule(
+    "model.experts_aligned",
+    "torch's grouped matrix products, which compute the experts, need rows that are multiples of 16 bytes.",
+    "run",
+)
+def experts_aligned(draft: Draft) -> Iterator[Fault]:
+    """Refuses experts whose width is not a multiple of 16 bytes on each rank (`torch._grouped_mm`)."""
+    facts = draft.facts
+    if facts is None or facts.weights is None:
+        return
+    step = EXPERT_ROW_BYTES // BYTES_OF[draft.weight_dtype]
+    ranks = draft.parallel.split_ranks
+    weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
+    widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
+    uneven = sorted(width for width in widths if width % step)
+    if uneven:
+        text = " and ".join(str(width) for width in uneven)
+        message = (
+            f"experts of width {text} are not a multiple of {step} {draft.weight_dtype} numbers "
+            f"({EXPERT_ROW_BYTES} bytes)"
+        )
+        yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
+
+
+RULES = (
+    vocabulary,
+    pretrained_tokenizer,
+    quantized,
+    weights_twice,
+    new_tokens,
+    new_tokens_trained,
+    positions,
+    rotary_length,
+    rotary_follows,
+    without_gradient,
+    router_loss,
+    text_part,
+    documents_mixed,
+    conversations_mixed,
+    attention_device,
+    attention_precision,
+    attention_heads,
+    experts_aligned,
+    loss_in_chunks,
+)

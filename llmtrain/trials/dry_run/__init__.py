@@ -1,0 +1,1 @@
+"""`llmtrain train --dry-run`: reports what a plan will do, and runs a scaled-down copy of it on this machine."""

@@ -1,0 +1,271 @@
+"""The input and the output of a verification: the files that the launcher and the workers exchange."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from llmtrain.errors import Problem, RecipeError, did_you_mean
+from llmtrain.plan import Plan
+from llmtrain.plan.facts.families import FAMILIES
+from llmtrain.plan.facts.model_facts import dropout_of
+from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
+from llmtrain.recipe import Part, Recipe
+from llmtrain.system.untrusted import read_json
+
+PROBES = ("recipe", "sgd")
+"""Runs of each plan.
+
+`recipe`: as declared. `sgd`: with plain SGD, a noticeable weight decay and, if the recipe clips, a clipping that is
+active at every step. Adam's update does not change if all gradients are scaled, so a wrong clipping, or a loss
+divided by a wrong number, does not affect its weights; those of SGD are affected at once.
+"""
+
+COMPARABLE = ("fp32", "bf16", "autocast_bf16")
+"""Precisions that the reference supports too."""
+NUMBERS = ("loss", "grad_norm", "weights")
+"""The fields of a deviation that are numbers."""
+
+JOB_FILE = "job.json"
+"""The file that the workers read."""
+VERDICTS_FILE = "verdicts.jsonl"
+"""The file of verdicts, one `Verdict` per line, appended as they are found."""
+CURRENT_FILE = "current"
+"""The file with the name of the plan in progress.
+
+A failure of the workers is attributed to that plan until its verdict exists.
+"""
+
+
+class VerifyJob(Part):
+    """The work of the workers of one world size; those of size 1 train the reference first."""
+
+    recipe: Recipe
+    steps: int
+    plans: dict[str, Plan]
+    """Name → plan."""
+    started: float = Field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
+        """Returns the plans for this number of workers."""
+        return [(name, plan) for name, plan in self.plans.items() if plan.workers == world_size]
+
+
+class Deviation(Part):
+    """The deviations of one run from another; None for a number that is not finite."""
+
+    loss: float | None
+    """Largest relative difference of a step's loss, or of the evaluation loss."""
+    grad_norm: float | None
+    """Largest relative difference of a step's gradient norm, before clipping."""
+    weights: float | None
+    """Largest ‖a − b‖ / ‖b − initial‖ of a weight at the end."""
+    same_lr: bool
+    """Whether every step had exactly the same learning rate."""
+
+    def within(self, tolerance: Deviation) -> bool:
+        """Whether no number exceeds its tolerance."""
+        pairs = ((getattr(self, name), getattr(tolerance, name)) for name in NUMBERS)
+        return self.same_lr and all(ours is not None and ours <= most for ours, most in pairs)
+
+
+class Verdict(Part):
+    """The comparison of one plan."""
+
+    name: str
+    layout: dict[str, int]
+    deviations: dict[str, Deviation] = Field(default={})
+    """Probe → the worst deviations of all ranks; empty for a plan that failed."""
+    failure: str | None = None
+    """The error that ended its workers, if any."""
+    seconds: float
+
+
+class Reference(Part):
+    """The plain PyTorch run of a probe."""
+
+    fields: dict[str, Any]
+    """The fields that the probe changes in the recipe."""
+    tolerance: Deviation
+    loss: tuple[float, ...]
+    grad_norm: tuple[float, ...]
+    lr: tuple[float, ...]
+    evaluation: float | None
+    """Loss on held-out sequences; None if the recipe holds none out."""
+
+
+class Certificate(Part):
+    """All results of `verify`, and the conditions under which they were obtained."""
+
+    recipe: Recipe
+    """The recipe that was compared."""
+    steps: int
+    device: str
+    """Name of the workers' device in the catalogue of devices."""
+    started: str
+    """Start in ISO 8601, UTC."""
+    seconds: float
+    """Seconds from the start to the end."""
+    environment: dict[str, Any]
+    """Versions, machine, commit and variables, as in a run's `environment.json`."""
+    reference: dict[str, Reference]
+    """Probe → reference."""
+    verdicts: tuple[Verdict, ...]
+    refused: tuple[dict[str, str], ...]
+
+    def certified(self, verdict: Verdict) -> bool:
+        """Whether a plan is certified."""
+        return certified(verdict, self.reference)
+
+    @property
+    def deviating(self) -> list[str]:
+        """Names of the plans that are not certified."""
+        return [verdict.name for verdict in self.verdicts if not self.certified(verdict)]
+
+    def document(self) -> dict[str, Any]:
+        """Returns the certificate as JSON data."""
+        reference = {probe: run.model_dump(mode="json") for probe, run in self.reference.items()}
+        return self.model_dump(mode="json", exclude={"reference", "verdicts", "refused"}) | {
+            "reference": {"engine": "plain PyTorch in one process", "probes": reference},
+            "plans": [self._plan(verdict) for verdict in self.verdicts],
+            "refused": list(self.refused),
+        }
+
+    def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
+        """Returns the largest deviations of all probes; None for one that is not finite, or if the plan failed."""
+        return worst_of(verdict.deviations.values()) if verdict.deviations else dict.fromkeys(NUMBERS)
+
+    def _plan(self, verdict: Verdict) -> dict[str, Any]:
+        return {
+            "name": verdict.name,
+            "layout": verdict.layout,
+            "certified": self.certified(verdict),
+            "failure": verdict.failure,
+            "max_deviation": self.max_deviation(verdict),
+            "probes": {probe: deviation.model_dump() for probe, deviation in verdict.deviations.items()},
+            "seconds": verdict.seconds,
+        }
+
+
+def certified(verdict: Verdict, reference: Mapping[str, Reference]) -> bool:
+    """Whether every probe of a plan ended, and stayed within its tolerance.
+
+    reference: probe → reference.
+    """
+    compared = verdict.deviations.keys() == reference.keys()
+    return compared and all(
+        deviation.within(reference[probe].tolerance) for probe, deviation in verdict.deviations.items()
+    )
+
+
+def worst(values: Iterable[float | None]) -> float | None:
+    """Returns the largest value, or None if one is None or not finite, since JSON has no infinity."""
+    largest = 0.0
+    for value in values:
+        if value is None or not math.isfinite(value):
+            return None
+        largest = max(largest, value)
+    return largest
+
+
+def worst_of(deviations: Collection[Deviation]) -> dict[str, float | None]:
+    """Returns the worst of each of the numbers."""
+    return {name: worst(getattr(deviation, name) for deviation in deviations) for name in NUMBERS}
+
+
+def comparable(recipe: Recipe, steps: int) -> Recipe:
+    """Returns the recipe to compare: the whole schedule within `steps`, no dropout, and no skipped update.
+
+    Ranks draw different dropout masks, as they should, so with dropout no two layouts train the same. The reference has
+    no guard against spikes. Raises RecipeError for a precision that the reference does not support, and for an unknown
+    model.
+    """
+    if recipe.kernels.fp8 != "off":
+        message = (
+            f"'{recipe.kernels.fp8}' cannot be verified: by design, products in fp8 differ from those of the reference"
+        )
+        raise RecipeError(Problem("verify.fp8", "kernels.fp8", message, "--set kernels.fp8=off"))
+    if recipe.parallel.precision not in COMPARABLE:
+        message = f"'{recipe.parallel.precision}' cannot be verified: its loss scale skips steps, unlike the reference"
+        raise RecipeError(
+            Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
+        )
+    fields: dict[str, Any] = {
+        "train.max_steps": steps,
+        "train.epochs": None,
+        "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
+        "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
+        "guard.spike_sigma": 0.0,
+    }
+    fields |= {f"model.config.{key}": 0.0 for key in dropout_of(_model_values(recipe))}
+    if recipe.model.adapter is not None:
+        fields["model.adapter.dropout"] = 0.0
+    return recipe.with_(**fields)
+
+
+def _model_values(recipe: Recipe) -> dict[str, Any]:
+    """Returns the model's configuration with the defaults of its family."""
+    family = FAMILIES.get(recipe.model.architecture or "")
+    if family is not None:
+        return {**family.defaults, **recipe.model.config}
+    from llmtrain.models.build import model_configuration  # for any other family, which loads torch
+
+    values: dict[str, Any] = model_configuration(recipe).to_dict()
+    return values
+
+
+def choose_plans(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str) -> list[NamedPlan]:
+    """Returns the plans of `--plans`: `all`, or names and patterns (`dp2-*`) separated by commas.
+
+    Raises RecipeError for each part that matches no plan, and if no plan runs.
+    """
+    known = {named_plan.name: named_plan for named_plan in plans}
+    rules = {refusal.name: refusal.problem for refusal in refused}
+    patterns = ["*"] if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
+    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+    if lost or not patterns:
+        raise RecipeError([_unknown(pattern, list(known), rules) for pattern in lost or [wanted]])
+    return [named_plan for named_plan in plans if any(fnmatchcase(named_plan.name, pattern) for pattern in patterns)]
+
+
+def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> Problem:
+    if pattern in rules:
+        problem = rules[pattern]
+        return Problem(problem.rule, "--plans", f"{pattern} is refused: {problem.field}: {problem.message}")
+    fix = (
+        f"plans: {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
+        if known
+        else "no plan of this recipe runs here"
+    )
+    return Problem(
+        "verify.plans", "--plans", f"'{pattern}' matches no plan that runs here{did_you_mean(pattern, known)}", fix
+    )
+
+
+def reference_file(folder: Path, probe: str) -> Path:
+    """Returns the file of a `Reference`; the weights are next to it, as safetensors."""
+    return folder / f"reference-{probe}.json"
+
+
+def read_references(folder: Path) -> dict[str, Reference]:
+    """Returns the references by probe."""
+    return {probe: read_json(reference_file(folder, probe), Reference) for probe in PROBES}
+
+
+def read_verdicts(folder: Path) -> list[Verdict]:
+    """Returns the verdicts found so far."""
+    path = folder / VERDICTS_FILE
+    return [Verdict.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_verdict(folder: Path, verdict: Verdict) -> None:
+    """Appends a verdict."""
+    with (folder / VERDICTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(verdict.model_dump_json() + "\n")

@@ -1,0 +1,502 @@
+"""Plain PyTorch in one process: the run that every plan must agree with.
+
+It shares no code with the engines, since an error in shared code would be certified: it has its own loss, clipping,
+learning rates, and optimizers (`reference_optimizers.py`). The model is that of `transformers`, unchanged. Each
+document runs alone, so that no mask and no position can be wrong. Only declarations may be imported from llmtrain
+(`tests/trials/verify/test_independence.py`); `verify.documents` and the initial weights are received as data.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import peft
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmtrain.plan.rules.model import MIXES_DOCUMENTS
+from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
+from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
+
+NO_TARGET = -100
+WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data type of the weights that the model reads, if it is not fp32."""
+AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Values of the 4-bit type of QLoRA (arXiv 2305.14314, appendix E)."""
+CLIP_EPS = 1e-6
+"""Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
+
+SELECTED_TOKENS = ("index_topk", "keep_window_size")
+"""Fields of configurations that limit the number of tokens that attention selects by score."""
+
+
+@dataclass(frozen=True)
+class ReferenceDocument:
+    """A document, or the part of it that a sequence contains."""
+
+    inputs: Tensor
+    """[n], int64."""
+    targets: Tensor
+    """[n], int64: the token to predict at each position; `NO_TARGET` if there is none."""
+    pair: tuple[int, bool] | None = None
+    """Number of the pair of which it is one conversation, and whether it is the rejected one."""
+    desirable: bool | None = None
+    """For KTO, whether the completion is desirable."""
+    mismatched: ReferenceDocument | None = None
+    """For KTO, the same prompt with the completion of another one."""
+
+
+Sequences = Sequence[Sequence[ReferenceDocument]]
+"""For each sequence, the documents that are packed into it, with padding last."""
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One update."""
+
+    loss: float
+    """Mean cross-entropy per target token, or mean loss per pair or labelled completion."""
+    grad_norm: float
+    """Norm before clipping."""
+    lr: float
+
+
+class ReferenceLoop:
+    """Trains the model of a recipe.
+
+    fp32 weights are trained as they are, or under autocast. For lower precisions there are fp32 master weights (arXiv
+    1710.03740): they start from the rounded weights, and each forward pass reads them rounded. A weight without a
+    gradient is not updated.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        micro_batch_size: int | None = None,
+        together: bool = False,
+        rounds: bool = True,
+    ) -> None:
+        """weights: the initial weights by their names in `state_dict`, and those of adapters by their names in PEFT's
+        files. Weights that are missing are initialized as the recipe says.
+
+        micro_batch_size: sequences per backward pass; default: the recipe's. A router's loss is a mean within them.
+        together: whether to run the documents of a micro-batch in one pass, padded at their end. No token sees later
+        ones, so the result only differs by rounding.
+        rounds: whether passes below fp32 round the result of each operation. If not, only weights and gradients are
+        rounded.
+        """
+        self.recipe = recipe
+        self.device = device
+        self.model = _model(recipe, device)
+        of_model = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
+        if of_model:
+            self.model.load_state_dict(of_model)
+        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - of_model.keys()})
+        self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
+        self.together = together
+        self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
+        self.initial = {name: parameter.detach().clone() for name, parameter in needed.items()}
+        """The reference of an objective of completions."""
+        self.divergence = 0.0
+        """KTO's z0 of the batch."""
+        self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
+        self.types = {name: parameter.dtype for name, parameter in trained.items()}
+        self.rounds = rounds
+        if not rounds:
+            self.model.float()
+        self.optimizer = reference_optimizer(self.masters, recipe)
+        self.steps = 0
+        self._reached: set[str] = set()
+        """Names of the weights that had a gradient in a step."""
+
+    def train_step(self, sequences: Sequences) -> ReferenceStep:
+        """Updates the weights with a global batch."""
+        self.model.train()
+        self._average(False)
+        self.optimizer.zero_grad(set_to_none=True)
+        micro_batches = [
+            sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
+        ]
+        num_items = count_items(sequences)
+        self.divergence = self._divergence(sequences)
+        total = 0.0
+        for micro_batch in micro_batches:
+            loss_sum, auxiliary = self._losses(micro_batch)
+            (loss_sum / num_items + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+            total += loss_sum.item()
+        gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
+        self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
+        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+        limit = self.recipe.optim.clip_grad_norm
+        if limit:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, limit / (norm + CLIP_EPS)))
+        lr = learning_rate(self.recipe.optim, self.steps, self.recipe.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.steps += 1
+        return ReferenceStep(total / num_items, norm, lr)
+
+    @torch.no_grad()
+    def evaluate(self, sequences: Sequences) -> float:
+        """Returns the mean cross-entropy per target token, or the mean loss per pair or labelled completion."""
+        self.model.eval()
+        self._average(True)
+        self.divergence = self._divergence(sequences)
+        return sum(self._losses([sequence])[0].item() for sequence in sequences) / count_items(sequences)
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once.
+
+        Leaves out adapters that no loss has reached, such as those that PEFT adds to the vision tower of a wrapper.
+        """
+        self._average(True)
+        rounded = self._rounded()
+        for name, weight in self.model.named_parameters():
+            is_idle = self.steps > 0 and ".lora_" in name and name not in self._reached
+            if "original_module." not in name and not is_idle:  # PEFT keeps the original of a module trained as a whole
+                yield _plain_name(name), rounded.get(name, weight).detach().cpu()
+
+    def _average(self, averaged: bool) -> None:
+        """Puts the averaged weights, or the trained ones, into the model, if the optimizer averages."""
+        if isinstance(self.optimizer, PlainScheduleFree):
+            (self.optimizer.eval if averaged else self.optimizer.train)()
+
+    def _rounded(self) -> dict[str, Tensor]:
+        rounded = {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
+        return rounded if self.rounds else {name: weight.float() for name, weight in rounded.items()}
+
+    def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns the sum of a micro-batch's losses, of targets, pairs or completions, and the router's loss."""
+        losses: list[Tensor] = []
+        routers: list[Sequence[Tensor]] = []
+        for rows in self._passes(sequences):
+            loss, logits = self._forward(rows, self._rounded())
+            losses.append(loss)
+            routers.append(logits)
+        auxiliary = self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
+        if self.recipe.objective.name == "language_model":
+            return torch.cat(losses).sum(), auxiliary
+        with torch.no_grad():
+            references = torch.cat([self._forward(rows, self.initial)[0] for rows in self._passes(sequences)])
+        if self.recipe.objective.name == "kto":
+            return self._kto_losses(sequences, references - torch.cat(losses)), auxiliary
+        return self._pair_losses(sequences, torch.cat(losses), references), auxiliary
+
+    @torch.no_grad()
+    def _divergence(self, sequences: Sequences) -> float:
+        """Returns KTO's z0: the mean log-ratio of the mismatched completions of a whole batch, at least 0."""
+        mismatched = [
+            [document.mismatched]
+            for documents in sequences
+            for document in documents
+            if document.mismatched is not None
+        ]
+        if not mismatched:
+            return 0.0
+        ratios = [
+            (self._forward(rows, self.initial)[0] - self._forward(rows, self._rounded())[0]).sum().item()
+            for rows in self._passes(mismatched)
+        ]
+        counted = sum(count_targets([documents]) > 0 for documents in mismatched)
+        return max(0.0, sum(ratios) / counted) if counted else 0.0
+
+    def _kto_losses(self, sequences: Sequences, ratios: Tensor) -> Tensor:
+        """Returns the sum of the losses of all labelled completions; ratios: the log-ratio of each document."""
+        objective = self.recipe.objective
+        total = 0 * ratios.sum()
+        for document, ratio in zip(
+            (document for documents in sequences for document in documents), ratios, strict=True
+        ):
+            if document.desirable is not None:
+                sign = 1 if document.desirable else -1
+                value = torch.sigmoid(objective.beta * sign * (ratio - self.divergence))
+                weight = objective.desirable_weight if document.desirable else objective.undesirable_weight
+                total = total + weight * (1 - value)
+        return total
+
+    def _pair_losses(self, sequences: Sequences, losses: Tensor, references: Tensor) -> Tensor:
+        """Returns the sum of the losses of all pairs.
+
+        losses, references: the sum of the cross-entropies of each document, under the model and under the initial
+        weights.
+        """
+        documents = iter(zip(losses, references, strict=True))
+        total = 0 * losses.double().sum()  # gives a micro-batch without a pair a gradient of 0
+        for sequence in sequences:
+            by_pair = {document.pair: (*next(documents), count_targets([[document]])) for document in sequence}
+            for number in {pair[0] for pair in by_pair if pair is not None}:
+                total = total + self._pair_loss(by_pair[number, False], by_pair[number, True])
+        return total
+
+    def _pair_loss(self, chosen: tuple[Tensor, Tensor, int], rejected: tuple[Tensor, Tensor, int]) -> Tensor:
+        """Returns the loss of a pair, given both cross-entropies of each completion, and its number of targets."""
+        objective = self.recipe.objective
+        (won, won_before, won_size), (lost, lost_before, lost_size) = chosen, rejected
+        if objective.name == "orpo":
+            likelihoods = [torch.exp(-won / won_size), torch.exp(-lost / lost_size)]
+            won_odds, lost_odds = (likelihood / (1 - likelihood) for likelihood in likelihoods)
+            return won / won_size - objective.beta * torch.log(torch.sigmoid(torch.log(won_odds / lost_odds)))
+        extra = objective.sft_weight * won / won_size
+        if objective.name == "ipo":
+            preferred = (won_before - won) / won_size - (lost_before - lost) / lost_size
+            return (preferred - 0.5 / objective.beta) ** 2 + extra
+        preferred = objective.beta * ((won_before - won) - (lost_before - lost))
+        right, wrong = -torch.log(torch.sigmoid(preferred)), -torch.log(torch.sigmoid(-preferred))
+        return (1 - objective.label_smoothing) * right + objective.label_smoothing * wrong + extra
+
+    def _passes(self, sequences: Sequences) -> list[list[tuple[ReferenceDocument, Tensor]]]:
+        """Returns the rows of each forward pass of a micro-batch with their positions.
+
+        A row is a document, or a sequence.
+        """
+        rows = [[document] for documents in sequences for document in documents]
+        if self.runs_whole:
+            rows = [list(documents) for documents in sequences]
+        joined = [
+            (join_documents(row), torch.cat([torch.arange(len(document.inputs)) for document in row])) for row in rows
+        ]
+        return [joined] if self.together else [[row] for row in joined]
+
+    def _forward(
+        self, rows: list[tuple[ReferenceDocument, Tensor]], weights: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the sum of the cross-entropies of each row, and the logits of each layer's router.
+
+        The logits are those of all tokens except for the padding of shorter rows.
+        """
+        inputs = {
+            "input_ids": _pad([document.inputs for document, _ in rows]).to(self.device),
+            "position_ids": _pad([positions for _, positions in rows]).to(self.device),
+            "use_cache": False,
+        }
+        with self._autocast():
+            output = functional_call(self.model, dict(weights), kwargs=inputs)
+        targets = _pad([document.targets for document, _ in rows], NO_TARGET).to(self.device)
+        losses = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        loss = losses.double().view_as(targets).sum(1)
+        if getattr(output, "aux_loss", None) is None:
+            return loss, ()
+        real = (
+            _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
+        )
+        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits]
+
+    def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
+        """Returns how unevenly a micro-batch uses the experts, by the family's own function.
+
+        It counts all tokens, including the padding of sequences. It is a product of two means over tokens, so the
+        losses of documents cannot be summed.
+        """
+        if not logits:
+            return torch.zeros((), device=self.device)
+        family = sys.modules[type(self.model).__module__]
+        loss: Tensor = family.load_balancing_loss_func(
+            tuple(logits), self.model.num_experts, self.model.num_experts_per_tok
+        )
+        named = "aux_loss_coef" if hasattr(self.model, "aux_loss_coef") else "router_aux_loss_coef"
+        return loss * float(getattr(self.model, named))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = AUTOCAST.get(self.recipe.parallel.precision) if self.rounds else None
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+
+def count_items(sequences: Sequences) -> int:
+    """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
+    conversations = sum(document.pair is not None for documents in sequences for document in documents)
+    labelled = sum(document.desirable is not None for documents in sequences for document in documents)
+    return conversations // 2 or labelled or count_targets(sequences)
+
+
+def count_targets(sequences: Sequences) -> int:
+    """Returns the number of targets in all documents."""
+    return sum(int((document.targets != NO_TARGET).sum()) for documents in sequences for document in documents)
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """Returns the learning rate of the update after `step` others, in a run of `steps`."""
+    peak, least, warmup = optim.lr, optim.min_lr_ratio, optim.warmup_steps
+    if step < warmup:
+        rise = step / warmup
+        # `wsd` of transformers starts from the rate at which it ends.
+        return peak * (rise * (1 - least) + least if optim.schedule == "wsd" else rise)
+    share = (step - warmup) / max(1, steps - warmup)
+    if optim.schedule == "constant":
+        return peak
+    if optim.schedule == "linear":
+        return peak * ((steps - step) / max(1, steps - warmup))
+    if optim.schedule == "cosine":
+        return peak * ((1 + math.cos(math.pi * share)) / 2 * (1 - least) + least)
+    if optim.schedule == "inverse_sqrt":
+        scale = warmup or 10_000
+        return peak * (1 / math.sqrt((step + scale - warmup) / scale))
+    decayed = max(0, step - (steps - optim.decay_steps)) / max(1, optim.decay_steps)
+    return peak * ((1 - decayed) * (1 - least) + least if decayed else 1.0)
+
+
+def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    """Returns the recipe's model, as `transformers` builds or loads it, with plain attention instead of kernels."""
+    model, fields = recipe.model, dict(recipe.model.config)
+    named: dict[str, Any] = {
+        "attn_implementation": model.attention_kernel if model.attention_kernel == "sdpa" else "eager",
+        "dtype": WEIGHTS.get(recipe.parallel.precision, torch.float32),
+    }
+    if model.pretrained is not None:
+        origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        size = fields.pop("vocab_size", None) if model.kept_rows else None
+        config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
+        read = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **named)
+        with torch.device("meta"):
+            declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        for name, weight in declared.named_parameters():
+            if not weight.requires_grad:  # loading the weights has unfrozen it
+                read.get_parameter(name).requires_grad_(False)
+        if model.quantize == "nf4":
+            full = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin)
+            _round_base(read, full.float(), model)
+        if model.kept_rows:
+            _add_rows(read, size or config.vocab_size, model.kept_rows)
+        return cast(PreTrainedModel, read.to(device))
+    if recipe.vocab_size is not None:
+        fields["vocab_size"] = recipe.vocab_size
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.architecture, **fields), **named)
+    return cast(PreTrainedModel, made.to(device))
+
+
+def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Tensor]) -> None:
+    """Freezes what is not trained, and lets PEFT add the adapter. adapter: its initial weights, if they are drawn."""
+    if part.trainable:
+        named = model.named_parameters(remove_duplicate=False)
+        trained = {
+            id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in part.trainable)
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+    if part.adapter is None:
+        return
+    lora = part.adapter
+    if lora.pretrained is not None:
+        config = peft.PeftConfig.from_pretrained(lora.pretrained, revision=lora.revision)
+        config.lora_dropout = lora.dropout
+        named_as = {"revision": lora.revision, "is_trainable": True, "autocast_adapter_dtype": False}
+        peft.PeftModel.from_pretrained(model, lora.pretrained, config=config, **named_as)
+        return
+    names = [name for name, _ in model.named_modules()]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    targets = lora.targets if isinstance(lora.targets, str) else _matching(linear, lora.targets)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha or lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        modules_to_save=_matching(names, lora.modules_to_save) or None,
+    )
+    peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    added = {_plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, value in adapter.items():
+        added[name].data.copy_(value)
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Returns the names of modules that match a pattern as a whole, or from one of their dots on."""
+    return [
+        name
+        for name in names
+        if any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """Returns the name of a parameter without those of PEFT's modules."""
+    for part in (".base_layer.", ".modules_to_save.default.", ".default."):
+        name = name.replace(part, ".")
+    return name
+
+
+@torch.no_grad()
+def _round_base(model: PreTrainedModel, full: PreTrainedModel, part: ModelConfig) -> None:
+    """Gives the frozen linear layers of `model`, except for the head, the values of `full` in NF4."""
+    assert part.adapter is not None, "the recipe requires it"
+    saved = _matching([name for name, _ in model.named_modules()], part.adapter.modules_to_save)
+    for name, module in model.named_modules():
+        kept = any(f"{name}.".startswith(f"{prefix}.") for prefix in saved) or module is model.get_output_embeddings()
+        if type(module) is nn.Linear and not kept:
+            module.weight.copy_(_in_nf4(full.get_submodule(name).weight))
+
+
+def _in_nf4(weight: Tensor) -> Tensor:
+    """Returns the values of a weight in NF4 with double quantization (arXiv 2305.14314, section 3)."""
+    blocks = torch.split(weight.flatten(), 64)
+    scales = torch.stack([block.abs().max() for block in blocks])
+    steps = [10.0 ** (e - 6) * (0.1 + 0.9 * (k + 0.5) / 2**e) for e in range(7) for k in range(2**e)]
+    eight_bit = sorted([*steps, *(-step for step in steps), 0.0, 1.0])
+    mean = scales.mean()
+    scales = (
+        torch.cat([_on_grid(some, eight_bit) * some.abs().max() for some in torch.split(scales - mean, 256)]) + mean
+    )
+    rounded = [_on_grid(block, NF4) * scale for block, scale in zip(blocks, scales, strict=True)]
+    return torch.cat(rounded).view_as(weight)
+
+
+def _on_grid(values: Tensor, levels: Sequence[float]) -> Tensor:
+    """Returns the level nearest to each value, relative to the largest magnitude; levels ascend."""
+    grid = torch.tensor(levels, dtype=torch.float64)
+    relative = values / values.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return grid[(relative.double()[:, None] - grid).abs().argmin(1)].float()
+
+
+@torch.no_grad()
+def _add_rows(model: PreTrainedModel, size: int, kept: int) -> None:
+    """Makes embedding and head as large as `size`; rows beyond the first `kept` are the mean of these."""
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in table.parameters():
+            weight[kept:] = weight[:kept].double().mean(0).to(weight.dtype)
+
+
+def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
+    """Whether whole sequences of this length must run, in a family whose documents cannot run alone.
+
+    Some families let packed documents influence each other whatever the attention mask. Others attend to the few tokens
+    with the best scores, and among equal scores (many are 0) choose by the position in the row.
+    """
+    chosen = min(getattr(config, name, length) for name in SELECTED_TOKENS)
+    return config.get_text_config().model_type in MIXES_DOCUMENTS or chosen < length
+
+
+def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
+    """Concatenates documents into one."""
+    return ReferenceDocument(
+        torch.cat([document.inputs for document in documents]), torch.cat([document.targets for document in documents])
+    )
+
+
+def _pad(rows: Sequence[Tensor], value: int = 0) -> Tensor:
+    """Returns [rows, longest]."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -1,6 +1,0 @@
-"""`llmtrain verify`: checks that every plan computes the same run as a plain PyTorch loop."""
-
-from llmtrain.verify.certify import verify
-from llmtrain.verify.job import Certificate, choose_plans
-
-__all__ = ["Certificate", "choose_plans", "verify"]

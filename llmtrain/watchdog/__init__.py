@@ -1,5 +1,0 @@
-"""A watcher process for each rank, which ends a hanging run after writing all stacks, and reports slow ranks."""
-
-from llmtrain.watchdog.process import Watch, start
-
-__all__ = ["Watch", "start"]

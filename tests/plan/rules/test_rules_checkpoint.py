@@ -1,0 +1,51 @@
+"""Options of retention, evaluation and samples without an effect are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.plan.rules import resolve
+from llmtrain.recipe.cluster import Cluster
+
+SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_steps": 100, "checkpoint.keep_last": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "broken"),
+    [
+        ({"checkpoint.keep_last": None, "checkpoint.keep_best": 1}, ["checkpoint.keeps_all"]),
+        ({"checkpoint.keep_last": None, "checkpoint.keep_every_steps": 20}, ["checkpoint.keeps_all"]),
+        ({"checkpoint.keep_every_steps": 15}, ["checkpoint.never_saved"]),
+        ({"checkpoint.keep_every_steps": 20, "checkpoint.every_steps": 0}, ["checkpoint.never_saved"]),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 0}, ["checkpoint.never_evaluated"]),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 51}, ["checkpoint.never_evaluated"]),
+        ({"checkpoint.keep_best": 1, "checkpoint.keep_every_steps": 20}, []),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 25}, []),
+        ({"evaluation.every_steps": 0, "evaluation.sources": [{"name": "a"}]}, ["evaluation.never"]),
+        ({"evaluation.every_steps": 0, "evaluation.sets.b": [{"name": "a"}]}, ["evaluation.never"]),
+        ({"evaluation.sets.b": [{"name": "a", "weight": 2.0}]}, ["evaluation.weight"]),
+        ({"evaluation.every_steps": 0, "evaluation.at_start": True}, ["evaluation.never"]),
+        ({"evaluation.every_steps": 0, "evaluation.at_start": False}, []),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.2}, ["evaluation.fraction"]),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.0}, []),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.01, "evaluation.at_start": True}, []),
+        ({"evaluation.sources": [{"name": "a", "weight": 2.0}], "data.eval_fraction": 0.0}, ["evaluation.weight"]),
+        ({"tasks.limit": 5}, ["tasks.never"]),
+        ({"tasks.names": ["a"], "tasks.every_steps": 15}, ["tasks.never"]),
+        ({"tasks.names": ["a"], "export.at_end": False}, ["tasks.never"]),
+        ({"tasks.names": ["a"], "tasks.every_steps": 20, "export.at_end": False}, []),
+        ({"samples.every_steps": 5}, ["samples.never"]),
+        ({"samples.prompts": ["a"]}, ["samples.never"]),
+        ({"samples.prompts": ["a"], "samples.every_steps": 5}, []),
+    ],
+)
+def test_checkpoint_fields_without_effect_are_refused(tiny, fields, broken):
+    recipe = tiny.with_(**{**SAVED, **fields})
+    try:
+        resolve(recipe, Cluster())
+    except RecipeError as error:
+        found = [problem.rule for problem in error.problems]
+    else:
+        found = []
+    assert found == broken

@@ -1,0 +1,86 @@
+"""Rotary types that depend on the longest position, and the names in a refusal of tensor parallelism."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.rules import resolve
+from llmtrain.plan.rules.model import text_part
+from llmtrain.recipe import ModelConfig
+from llmtrain.recipe.cluster import Cluster
+from tests.helpers.small_plan import small_plan
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+def _problems(**fields: object) -> list[Problem]:
+    try:
+        resolve(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2))
+    except RecipeError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("rope", "declared", "length", "fixed"),
+    [
+        (DYNAMIC, 64, 64, None),
+        (DYNAMIC, 64, 128, 64),
+        (LONG, 256, 64, None),
+        (LONG, 256, 128, 64),
+        ({**LONG, "rope_type": "yarn"}, 256, 128, None),
+        ({"sliding_attention": DYNAMIC, "full_attention": {"rope_type": "default"}}, 64, 128, 64),
+    ],
+)
+def test_frequencies_that_depend_on_the_micro_batch_are_refused(key, rope, declared, length, fixed):
+    fields = {f"model.config.{key}": rope, "model.config.max_position_embeddings": declared}
+    found = [
+        one for one in _problems(**fields, **{"data.sequence_length": length}) if one.rule == "model.rotary_follows"
+    ]
+    assert len(found) == (fixed is not None)
+    if found:
+        assert f"beyond {fixed} positions" in found[0].message
+        assert f"--set data.sequence_length={fixed}" in found[0].fix
+
+
+def test_rotary_frequencies_are_found_in_families_that_are_built():
+    config = {"vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 96, "original_max_position_embeddings": 64}
+    phi = ModelConfig(architecture="phi3", config={**config, "pad_token_id": 0, "rope_parameters": LONG})
+    assert model_facts(phi, 99).rotary_follows == ("longrope", 64)
+
+
+def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99}
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
+    with pytest.raises(RecipeError, match="clip_qkv"):
+        model_facts(ModelConfig(architecture="dbrx", config={**sizes, "attn_config": attention}), 99)
+    clipped = {**sizes, "attn_config": {**attention, "clip_qkv": 8.0}}
+    assert model_facts(ModelConfig(architecture="dbrx", config=clipped), 99).layers == 2
+
+
+def test_wrappers_of_which_only_the_text_model_is_loaded_are_noted(tmp_path):
+    for name, mapped in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in TEXT_PARTS:
+            own = getattr(transformers, mapped).config_class
+            assert own is CONFIG_MAPPING[name].sub_configs["text_config"], name
+    draft = SimpleNamespace(
+        recipe=SimpleNamespace(model=SimpleNamespace(pretrained="a/name")), facts=SimpleNamespace(model_type="llama4")
+    )
+    (fault,) = text_part.check(draft)
+    assert "contain the text model alone" in fault.message
+    draft.facts.model_type = "llama"
+    assert not list(text_part.check(draft))

@@ -1,0 +1,114 @@
+"""`verify` certifies adapters and frozen weights under every strategy, and detects planted bugs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.data import prepare
+from llmtrain.models import build_model
+from llmtrain.trials.verify.job import comparable
+from tests.helpers import planted_adapter
+from tests.helpers.batches import WRAPPER
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_verify import certified, job_of, plant, refer, small
+
+CPU = torch.device("cpu")
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
+UNTIED = {"model.config.tie_word_embeddings": False}
+ADAPTER = {"rank": 4, "alpha": 12.0, "rslora": True, "modules_to_save": ["lm_head"]}
+FEWER_TOKENS = WRAPPER | {"text_config": WRAPPER["text_config"] | {"vocab_size": 300}}
+TRAINED: dict[str, dict[str, Any]] = {
+    "adapter": {"model.adapter": ADAPTER, **UNTIED},
+    "dora": {"model.adapter": {"rank": 2, "dora": True, "targets": ["q_proj", "mlp.*"]}},
+    "in bf16": {"model.adapter": ADAPTER, **UNTIED, "parallel.precision": "bf16"},
+    "by name": {"model.trainable": ["model.layers.1.*"]},
+    "of a wrapper": {"model": {"architecture": "gemma3", "config": FEWER_TOKENS, "adapter": {"rank": 4}}},
+}
+PARTS = 10
+"""Tests over which all plans of four ranks are spread, which take eight minutes together."""
+FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "nproc"),
+    [
+        pytest.param("adapter", ["dp1-zero1-acc4"], 1, marks=BREADTH),
+        pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
+        pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
+        pytest.param("of a wrapper", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
+        pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
+        pytest.param("in bf16", [FLAT, STAGED, "dp2-zero2-acc2", "dp2-zero3-acc2"], 2, marks=BREADTH),
+        pytest.param("adapter", [], 2, marks=BREADTH),
+    ],
+)
+def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus, **TRAINED[trained]), names, nproc)
+    run_ranks(1, refer, job, tmp_path)
+    verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
+    assert verdicts
+    assert [name for name, good in verdicts.items() if not good] == []
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("part", range(PARTS))
+def test_clean_plans_of_four_ranks_are_certified(part, verify_corpus, tmp_path):
+    plans = job_of(small(verify_corpus, **TRAINED["adapter"]), [], 4).plans
+    names = [name for name, plan in plans.items() if plan.workers == 4][part::PARTS]
+    test_clean_plans_are_certified("adapter", names, 4, verify_corpus, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "bugs"),
+    [
+        pytest.param(FLAT, "FLAT", marks=BREADTH),
+        pytest.param(STAGED, "STAGED", marks=BREADTH),
+        pytest.param(SLICED, "SLICED", marks=BREADTH),
+    ],
+)
+def test_every_planted_bug_is_detected(plan, bugs, verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus, **TRAINED["adapter"]), [plan], nproc=4 if plan == SLICED else 2)
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(job.plans[plan].workers, plant, job, tmp_path, "planted_adapter", bugs, timeout=600)[0]
+    assert found.pop("none") == [plan]
+    assert found.keys() == {bug.__name__ for bug in getattr(planted_adapter, bugs)}
+    assert {name for name, plans in found.items() if plans} == set()
+
+
+def _beside_packed(corpus, folder):
+    build_model(small(corpus, **UNTIED), torch.float32, CPU).save_pretrained(folder)
+    model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(folder)}
+    model |= {"data.tokenizer": str(prepare(small(corpus)).tokenizer_dir)}
+    return small(corpus, **model, **{"model.adapter": ADAPTER, "model.quantize": "nf4"})
+
+
+@pytest.mark.parametrize(
+    ("names", "nproc"),
+    [
+        pytest.param(["dp1-zero1-acc4"], 1, marks=SLOW),
+        pytest.param([FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
+        pytest.param([], 2, marks=BREADTH),
+    ],
+)
+def test_plans_with_4_bit_weights_are_certified(names, nproc, verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), names, nproc)
+    run_ranks(1, refer, job, tmp_path)
+    verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
+    assert verdicts
+    assert [name for name, good in verdicts.items() if not good] == []
+
+
+@pytest.mark.breadth
+def test_bugs_of_4_bit_weights_are_detected(verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), [FLAT], nproc=2)
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_adapter", "PACKED", timeout=600)[0]
+    assert found.pop("none") == [FLAT]
+    assert found == {bug.__name__: [] for bug in planted_adapter.PACKED}
+
+
+def test_dropout_of_an_adapter_is_not_compared(verify_corpus):
+    recipe = small(verify_corpus).with_(**{"model.adapter": {"rank": 2, "dropout": 0.5}})
+    assert comparable(recipe, 4).model.adapter.dropout == 0.0
