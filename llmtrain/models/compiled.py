@@ -32,14 +32,12 @@ from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
-    break_graph_at,
     compile_cpp,
     compile_graph,
     keep_graphs_whole,
     limit_compiler_threads,
     missing_for_compiler,
-    run_graph,
-    trace_errors,
+    too_many_graphs,
     with_recompile_limit,
 )
 from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
@@ -57,6 +55,8 @@ MOST_THREADS = 32
 
 Compiled = Callable[..., Any]
 
+_eager: dict[str, Compiled] = {}
+"""Attention functions, by their names, that run eagerly between two graphs."""
 _let_through: set[str] = set()
 """Configurations that `check_layers` has accepted in this process."""
 
@@ -72,10 +72,11 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
     them.
     """
-    if attention not in TRACED:
+    if attention not in TRACED and ALL_ATTENTION_FUNCTIONS[attention] is not _eager.get(attention):
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
         # would be recompiled for each new combination.
-        ALL_ATTENTION_FUNCTIONS.register(attention, break_graph_at(ALL_ATTENTION_FUNCTIONS[attention]))
+        _eager[attention] = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention])  # type: ignore[no-untyped-call]
+        ALL_ATTENTION_FUNCTIONS.register(attention, _eager[attention])
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
@@ -107,13 +108,15 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    forward: Compiled, attention: str, backend: Compiled | None = None, limit: int = VARIANTS
+    forward: Compiled, attention: str, backend: Compiled | str | None = None, limit: int = VARIANTS
 ) -> Compiled:
     compiled = _compiled(forward, attention in WHOLE_GRAPH, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 
 
-def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
+def _compiled(
+    function: Compiled, is_whole: bool, backend: Compiled | str | None = None, limit: int = VARIANTS
+) -> Compiled:
     compiled = torch.compile(
         function,
         fullgraph=is_whole,
@@ -205,7 +208,7 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
-    except COPY_ERRORS + trace_errors() as error:
+    except (*COPY_ERRORS, too_many_graphs()) as error:
         raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
         torch.compiler.reset()
@@ -234,7 +237,7 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled_layer(layer.forward, attention, run_graph, KINDS)
+        layer.forward = _compiled_layer(layer.forward, attention, "aot_eager", KINDS)
     worst = 0.0
     for one, other in zip(computed(), expected, strict=True):
         if one is not None and other is not None:

@@ -21,11 +21,14 @@ from llmtrain.launch.place.discovery import HOROVODRUN, TORCHRUN
 from llmtrain.launch.place.interfaces import stay_on_loopback
 from llmtrain.launch.place.rank import LOOPBACK, Rank
 from llmtrain.launch.seal import SECRET_VARIABLE, Secret
-from llmtrain.overrides.torch import join_fake_group, rendezvous_store
+from llmtrain.overrides.torch import join_fake_group
 from llmtrain.runtime.devices import check_distinct, device_index, gpu_identity
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longest time that a rank waits for others if nothing else ends the wait."""
+
+_rendezvous: Store | None = None
+"""The store where the ranks of the process group met, which the launcher may have opened."""
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
@@ -84,6 +87,7 @@ def _join(rank: Rank, gpu: str | None) -> None:
     """
     import deepspeed
 
+    global _rendezvous
     backend = "gloo" if gpu is None else "nccl"
     try:
         if not dist.is_initialized():
@@ -91,6 +95,7 @@ def _join(rank: Rank, gpu: str | None) -> None:
             if gpu is not None and rank.world_size > 1:
                 check_distinct(rank.rank, rank.world_size, gpu, PrefixStore("llmtrain/devices", own))
             dist.init_process_group(backend, store=own, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT)
+            _rendezvous = own
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=TIMEOUT)
     except (OSError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -149,7 +154,8 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
 def store(prefix: str) -> Store:
     """Returns the ranks' rendezvous store with a key prefix for one purpose; its operations wait for no device."""
-    return PrefixStore(f"llmtrain/{prefix}", rendezvous_store())
+    assert _rendezvous is not None
+    return PrefixStore(f"llmtrain/{prefix}", _rendezvous)
 
 
 def rank() -> int:

@@ -30,7 +30,7 @@ PACKAGE = ROOT / "llmtrain"
 NAMED = (
     "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",
     "deepspeed.sequence.layer:_dim_zero_all_to_all",
-    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch._inductor.cpp_builder:get_cpp_compiler",
 )
 """Places that nothing else in the libraries imports by name once they are loaded."""
 
@@ -93,6 +93,12 @@ NOT_THEIRS = {
     "_replace",  # of named tuples, where it is public
     "_redirect_stdout",  # of rich
     "_redirect_stderr",
+    # Documented by torch; `overrides/torch.py` refers to the pages.
+    "FakeTensorMode",
+    "_record_memory_history",
+    "_dump_snapshot",
+    "_dynamo",
+    "lookup_backend",
 }
 
 

@@ -274,55 +274,13 @@ REMOVALS = (
     ),
     Removal("Work.wait", *_removed("Work.wait = watched  # type: ignore"), f"{ENGINES}test_own_time.py", TORCH),
     Removal(
-        "register_parameter",
-        '"register_parameter", on_meta',
-        '"register_parameter", register',
-        "tests/models/test_stages.py",
-        TORCH,
-    ),
-    Removal(
         "_foreach_norm",
         'torch.split(gradient.reshape(-1), PIECE) if gradient.device.type == "cpu" else (gradient,)',
         "(gradient,)",
         f"{ENGINES}test_norm.py",
         TORCH,
     ),
-    Removal(
-        "_fused_sgd_",
-        'ShardedSGD if is_sharded and name == "SGD" else ',
-        "",
-        f"{ENGINES}test_guard.py -m breadth -k fsdp2_sgd",
-        "engines/optim.py",
-    ),
-    Removal(
-        "_non_persistent_buffers_set",
-        "        if name not in module._non_persistent_buffers_set\n",
-        "",
-        f"{ENGINES}test_from_hub.py",
-        TORCH,
-    ),
-    Removal(
-        "FakeTensorMode",
-        "fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)",
-        "dist.distributed_c10d.nullcontext()",
-        "tests/predict/test_saved_activations.py",
-        TORCH,
-    ),
-    Removal(
-        "_dump_snapshot",
-        *_removed("torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]"),
-        "tests/train/test_profiling.py",
-        TORCH,
-    ),
-    Removal(
-        "compile_threads", *_removed("config.compile_threads = most"), "tests/models/test_compiled_layers.py", TORCH
-    ),
-    Removal(
-        "mark_dynamic",
-        *_removed("torch._dynamo.mark_dynamic(tensor, 0)"),
-        "tests/models/test_compiled_layers.py",
-        TORCH,
-    ),
+    Removal("get_cpp_compiler", *_removed("get_cpp_compiler()"), "tests/models/test_compiled_layers.py", TORCH),
     Removal(
         "_varlen_attn_backward",
         "torch.ops.torch_attn._varlen_attn_backward(",
@@ -338,19 +296,6 @@ REMOVALS = (
         TORCH,
     ),
     Removal(
-        "recompile_limit",
-        'with replaced((config, "recompile_limit", limit)):',
-        "if True:",
-        "tests/models/test_compiled_layers.py",
-        TORCH,
-    ),
-    Removal(
-        "optimize_ddp",
-        *_removed("torch._dynamo.config.optimize_ddp = False"),
-        f"{ENGINES}test_compiled.py -m breadth -k is_compiled",
-        TORCH,
-    ),
-    Removal(
         "_destroy",
         "if wanted and _replaced is None:",
         "if wanted and _replaced:",
@@ -358,12 +303,9 @@ REMOVALS = (
         "overrides/onednn.py",
     ),
 )
-NOT_REMOVED = {
-    "torch.distributed.distributed_c10d:_get_default_store",
-    "torch.testing._internal.distributed.fake_pg:FakeStore",
-}
-"""First places of overrides that no change can remove: without a store, ranks do not find each other, and without a
-fake group, nothing is examined. Every test would fail, whatever the reason."""
+NOT_REMOVED = {"torch.testing._internal.distributed.fake_pg:FakeStore"}
+"""First places of overrides that no change can remove: without a fake group, nothing is examined. Every test would
+fail, whatever the reason."""
 
 
 def _is_of(removal: Removal, names: tuple[str, ...]) -> bool:

@@ -191,7 +191,7 @@ def test_compilers_are_shielded_from_signals_and_the_watchdog_waits_longer(monke
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_missing_compiler_is_reported(on_cpu, monkeypatch):
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    monkeypatch.setattr("llmtrain.overrides.torch.find_spec", lambda name: None)
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(RecipeError) as refused:
         check_compiler(list(PARTS.values()), on_cpu)
     told = str(refused.value)
