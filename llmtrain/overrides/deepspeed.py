@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,7 +20,6 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.sequence import layer as sequence_layer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -112,12 +110,6 @@ def expert_blocks(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if isinstance(module, auto_ep_layer.AutoEPMoELayer)
     }
-
-
-def all_to_all(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the differentiable exchange in which rank i of the group receives row i of every rank."""
-    sequence_layer.register_all_to_all_group(group)
-    return partial(sequence_layer._dim_zero_all_to_all, group)
 
 
 def use_no_compiled_collective() -> None:

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "llmtrain"
 
 NAMED = (
     "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",
-    "deepspeed.sequence.layer:_dim_zero_all_to_all",
+    "deepspeed.utils.groups:_get_expert_parallel_group",
     "torch._inductor.cpp_builder:get_cpp_compiler",
 )
 """Places that nothing else in the libraries imports by name once they are loaded."""
@@ -93,12 +93,10 @@ NOT_THEIRS = {
     "_replace",  # of named tuples, where it is public
     "_redirect_stdout",  # of rich
     "_redirect_stderr",
-    # Documented by torch; `overrides/torch.py` refers to the pages.
-    "FakeTensorMode",
-    "_record_memory_history",
-    "_dump_snapshot",
-    "_dynamo",
-    "lookup_backend",
+    # Documented; the functions that use them refer to the pages.
+    *("FakeTensorMode", "_record_memory_history", "_dump_snapshot", "_dynamo", "lookup_backend"),
+    *("config", "compile_threads", "optimize_ddp"),
+    *("_attn_implementation", "_init_weights"),
 }
 
 
