@@ -43,6 +43,8 @@ class Override:
     """The test that fails if the reason no longer exists, or if a place has another meaning."""
     upstream: str = ""
     """The issue or change request about it: `OWNER/NAME#NUMBER`. Empty if none is known."""
+    report: str = ""
+    """The name of a report in `docs/upstream` of a fault that it mends. Empty if there is none."""
 
     @property
     def package(self) -> str:
@@ -101,6 +103,7 @@ OVERRIDES = (
         ("deepspeed.runtime.compiler:compile()",),
         "With ZeRO, each rank imports inductor for DeepSpeed's Muon, which adds a tenth to the time of a start.",
         "tests/engines/test_imports.py",
+        report="inductor_imported",
     ),
     Override(
         (f"{_ENGINE}.allreduce_no_retain(bucket, dp_group, dp_world_size, ...)",),
@@ -123,11 +126,13 @@ OVERRIDES = (
         "Norms would be averaged over ranks with different experts, or leave out experts that share ranks with slices.",
         "tests/engines/deepspeed/test_expert_tensor.py",
         "deepspeedai/DeepSpeed#8475",
+        "expert_norm",
     ),
     Override(
         ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected(param, ...)",),
         "BF16_Optimizer keeps the mark of scaled gradients, so the gradients of later micro-batches are not scaled.",
         "tests/engines/deepspeed/test_expert_tensor.py",
+        report="folding_mark",
     ),
     Override(
         (
@@ -139,8 +144,10 @@ OVERRIDES = (
             ),
             f"{_ZERO_3}.reduce_and_partition_stream",
         ),
-        "The host would wait for the device: for the norm, before and after it, and for gradients of each micro-batch.",
+        "The host would wait for the device: for the norm, before and after it, and for gradients of each micro-batch. "
+        "An update that is not finite would be dropped without the guard, or without lowering torch's loss scale.",
         "tests/cuda_on_host/test_waits.py",
+        report="autocast_overflow",
     ),
     Override(
         (
@@ -150,6 +157,7 @@ OVERRIDES = (
         ),
         "ZeRO-2 frees gradients larger than a bucket before their reduction ends, and the host waits for reductions.",
         "tests/cuda_on_host/test_overlap.py",
+        report="gradient_stream",
     ),
     Override(
         (
@@ -184,13 +192,15 @@ OVERRIDES = (
             "deepspeed.runtime.engine:.torch_autocast_z0_gradscaler",
             *(f"{module}.torch_autocast_gradscaler" for module in (_BF16, _ZERO, _ZERO_3)),
         ),
-        "With autocast_fp16, norms at ZeRO-0 contain the loss scale, and a run that continues starts with another one.",
+        "With autocast_fp16, DeepSpeed does not save torch's loss scale, which norms at ZeRO-0 have to be divided by.",
         "tests/engines/test_norm.py",
+        report="autocast_checkpoint",
     ),
     Override(
         ("deepspeed.runtime.engine:.lr_scheduler",),
         "Accelerate ignores the schedule of an optimizer that it did not build, so the learning rate is constant.",
         "tests/engines/test_optimizers.py",
+        "huggingface/accelerate#1095",
     ),
     Override(
         (
@@ -198,8 +208,9 @@ OVERRIDES = (
             "deepspeed.runtime.pipe.module:.tied_comms",
             f"{_BF16}.ds_pipe_replicated",
         ),
-        "A tied weight would tie the whole stage that holds it.",
+        "A tied weight would tie the whole stage that holds it, and leave the stage out of the norm.",
         "tests/engines/deepspeed/test_pipeline.py",
+        report="tied_layer",
     ),
     Override(
         (
@@ -268,6 +279,7 @@ OVERRIDES = (
         "Some families make masks without positions, so packed documents see each other; sequence parallel ranks would "
         "make masks of their slices only. For each mask, the host would wait for the device.",
         "tests/engines/test_documents.py",
+        report="masks_without_positions",
     ),
     Override(
         ("transformers.models.mixtral.modeling_mixtral:.load_balancing_loss_func",),
@@ -301,6 +313,7 @@ OVERRIDES = (
         ),
         "The first state of a process stays: of another engine, or, on CPUs, one with which FSDP2 becomes DDP.",
         "tests/engines/test_accelerate.py",
+        report="fsdp2_on_cpu",
     ),
     Override(
         ("accelerate.tracking:logger",),
@@ -312,6 +325,7 @@ OVERRIDES = (
         ("peft.tuners.tuners_utils:.weight",),
         "AutoTP replaces an adapted layer by the layer alone, without its adapter.",
         "tests/engines/deepspeed/test_expert_tensor.py",
+        report="autotp_adapter",
     ),
     Override(
         ("torch._C._distributed_c10d:Work.wait",),

@@ -4,8 +4,8 @@ Each rank of a group holds a slice of the sequence. Around attention, each rank 
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
 computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
-DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks and replaces a function of `transformers` for the life of
-the process. This module uses its exchange without the adapter.
+DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks (`docs/upstream/ulysses_masks.md`) and replaces a function
+of `transformers` for the life of the process. This module uses its exchange without the adapter.
 """
 
 from __future__ import annotations
