@@ -4,15 +4,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FIRST, SECOND = 5, 7
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
 CONFIGS = {
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1},
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-    },
+    "llama": {**SIZES, "intermediate_size": 48},
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 1},
 }
 

@@ -21,7 +21,7 @@ from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.overrides import check_overrides
-from llmtrain.overrides.deepspeed import forget_groups
+from llmtrain.overrides.deepspeed import reset_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 from llmtrain.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
@@ -36,7 +36,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     """
     check_runnable(plan)
     check_overrides()
-    forget_groups()
+    reset_groups()
     if device.type == "cpu":
         keep_freed_memory(plan)
         use_kernels_of_cpu(plan)

@@ -1,4 +1,6 @@
-"""The parts of torch 2.13 that llmtrain replaces and reads. `llmtrain.overrides` has the list.
+"""The private parts of torch 2.13 that llmtrain replaces or reads, and the settings of it that have underscores.
+
+`llmtrain.overrides` has the list of the private parts. Functions around documented settings refer to the page.
 
 Torch's compiler is imported where it is used, because that takes seconds.
 """
@@ -166,7 +168,7 @@ def with_recompile_limit(compiled: Callable[..., Any], limit: int) -> Callable[.
     return run
 
 
-def varies_in_length(tensor: Tensor) -> None:
+def mark_dynamic_length(tensor: Tensor) -> None:
     """Keeps the size of a tensor's first dimension out of graphs that are compiled with static shapes.
 
     Documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
@@ -260,7 +262,7 @@ def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
     return "", ""
 
 
-def record_memory() -> None:
+def record_memory_history() -> None:
     """Lets torch remember each allocation on the GPU with the calls that led to it.
 
     Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
@@ -268,7 +270,7 @@ def record_memory() -> None:
     torch.cuda.memory._record_memory_history()
 
 
-def write_memory(file: Path) -> None:
+def write_memory_snapshot(file: Path) -> None:
     """Writes what was remembered, for https://pytorch.org/memory_viz, and ends it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ REMOVALS = (
     Removal("_record_gradient_stream", *_removed("optimizer._record_gradient_stream = keep"), OVERLAP),
     Removal(
         "independent_gradient_partition_epilogue",
-        *_removed("optimizer.independent_gradient_partition_epilogue = end_pass_in_order"),
+        *_removed("optimizer.independent_gradient_partition_epilogue = end_pass_on_device"),
         OVERLAP,
     ),
     Removal(

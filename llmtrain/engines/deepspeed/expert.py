@@ -24,10 +24,10 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.overrides.deepspeed import (
+    clear_folding_marks,
     count_all_experts,
     expert_blocks,
     expert_group,
-    forget_folded_gradients,
     group_with_experts,
 )
 
@@ -85,7 +85,7 @@ class ExpertAxis(EngineAxis):
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
         if self.plan.parallel.autotp_ranks > 1:
-            forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
+            clear_folding_marks(self._engine.engine.optimizer, self._engine.model.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
         """Returns this rank's experts.
