@@ -52,7 +52,7 @@ REMOVALS = (
     Removal(
         "clip_fp32_gradients",
         *_removed("engine.clip_fp32_gradients = clip"),
-        f"{DEEPSPEED}test_expert_tensor.py -m breadth -k fp32_matches",
+        f"{DEEPSPEED}test_expert_tensor.py -m breadth -k larger",
     ),
     Removal("scaled_global_norm", " else cls(optimizer)", " else None", f"{ENGINES}test_norm.py"),
     Removal(
@@ -65,7 +65,7 @@ REMOVALS = (
     Removal(
         "_average_expert_grad_norms",
         *_removed("optimizer._average_expert_grad_norms = count"),
-        f"{DEEPSPEED}test_expert_tensor.py -m breadth -k fp32_matches",
+        f"{DEEPSPEED}test_expert_tensor.py -m breadth -k larger",
     ),
     Removal(
         "clear_autoep_folding_gradient_corrected",
@@ -176,7 +176,7 @@ REMOVALS = (
         "rename_source_key",
         "core_model_loading.rename_source_key(key, renamings, converters, prefix, own)",
         "(key, None)",
-        "tests/checkpoint/test_export.py",
+        f"{ENGINES}test_from_hub.py",
         "models/hub_names.py",
     ),
     Removal(
