@@ -17,7 +17,7 @@ from llmtrain.engines.deepspeed.tensor import TensorAxis
 from llmtrain.engines.engine import Engine
 from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.overrides import check_overrides
-from llmtrain.overrides.deepspeed import forget_groups
+from llmtrain.overrides.deepspeed import reset_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 
@@ -31,7 +31,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     """
     check_runnable(plan)
     check_overrides()
-    forget_groups()
+    reset_groups()
     if device.type == "cpu":
         keep_freed_memory(plan)
         use_kernels_of_cpu(plan)

@@ -32,14 +32,12 @@ from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
-    break_graph_at,
     compile_cpp,
     compile_graph,
     keep_graphs_whole,
     limit_compiler_threads,
     missing_for_compiler,
-    run_graph,
-    trace_errors,
+    too_many_graphs,
     with_recompile_limit,
 )
 from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
@@ -57,6 +55,8 @@ MOST_THREADS = 32
 
 Compiled = Callable[..., Any]
 
+_eager: dict[str, Compiled] = {}
+"""Attention functions, by their names, that run eagerly between two graphs."""
 _accepted: set[str] = set()
 """Configurations that `check_layers` has accepted in this process."""
 
@@ -72,10 +72,11 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
     them.
     """
-    if attention not in TRACED:
+    if attention not in TRACED and ALL_ATTENTION_FUNCTIONS[attention] is not _eager.get(attention):
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
         # would be recompiled for each new combination.
-        ALL_ATTENTION_FUNCTIONS.register(attention, break_graph_at(ALL_ATTENTION_FUNCTIONS[attention]))
+        _eager[attention] = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention])  # type: ignore[no-untyped-call]
+        ALL_ATTENTION_FUNCTIONS.register(attention, _eager[attention])
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
@@ -107,14 +108,14 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    forward: Compiled, attention: str, backend: Compiled | None = None, limit: int = MAX_COMPILED_VARIANTS
+    forward: Compiled, attention: str, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
 ) -> Compiled:
     compiled = _compiled(forward, attention in WHOLE_GRAPH, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 
 
 def _compiled(
-    function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = MAX_COMPILED_VARIANTS
+    function: Compiled, is_whole: bool, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
 ) -> Compiled:
     compiled = torch.compile(
         function,
@@ -207,7 +208,7 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
-    except COPY_ERRORS + trace_errors() as error:
+    except (*COPY_ERRORS, too_many_graphs()) as error:
         raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
         torch.compiler.reset()
@@ -236,7 +237,7 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled_layer(layer.forward, attention, run_graph, MAX_LAYER_KINDS)
+        layer.forward = _compiled_layer(layer.forward, attention, "aot_eager", MAX_LAYER_KINDS)
     worst = 0.0
     for actual, eager in zip(computed(), expected, strict=True):
         if actual is not None and eager is not None:

@@ -28,7 +28,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import cpu
-from llmtrain.overrides.torch import varies_in_length, varlen_backward
+from llmtrain.overrides.torch import mark_dynamic_length, varlen_backward
 
 VARLEN = "varlen"
 """Name of the attention implementation in recipes and in `transformers`."""
@@ -148,7 +148,7 @@ def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if "cu_seq_lens_q" in kwargs:
-            varies_in_length(kwargs["cu_seq_lens_q"])
+            mark_dynamic_length(kwargs["cu_seq_lens_q"])
             longest = torch.tensor([kwargs["max_length_q"]])
             kwargs |= {"max_length_q": longest, "max_length_k": longest}
         return forward(*args, **kwargs)

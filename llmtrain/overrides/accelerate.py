@@ -1,4 +1,4 @@
-"""The parts of accelerate 1.15 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
+"""The private parts of accelerate 1.15 that llmtrain replaces or reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 

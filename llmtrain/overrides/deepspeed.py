@@ -1,11 +1,10 @@
-"""The parts of DeepSpeed 0.19.8 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
+"""The private parts of DeepSpeed 0.19.8 that llmtrain replaces or reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,7 +20,6 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.sequence import layer as sequence_layer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -36,8 +34,8 @@ from llmtrain.recipe import ParallelConfig, Precision
 T = TypeVar("T")
 
 
-def forget_groups() -> None:
-    """Lets the next engine of this process make its own groups.
+def reset_groups() -> None:
+    """Discards DeepSpeed's process groups, so that the next engine of this process makes its own.
 
     DeepSpeed 0.19.8 uses the groups of the first tensor parallel engine for every later one, whatever its degree, and
     also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups, and
@@ -53,9 +51,9 @@ def forget_groups() -> None:
 
 
 def leave_muon_eager() -> None:
-    """Imports DeepSpeed's Muon without compiling its functions, because torch would import inductor to do so.
+    """Imports DeepSpeed's Muon without `torch.compile`, which would import inductor.
 
-    ZeRO asks of every optimizer whether it is that Muon. llmtrain has its own, so the functions are not called.
+    ZeRO checks whether any optimizer is an instance of that Muon. llmtrain has its own, so it is never called.
     """
     compiled = compiler.compile
     compiler.compile = lambda: lambda function: function
@@ -66,16 +64,16 @@ def leave_muon_eager() -> None:
 
 
 def make_tensor_groups(degree: int) -> None:
-    """Makes the tensor and data parallel groups.
+    """Makes the tensor and data parallel groups, which DeepSpeed would only make with the engine.
 
     Ranks i·degree to (i+1)·degree - 1 share one replica; ranks that are equal modulo `degree` hold the same shards.
     """
-    forget_groups()
+    reset_groups()
     groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
 
 
-def check_no_inputs(engine: DeepSpeedEngine) -> None:
-    """Removes the comparison of the first inputs among tensor parallel ranks, which the sampler makes equal.
+def skip_input_check(engine: DeepSpeedEngine) -> None:
+    """Removes the check that tensor parallel ranks have equal inputs, which the sampler ensures.
 
     It pickles tensors of the device, and a rank that receives another rank's opens a context on that rank's GPU: half a
     gibibyte each, or an error in exclusive mode.
@@ -112,12 +110,6 @@ def expert_blocks(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if isinstance(module, auto_ep_layer.AutoEPMoELayer)
     }
-
-
-def all_to_all(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the differentiable exchange in which rank i of the group receives row i of every rank."""
-    sequence_layer.register_all_to_all_group(group)
-    return partial(sequence_layer._dim_zero_all_to_all, group)
 
 
 def use_no_compiled_collective() -> None:
@@ -284,23 +276,23 @@ def _mark_invalid(norm: Tensor, device: object = None) -> None:
     norm.masked_fill_(~norm.isfinite(), -1.0)
 
 
-def gradients_in_order(optimizer: Any) -> None:
-    """Makes later work on the device, instead of the host, wait for the gradients that ZeRO is reducing.
+def synchronize_on_device(optimizer: Any) -> None:
+    """Lets the current stream, instead of the host, wait for the gradients that ZeRO reduces on another stream.
 
-    DeepSpeed makes the host wait at the end of a micro-batch's backward pass. This is only necessary for offloaded
+    DeepSpeed synchronizes the host at the end of a micro-batch's backward pass. This is only necessary for offloaded
     gradients, because the host reads them.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload:
         if isinstance(optimizer.reduction_stream, torch.cuda.Stream):
-            _reduce_in_order(optimizer)
+            _synchronize_reductions(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
         stream = optimizer.reduce_and_partition_stream
         if isinstance(stream, torch.cuda.Stream):
-            optimizer.reduce_and_partition_stream = _OrderedStream(stream.device)  # type: ignore[no-untyped-call]
+            optimizer.reduce_and_partition_stream = _DeviceSynchronizedStream(stream.device)  # type: ignore[no-untyped-call]
 
 
-def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Makes the current stream wait for the reductions of ZeRO 1 and 2.
+def _synchronize_reductions(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Lets the current stream wait for the reductions of ZeRO 1 and 2, and keeps gradients until then.
 
     A gradient that is larger than a bucket is reduced where it is. ZeRO-2 of DeepSpeed 0.19.8 frees it if another rank
     keeps it, while the reduction may not even have begun, and the backward pass uses its memory again.
@@ -311,7 +303,7 @@ def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
         if gradient.numel() > optimizer.reduce_bucket_size:
             gradient.record_stream(user)
 
-    def end_pass_in_order() -> None:
+    def end_pass_on_device() -> None:
         optimizer.reduce_ipg_grads()
         torch.cuda.current_stream(stream.device).wait_stream(stream)
         optimizer.overlap_comm = False  # else the host would wait for the device
@@ -321,11 +313,11 @@ def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
             optimizer.overlap_comm = True
 
     optimizer._record_gradient_stream = keep
-    optimizer.independent_gradient_partition_epilogue = end_pass_in_order
+    optimizer.independent_gradient_partition_epilogue = end_pass_on_device
 
 
-class _OrderedStream(torch.cuda.Stream):
-    """A stream for which the current stream waits, instead of the host."""
+class _DeviceSynchronizedStream(torch.cuda.Stream):
+    """A stream whose `synchronize` lets the current stream wait, instead of the host."""
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self)
@@ -350,10 +342,10 @@ def count_all_experts(optimizer: Any, device: torch.device) -> None:
     optimizer._average_expert_grad_norms = count
 
 
-def forget_folded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Clears marks that DeepSpeed's folding leaves on parameters, before each backward pass.
+def clear_folding_marks(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Clears the marks of corrected gradients that DeepSpeed's folding leaves on parameters, before a backward pass.
 
-    Folding scales gradients of experts and adds up those of routers in each micro-batch, and marks them as done.
+    Folding scales gradients of experts and averages those of routers in each micro-batch, and marks them as corrected.
     `BF16_Optimizer` does not clear the marks before the next micro-batch, whose gradients would remain uncorrected.
     """
     if isinstance(optimizer, BF16_Optimizer):
@@ -523,7 +515,7 @@ def _swapped_in(optimizer: Any, index: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def weights_changed(optimizer: Any) -> None:
+def update_model_weights(optimizer: Any) -> None:
     """Updates the model's weights after the fp32 weights of a ZeRO optimizer were written; called by all ranks."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()

@@ -1,4 +1,6 @@
-"""The parts of torch 2.13 that llmtrain replaces and reads. `llmtrain.overrides` has the list.
+"""The private parts of torch 2.13 that llmtrain replaces or reads, and the settings of it that have underscores.
+
+`llmtrain.overrides` has the list of the private parts. Functions around documented settings refer to the page.
 
 Torch's compiler is imported where it is used, because that takes seconds.
 """
@@ -11,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch._C._distributed_c10d import Work
-from torch._subclasses import fake_tensor
-from torch.distributed import distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.sgd import sgd
 
 from llmtrain.overrides import replaced
 from llmtrain.system.host import processor_name
@@ -55,18 +59,18 @@ class ShardedSGD(torch.optim.SGD):
             trained = [one for one in group["params"] if one.grad is not None and local(one).numel()]
             if not trained:
                 continue
-            torch._fused_sgd_(
+            sgd(
                 [local(one) for one in trained],
                 [local(one.grad) for one in trained],
-                [local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
+                [local(self.state[one]["momentum_buffer"]) if group["momentum"] else None for one in trained],
+                fused=True,
+                found_inf=self.found_inf,  # type: ignore[attr-defined]
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],
                 dampening=group["dampening"],
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
-                is_first_step=False,
-                found_inf=self.found_inf,  # type: ignore[attr-defined]
             )
 
 
@@ -75,48 +79,47 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parameters_without_memory() -> AbstractContextManager[None]:
-    """Returns a context that creates each new parameter on the meta device; buffers are computed as usual.
+def parameters_without_memory() -> AbstractContextManager[object]:
+    """Creates each new parameter on the meta device until the returned context ends; buffers are computed as usual.
 
     The first value of each parameter is kept in `first`, because some parameters start from a constant that their
     constructor sets.
     """
-    register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            first = parameter.detach().flatten()[:1].clone()
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            parameter.first = first  # type: ignore[attr-defined]
-        register(module, name, parameter)
+    def on_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.device.type == "meta":
+            return parameter
+        first = parameter.detach().flatten()[:1].clone()
+        parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        parameter.first = first  # type: ignore[attr-defined]
+        return parameter
 
-    return replaced((nn.Module, "register_parameter", on_meta))
+    context: AbstractContextManager[object] = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    return context
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that are saved together with the weights."""
+    saved = model.state_dict(keep_vars=True)
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if (f"{path}.{name}" if path else name) in saved
     }
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Returns a context in which new tensors have shapes but no memory."""
-    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    """Returns a context in which new tensors have shapes but no memory.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_of(tensor: Tensor) -> int:
     """Returns what identifies a tensor's storage while it lives, also if it has no memory."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
-def rendezvous_store() -> distributed_c10d.Store:
-    """Returns the store where the ranks of the process group met, which the launcher may have opened."""
-    return distributed_c10d._get_default_store()
+    return id(tensor.untyped_storage())
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
@@ -137,22 +140,17 @@ def around_waits(context: Callable[[], AbstractContextManager[None]]) -> None:
     Work.wait = watched  # type: ignore
 
 
-def trace_errors() -> tuple[type[Exception], ...]:
-    """Returns the errors of dynamo, which traces functions."""
-    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+def too_many_graphs() -> type[Exception]:
+    """Returns the error of a function that must be one graph, and needs more graphs than its limit allows."""
+    return torch._dynamo.exc.FailOnRecompileLimitHit
 
 
 def keep_graphs_whole() -> None:
-    """Prevents dynamo from splitting graphs under DistributedDataParallel wherever a bucket of gradients ends."""
+    """Prevents dynamo from splitting graphs under DistributedDataParallel wherever a bucket of gradients ends.
+
+    Documented: https://docs.pytorch.org/docs/stable/notes/ddp.html
+    """
     torch._dynamo.config.optimize_ddp = False
-
-
-def break_graph_at(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs eagerly between two graphs."""
-    if getattr(function, "_torchdynamo_disable", False):
-        return function
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def with_recompile_limit(compiled: Callable[..., Any], limit: int) -> Callable[..., Any]:
@@ -161,18 +159,20 @@ def with_recompile_limit(compiled: Callable[..., Any], limit: int) -> Callable[.
     Beyond that, it fails if it must be one graph, or else runs eagerly. Torch's own limit of 8 still applies to other
     functions. `torch.compile` has an argument for this in torch 2.13, but not in 2.11.
     """
-    config = torch._dynamo.config
 
     @wraps(compiled, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        with replaced((config, "recompile_limit", limit)):
+        with replaced((torch.compiler.config, "recompile_limit", limit)):
             return compiled(*args, **kwargs)
 
     return run
 
 
-def varies_in_length(tensor: Tensor) -> None:
-    """Keeps the size of a tensor's first dimension out of graphs that are compiled with static shapes."""
+def mark_dynamic_length(tensor: Tensor) -> None:
+    """Keeps the size of a tensor's first dimension out of graphs that are compiled with static shapes.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    """
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
@@ -207,7 +207,10 @@ def varlen_backward(
 
 
 def limit_compiler_threads(most: int) -> None:
-    """Sets the number of threads of the compiler, unless the user has set it."""
+    """Sets the number of threads of the compiler, unless the user has set it.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler.config.html, which refers to this configuration.
+    """
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -215,19 +218,14 @@ def limit_compiler_threads(most: int) -> None:
 
 
 def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compiles a graph and its backward pass with torch's own compiler."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compiles a graph and its backward pass with torch's own compiler.
 
-    compiled: Any = compile_fx(graph, inputs)
-    return compiled  # type: ignore[no-any-return]
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_custom_backends.html
+    """
+    from torch._dynamo import lookup_backend
 
-
-def run_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Returns a function that runs the traced forward and backward graphs operation by operation."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    made: Callable[..., Any] = aot_eager(graph, list(inputs))
-    return made
+    compiled: Callable[..., Any] = lookup_backend("inductor")(graph, list(inputs))
+    return compiled
 
 
 def compile_cpp(source: str) -> ctypes.CDLL:
@@ -249,9 +247,8 @@ def compile_cpp(source: str) -> ctypes.CDLL:
 def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
     """Returns what is missing for compilation and how to install it; both empty if nothing is missing."""
     if not on_cpu:
-        from torch.utils._triton import has_triton
-
-        return ("", "") if has_triton() else ("triton, which compiles for GPUs, is not installed", "pip install triton")
+        found = find_spec("triton") is not None
+        return ("", "") if found else ("triton, which compiles for GPUs, is not installed", "pip install triton")
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -265,12 +262,15 @@ def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
     return "", ""
 
 
-def record_memory() -> None:
-    """Lets torch remember each allocation on the GPU with the calls that led to it."""
+def record_memory_history() -> None:
+    """Lets torch remember each allocation on the GPU with the calls that led to it.
+
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    """
     torch.cuda.memory._record_memory_history()
 
 
-def write_memory(file: Path) -> None:
+def write_memory_snapshot(file: Path) -> None:
     """Writes what was remembered, for https://pytorch.org/memory_viz, and ends it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

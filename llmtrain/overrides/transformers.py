@@ -1,4 +1,4 @@
-"""The parts of `transformers` 5.22 that llmtrain replaces and reads. `llmtrain.overrides` has the list."""
+"""The private parts of `transformers` 5.22 that llmtrain replaces or reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContext
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Returns the name of a model's attention implementation."""
+    """Returns the name of a model's attention implementation.
+
+    Documented: https://huggingface.co/docs/transformers/community_integrations/transformers_as_backend
+    """
     name: str = model.config._attn_implementation
     return name
 
@@ -95,7 +98,10 @@ def router_loss(model: PreTrainedModel, change: Callable[..., Any]) -> Iterator[
 
 
 def draw_weights(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Draws the initial weights of one module as the family of `owner` does."""
+    """Draws the initial weights of one module as the family of `owner` does.
+
+    Documented: https://huggingface.co/docs/transformers/add_new_model
+    """
     owner._init_weights(module)
 
 

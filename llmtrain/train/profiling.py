@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llmtrain.overrides.torch import record_memory, write_memory
+from llmtrain.overrides.torch import record_memory_history, write_memory_snapshot
 from llmtrain.recipe import ProfileConfig
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
@@ -61,7 +61,7 @@ class StepProfiler:
             return
         on_gpu = torch.cuda.is_available()
         if self._config.memory and on_gpu:
-            record_memory()
+            record_memory_history()
         self._running = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
         self._running.start()
 
@@ -76,7 +76,7 @@ class StepProfiler:
         folder = self._folder / f"step_{self._first:08d}"
         try:
             if self._config.memory and torch.cuda.is_available():
-                write_memory(folder / f"rank_{self._rank}.memory.pickle")
+                write_memory_snapshot(folder / f"rank_{self._rank}.memory.pickle")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._warn(f"{folder} cannot be written: {error.strerror}")

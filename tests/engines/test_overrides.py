@@ -29,8 +29,8 @@ PACKAGE = ROOT / "llmtrain"
 
 NAMED = (
     "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",
-    "deepspeed.sequence.layer:_dim_zero_all_to_all",
-    "torch.distributed.distributed_c10d:_get_default_store",
+    "deepspeed.utils.groups:_get_expert_parallel_group",
+    "torch._inductor.cpp_builder:get_cpp_compiler",
 )
 """Places that nothing else in the libraries imports by name once they are loaded."""
 
@@ -93,6 +93,10 @@ NOT_THEIRS = {
     "_replace",  # of named tuples, where it is public
     "_redirect_stdout",  # of rich
     "_redirect_stderr",
+    # Documented; the functions that use them refer to the pages.
+    *("FakeTensorMode", "_record_memory_history", "_dump_snapshot", "_dynamo", "lookup_backend"),
+    *("config", "compile_threads", "optimize_ddp"),
+    *("_attn_implementation", "_init_weights"),
 }
 
 

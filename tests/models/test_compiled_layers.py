@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo import lookup_backend
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,7 +78,7 @@ def test_too_many_kinds_of_layers_are_refused(monkeypatch):
 
 
 def test_the_number_of_graphs_is_limited_for_the_compiled_function_alone(monkeypatch):
-    monkeypatch.setattr(compiled, "_inductor", compiled.run_graph)
+    monkeypatch.setattr(compiled, "_inductor", lookup_backend("aot_eager"))
     torch._dynamo.reset()
     before = torch._dynamo.config.recompile_limit
     double = compiled._compiled(lambda tensor: 2 * tensor, is_whole=True, limit=before + 2)
@@ -89,13 +90,13 @@ def test_the_number_of_graphs_is_limited_for_the_compiled_function_alone(monkeyp
 
 
 def test_deviating_results_are_detected(monkeypatch):
-    traced = compiled.run_graph
+    compiled_layer = compiled._compiled_layer
 
-    def wrong(graph, inputs):
-        function = traced(graph, inputs)
-        return lambda *args: tuple(1.001 * one for one in function(*args))
+    def wrong(*arguments):
+        function = compiled_layer(*arguments)
+        return lambda *args, **kwargs: 1.001 * function(*args, **kwargs)
 
-    monkeypatch.setattr(compiled, "run_graph", wrong)
+    monkeypatch.setattr(compiled, "_compiled_layer", wrong)
     with pytest.raises(RecipeError, match="logits or gradients deviate by"):
         check_layers(_llama(), "sdpa")
 
@@ -113,7 +114,7 @@ def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
 
     def backend(graph, inputs):
         made.append(graph)
-        return compiled.run_graph(graph, inputs)
+        return lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr(compiled, "_inductor", backend)
     torch._dynamo.reset()
@@ -136,7 +137,7 @@ def test_other_documents_need_no_new_graph(again, monkeypatch):
 
     def backend(graph, inputs):
         made.append(graph)
-        return compiled.run_graph(graph, inputs)
+        return lookup_backend("aot_eager")(graph, inputs)
 
     def counted(*given):
         computed.append(given)
@@ -191,7 +192,7 @@ def test_compilers_are_shielded_from_signals_and_the_watchdog_waits_longer(monke
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_missing_compiler_is_reported(on_cpu, monkeypatch):
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    monkeypatch.setattr("llmtrain.overrides.torch.find_spec", lambda name: None)
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(RecipeError) as refused:
         check_compiler(list(PARTS.values()), on_cpu)
     told = str(refused.value)

@@ -113,8 +113,8 @@ def test_memory_is_written_and_no_longer_recorded(monkeypatch, tmp_path):
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **fields: called.append(("record", fields)))
     monkeypatch.setattr(memory, "_dump_snapshot", lambda file: called.append(("dump", file)))
-    private.record_memory()
-    private.write_memory(tmp_path / "memory.pickle")
+    private.record_memory_history()
+    private.write_memory_snapshot(tmp_path / "memory.pickle")
     assert called == [("record", {}), ("dump", str(tmp_path / "memory.pickle")), ("record", {"enabled": None})]
 
 

@@ -23,7 +23,7 @@ from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import overwrites
-from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
+from llmtrain.overrides.deepspeed import data_group, make_tensor_groups, skip_input_check, tensor_group
 
 
 class AutoTPAxis(EngineAxis):
@@ -50,7 +50,7 @@ class AutoTPAxis(EngineAxis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
-        check_no_inputs(engine)
+        skip_input_check(engine)
         for module in engine.module.modules():
             if isinstance(module, LinearAllreduce):
                 overwrites(module)

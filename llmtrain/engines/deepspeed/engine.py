@@ -62,14 +62,14 @@ from llmtrain.overrides.deepspeed import (
     NormWithLoss,
     clip_by,
     counted_by_another_stage,
-    gradients_in_order,
     last_norm,
     leave_muon_eager,
     loss_scalers,
     no_host_checks,
     reduce_among_several,
     step_with_verdict,
-    weights_changed,
+    synchronize_on_device,
+    update_model_weights,
 )
 from llmtrain.overrides.peft import adapters_without_weight
 from llmtrain.overrides.torch import squared_norm
@@ -151,7 +151,7 @@ class DeepSpeedEngine(HasState):
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
             self.engine = initialise(self.module, self._parameter_groups(), plan, ds_config, device)
         reduce_among_several(self.engine)
-        gradients_in_order(self.engine.optimizer)
+        synchronize_on_device(self.engine.optimizer)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self.engine)
@@ -330,7 +330,7 @@ class DeepSpeedEngine(HasState):
         Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint. Raises CheckpointError if
         the saved loss scaler has other fields than this one.
         """
-        weights_changed(self.engine.optimizer)
+        update_model_weights(self.engine.optimizer)
         resume_schedule(self.engine.lr_scheduler, progress["schedule"])
         for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
             setattr(self.engine, name, value)
@@ -372,7 +372,7 @@ class DeepSpeedEngine(HasState):
     def averaged(self) -> AbstractContextManager[None]:
         """Returns the context in which evaluations run."""
         outer = self.engine.optimizer
-        return averaged_weights(self.engine.basic_optimizer, outer, lambda: weights_changed(outer))
+        return averaged_weights(self.engine.basic_optimizer, outer, lambda: update_model_weights(outer))
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks, which autograd holds and which refer to the optimizer."""

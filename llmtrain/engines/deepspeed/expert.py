@@ -25,10 +25,10 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.engines.state.shards import Chunk, WeightSlice
 from llmtrain.overrides.deepspeed import (
+    clear_folding_marks,
     count_all_experts,
     expert_blocks,
     expert_group,
-    forget_folded_gradients,
     group_with_experts,
 )
 
@@ -82,7 +82,7 @@ class ExpertAxis(EngineAxis):
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
         if self.plan.parallel.autotp_ranks > 1:
-            forget_folded_gradients(self._engine.optimizer, self._engine.module.parameters())
+            clear_folding_marks(self._engine.optimizer, self._engine.module.parameters())
 
     def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's experts.

@@ -4,8 +4,8 @@ Each rank of a group holds a slice of the sequence. Around attention, each rank 
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
 computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
-DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks and replaces a function of `transformers` for the life of
-the process. This module uses its exchange without the adapter.
+DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks (`docs/upstream/ulysses_masks.md`) and replaces a function
+of `transformers` for the life of the process. This module uses its exchange without the adapter.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.sequence.layer import register_all_to_all_group
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
-from llmtrain.overrides.deepspeed import all_to_all
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
 Group = Any
@@ -46,7 +46,7 @@ class Ulysses:
         self._attention: str = attention_of(model)
         self._positions = torch.empty(0)
         self._interleaved = False
-        self._swapped = all_to_all(group)
+        self._group_name = register_all_to_all_group(group)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -121,7 +121,9 @@ class Ulysses:
         return self._all_to_all(states.chunk(self.size, dim=split), join)
 
     def _all_to_all(self, parts: Sequence[Tensor], join: int) -> Tensor:
-        return torch.cat(self._swapped(torch.stack(tuple(parts))).unbind(), dim=join)
+        """Sends part r to rank r, and joins the received parts along `join` in rank order; differentiable."""
+        received = torch.ops.deepspeed.dim_zero_all_to_all(torch.stack(tuple(parts)), self._group_name)
+        return torch.cat(received.unbind(), dim=join)
 
     def _whole_masks(
         self, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None

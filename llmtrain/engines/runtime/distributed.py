@@ -22,10 +22,13 @@ from llmtrain.launch.authentication import SECRET_VARIABLE, Secret
 from llmtrain.launch.discovery.discover import HOROVODRUN, TORCHRUN
 from llmtrain.launch.discovery.interfaces import stay_on_loopback
 from llmtrain.launch.discovery.rank import LOOPBACK, Rank
-from llmtrain.overrides.torch import join_fake_group, rendezvous_store
+from llmtrain.overrides.torch import join_fake_group
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longest time that a rank waits for others if nothing else ends the wait."""
+
+_rendezvous: Store | None = None
+"""The store where the ranks of the process group met, which the launcher may have opened."""
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
@@ -84,6 +87,7 @@ def _join(rank: Rank, gpu: str | None) -> None:
     """
     import deepspeed
 
+    global _rendezvous
     backend = "gloo" if gpu is None else "nccl"
     try:
         if not dist.is_initialized():
@@ -93,6 +97,7 @@ def _join(rank: Rank, gpu: str | None) -> None:
             dist.init_process_group(
                 backend, store=own_store, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT
             )
+            _rendezvous = own_store
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=TIMEOUT)
     except (OSError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -151,7 +156,8 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
 def store(prefix: str) -> Store:
     """Returns the ranks' rendezvous store with a key prefix for one purpose; its operations wait for no device."""
-    return PrefixStore(f"llmtrain/{prefix}", rendezvous_store())
+    assert _rendezvous is not None
+    return PrefixStore(f"llmtrain/{prefix}", _rendezvous)
 
 
 def rank() -> int:

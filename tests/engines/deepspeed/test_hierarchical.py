@@ -14,6 +14,7 @@ from llmtrain.plan import Plan
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import take_steps
+from tests.helpers.moe import moe_recipe
 from tests.helpers.traces import assert_same, engine_of, plain_run, plan_of, trace_plan
 
 RANKS, STEPS = 4, 6
@@ -49,16 +50,20 @@ def test_hierarchical_partition_matches_the_plain_loop(name):
         assert_same(run, expected, name)
 
 
-def _twice(rank: int, plan: Plan):
-    engine_of(plan).close()
-    return trace_plan(plan, 1, rank)
+def _last_of(rank: int, plans: list[Plan]):
+    *others, last = plans
+    for plan in others:
+        engine_of(plan).close()
+    return trace_plan(last, 1, rank)
 
 
 @pytest.mark.breadth
-def test_a_process_may_have_a_second_engine():
-    expected = plain_run(tiny_recipe(), 1)
-    for run in run_ranks(RANKS, _twice, hierarchical("two micro-batches")):
-        assert_same(run, expected, "second")
+def test_a_process_may_have_several_engines_with_other_groups():
+    """Distributed experts with tensor parallelism, and this partition twice."""
+    plan, expected = hierarchical("two micro-batches"), plain_run(tiny_recipe(), 1)
+    experts = plan_of(moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1}), RANKS)
+    for run in run_ranks(RANKS, _last_of, [experts, plan, plan]):
+        assert_same(run, expected, "last")
 
 
 def _go_back(rank: int, plan: Plan, folder: Path) -> tuple[list[float], list[float]]:
