@@ -27,7 +27,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr(render, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text("# By hand\n<!-- a: begin -->\nold\n<!-- a: end -->\nBy hand, too.\n")
     (tmp_path / "old.svg").write_text("old")
-    generator = render.Generator("tests.test_generated_files:made", ("page.md", "*.svg"))
+    generator = render.Generator("tests.test_generated_files:made", ("page.md", "*.svg"), part="TEXT")
     monkeypatch.setattr(render, "GENERATORS", {"made": generator, "long": generator.__class__("x:y", (), "an hour")})
     return tmp_path
 
@@ -63,7 +63,7 @@ def test_a_page_without_the_comments_is_refused(root):
 
 
 def test_an_unknown_name_is_refused(root, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["render.py", "made", "missing"])
+    monkeypatch.setattr("sys.argv", ["render.py", "made", "missing", "long:part"])
     with pytest.raises(SystemExit):
         render.main()
-    assert "unknown: missing; --list shows the names" in capsys.readouterr().err
+    assert "unknown: missing, long:part; --list shows the names" in capsys.readouterr().err

@@ -29,11 +29,13 @@ class Generator:
     """A function that returns generated files."""
 
     function: str
-    """`module:name` of a function without arguments; with a part (`NAME:PART`), it gets the part."""
+    """`module:name` of a function without arguments, or with a part as an argument that can be left out."""
     writes: tuple[str, ...]
     """Paths or patterns from the root. A file that matches a pattern and is no longer generated is deleted."""
     takes: str = SECONDS
     """What it costs or needs. Unless this is seconds, it only runs if it is named."""
+    part: str = ""
+    """What `NAME:PART` restricts it to; empty if it has no parts."""
 
     def files(self, part: str = "") -> Files:
         """Returns the generated files."""
@@ -44,6 +46,7 @@ class Generator:
 
 REFERENCE = "docs/reference"
 PICTURES = "pip install -e '.[bench]'; they differ between versions of matplotlib"
+FAMILIES = "llmtrain/plan/families.json"
 GENERATORS = {
     "cli": Generator("tools.reference:cli", (f"{REFERENCE}/cli.md",)),
     "recipe": Generator("tools.reference:recipe", (f"{REFERENCE}/recipe.md",)),
@@ -54,6 +57,19 @@ GENERATORS = {
     "pictures": Generator("tools.pictures:files", ("docs/pictures/*.svg",)),
     "ds_configs": Generator("tools.configurations:ds_configs", ("ds_configs/*.json",)),
     "slurm": Generator("tools.configurations:slurm", ("slurm/*.sbatch",)),
+    "families": Generator("tools.families:pipeline", (f"{REFERENCE}/families.md", FAMILIES), "half a minute"),
+    "families_tensor": Generator(
+        "tools.families:tensor", (f"{REFERENCE}/families_tensor.md", FAMILIES), "half a minute"
+    ),
+    "families_sequence": Generator("tools.families:sequence", (f"{REFERENCE}/families_sequence.md",), "two minutes"),
+    "families_documents": Generator(
+        "tools.families:documents", (f"{REFERENCE}/families_documents.md", FAMILIES), "a minute"
+    ),
+    "kernels": Generator("tools.kernels:files", (f"{REFERENCE}/kernels.md",), "half an hour", "GROUP, such as fp8"),
+    "flash_attn": Generator(
+        "tools.flash_attn:files", ("tests/helpers/flash_attn.json",), "downloads the source of flash-attn"
+    ),
+    "families_experts": Generator("tools.families:experts", (FAMILIES,), "half a minute"),
 }
 
 
@@ -99,6 +115,10 @@ def by_default() -> list[str]:
     return [name for name, generator in GENERATORS.items() if generator.takes == SECONDS]
 
 
+def _is_known(name: str, part: str = "") -> bool:
+    return name in GENERATORS and bool(GENERATORS[name].part or not part)
+
+
 def main() -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,12 +126,13 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the generators")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
-    if unknown := [word for word in options.names if word.partition(":")[0] not in GENERATORS]:
+    if unknown := [word for word in options.names if not _is_known(*word.split(":", 1))]:
         parser.error(f"unknown: {', '.join(unknown)}; --list shows the names")
     words = options.names or by_default()
     if options.list:
         for name, generator in GENERATORS.items():
-            print(f"{name:18} {', '.join(generator.writes)}\n{'':18} {generator.takes}")
+            part = f"; {name}:{generator.part}" if generator.part else ""
+            print(f"{name:18} {', '.join(generator.writes)}\n{'':18} {generator.takes}{part}")
     elif options.check:
         found = [*messages(words)]
         print(*found, sep="\n", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.rules.model import MIXES_DOCUMENTS
+from llmtrain.plan.families import MIXES_DOCUMENTS
 from llmtrain.rules.rule import Fault, assignment, rule
 
 

@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.plan.families import MIXES_DOCUMENTS
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
-from llmtrain.rules.model import MIXES_DOCUMENTS
 from llmtrain.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
 NO_TARGET = -100

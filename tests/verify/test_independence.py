@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "llmtrain"
 PROOF = ("verify/reference.py", "verify/reference_optimizers.py", "verify/documents.py")
-DECLARATIONS = {"llmtrain.recipe", "llmtrain.rules.model"}
+DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.families"}
 LIBRARIES = {"torch", "transformers", "numpy", "peft"}
 STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "math", "sys", "typing"}
 OWN = {"llmtrain.verify.reference", "llmtrain.verify.reference_optimizers"}
@@ -35,7 +35,7 @@ def test_the_reference_imports_declarations_only(name):
     for module, names in _imported(PACKAGE / name).items():
         known = module in DECLARATIONS | OWN or module.split(".")[0] in LIBRARIES | STANDARD
         assert known, f"{name} imports {module}"
-        if module == "llmtrain.rules.model":
+        if module == "llmtrain.plan.families":
             assert names == {"MIXES_DOCUMENTS"}
 
 

@@ -20,7 +20,7 @@ from llmtrain.engines.state.shards import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups
-from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
+from llmtrain.plan.families import EXPERT_TENSOR_FAMILIES
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe
