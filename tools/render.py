@@ -45,7 +45,6 @@ class Generator:
 
 
 REFERENCE = "docs/reference"
-PICTURES = "pip install -e '.[bench]'; they differ between versions of matplotlib"
 FAMILIES = "llmtrain/plan/families.json"
 GENERATORS = {
     "cli": Generator("tools.reference:cli", (f"{REFERENCE}/cli.md",)),
@@ -57,6 +56,15 @@ GENERATORS = {
     "pictures": Generator("tools.pictures:files", ("docs/pictures/*.svg",)),
     "ds_configs": Generator("tools.configurations:ds_configs", ("ds_configs/*.json",)),
     "slurm": Generator("tools.configurations:slurm", ("slurm/*.sbatch",)),
+    "benchmarks": Generator("benchmarks.render:files", ("benchmarks/README.md",)),
+    "gpu": Generator(
+        "benchmarks.gpu.page:files", (f"{REFERENCE}/gpu.md", "README.md", "llmtrain/predict/measured.json")
+    ),
+    "benchmark_pictures": Generator(
+        "benchmarks.render:pictures",
+        ("benchmarks/pictures/*.svg",),
+        "seconds; needs matplotlib, whose versions draw differently",
+    ),
     "families": Generator("tools.families:pipeline", (f"{REFERENCE}/families.md", FAMILIES), "half a minute"),
     "families_tensor": Generator(
         "tools.families:tensor", (f"{REFERENCE}/families_tensor.md", FAMILIES), "half a minute"
@@ -132,7 +140,7 @@ def main() -> int:
     if options.list:
         for name, generator in GENERATORS.items():
             part = f"; {name}:{generator.part}" if generator.part else ""
-            print(f"{name:18} {', '.join(generator.writes)}\n{'':18} {generator.takes}{part}")
+            print(f"{name:19} {generator.takes}{part}\n{'':19} {', '.join(generator.writes)}")
     elif options.check:
         found = [*messages(words)]
         print(*found, sep="\n", file=sys.stderr)
