@@ -46,6 +46,7 @@ class Generator:
 
 REFERENCE = "docs/reference"
 FAMILIES = "llmtrain/plan/families.json"
+DOWNLOADS = "a quarter of an hour, and downloads of DeepSpeed's releases"
 GENERATORS = {
     "cli": Generator("tools.reference:cli", (f"{REFERENCE}/cli.md",)),
     "recipe": Generator("tools.reference:recipe", (f"{REFERENCE}/recipe.md",)),
@@ -60,24 +61,30 @@ GENERATORS = {
     "gpu": Generator(
         "benchmarks.gpu.page:files", (f"{REFERENCE}/gpu.md", "README.md", "llmtrain/predict/measured.json")
     ),
-    "benchmark_pictures": Generator(
-        "benchmarks.render:pictures",
-        ("benchmarks/pictures/*.svg",),
-        "seconds; needs matplotlib, whose versions draw differently",
+    "lint": Generator("tools.lint_pages:rules", (f"{REFERENCE}/lint.md",)),
+    "lint_schema": Generator(
+        "tools.lint_schema:files", ("llmtrain/lint/deepspeed.json",), part=f"releases, for all of them: {DOWNLOADS}"
+    ),
+    "lint_corpus": Generator("tools.lint_pages:corpus", (f"{REFERENCE}/lint_corpus.md",), "a minute"),
+    "lint_verdicts": Generator(
+        "tools.lint_verdicts:files", ("tests/lint/verdicts.json",), DOWNLOADS, part="new, for files without a verdict"
     ),
     "families": Generator("tools.families:pipeline", (f"{REFERENCE}/families.md", FAMILIES), "half a minute"),
-    "families_tensor": Generator(
-        "tools.families:tensor", (f"{REFERENCE}/families_tensor.md", FAMILIES), "half a minute"
-    ),
+    "families_tensor": Generator("tools.families:tensor", (f"{REFERENCE}/families_tensor.md", FAMILIES), "a minute"),
     "families_sequence": Generator("tools.families:sequence", (f"{REFERENCE}/families_sequence.md",), "two minutes"),
     "families_documents": Generator(
         "tools.families:documents", (f"{REFERENCE}/families_documents.md", FAMILIES), "a minute"
     ),
-    "kernels": Generator("tools.kernels:files", (f"{REFERENCE}/kernels.md",), "half an hour", "GROUP, such as fp8"),
-    "flash_attn": Generator(
-        "tools.flash_attn:files", ("tests/helpers/flash_attn.json",), "downloads the source of flash-attn"
-    ),
     "families_experts": Generator("tools.families:experts", (FAMILIES,), "half a minute"),
+    "kernels": Generator(
+        "tools.kernels:files", (f"{REFERENCE}/kernels.md",), "half an hour, and g++", part="GROUP, such as fp8"
+    ),
+    "flash_attn": Generator(
+        "tools.flash_attn:files", ("tests/helpers/flash_attn.json",), "seconds, and a download of flash-attn"
+    ),
+    "benchmark_pictures": Generator(
+        "benchmarks.render:pictures", ("benchmarks/pictures/*.svg",), "seconds; versions of matplotlib draw differently"
+    ),
 }
 
 
