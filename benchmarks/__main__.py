@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if has_failed:
         sys.exit(f"{out} has the other cases; {len(document['failed'])} failed: {', '.join(document['failed'])}")
-    print(f"{out}; now `python -m benchmarks.render`")
+    print(f"{out}; now `python tools/render.py benchmarks benchmark_pictures`")
 
 
 def measure(benchmark: Benchmark, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:

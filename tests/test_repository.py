@@ -1,7 +1,6 @@
 """The statements of the repository about itself are true."""
 
 import ast
-import importlib.util
 import json
 import re
 import shlex
@@ -147,32 +146,6 @@ def test_the_steps_on_a_page_are_those_that_were_measured(page):
     )
     assert len(shown) > 3
     assert set(shown) <= known
-
-
-def _tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("tool", "page"),
-    [
-        ("render_fields", "reference/recipe.md"),
-        ("render_cli", "reference/cli.md"),
-        ("render_overrides", "design/overrides.md"),
-        ("render_rules", "reference/rules.md"),
-    ],
-)
-def test_generated_pages_are_up_to_date(tool, page):
-    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == _tool(tool).render()
-
-
-def test_pictures_are_up_to_date(tmp_path):
-    _tool("render_pictures").drawn(tmp_path)
-    for drawn in tmp_path.iterdir():
-        assert (ROOT / "docs/pictures" / drawn.name).read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
 def test_every_part_of_a_recipe_is_exported():

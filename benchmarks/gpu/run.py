@@ -6,7 +6,7 @@ python -m benchmarks gpu --list                                   the cases and 
 
 Nothing is downloaded. After each case, DIR has gpu.json (all results), table.md (the same as a table) and logs.txt (the
 output of the cases). A case that takes too long is killed, and none is begun for which too little time is left. To
-publish a result, copy DIR/gpu.json to benchmarks/results/ and run `python -m benchmarks.render`.
+publish a result, copy DIR/gpu.json to benchmarks/results/ and run `python tools/render.py gpu benchmarks`.
 """
 
 from __future__ import annotations

@@ -281,11 +281,6 @@ def test_a_result_replaces_what_pages_say(monkeypatch):
     assert "10 of 10 cases ran on an emulated GPU (NVIDIA H100" in page.render(None, [rehearsal])
 
 
-def test_the_committed_pages_are_up_to_date():
-    for path, text in page.files().items():
-        assert path.read_text(encoding="utf-8") == text, path
-
-
 @pytest.mark.slow
 def test_plans_take_steps_on_a_cpu(tmp_path):
     """Real cases in their processes: a model of two layers, and one whose weights are in a folder, in 4 bits."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cuda_on_host.kernels import GPUS, cases, compile_cases, environment_of, groups
 from tests.helpers.triton_on_cpu import needs_liger
+from tools import kernels
+from tools.page import ROOT
 
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-import render_kernels
-
-PAGE = render_kernels.PAGE.read_text(encoding="utf-8")
+PAGE = (ROOT / kernels.PAGE).read_text(encoding="utf-8")
 REPRESENTATIVE = "liger llama"
 FAULTS = """
 import triton, triton.language as tl
@@ -102,6 +100,6 @@ def test_resources_of_kernels_match_the_page(libraries, device, group):
         pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[fp8]'")
     results = compile_cases(libraries, device, groups()[group])
     told = {kernel: cell for kernel, of_device in rows(group).items() if (cell := of_device[device]) != "—"}
-    assert {name: cell for name, (_, cell) in render_kernels.cells(results).items()} == told
-    for why in render_kernels.refusals(results).values():
+    assert {name: cell for name, (_, cell) in kernels.cells(results).items()} == told
+    for why in kernels.refusals(results).values():
         assert f": {why}\n" in PAGE

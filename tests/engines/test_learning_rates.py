@@ -1,17 +1,12 @@
-"""The documented formulas of `optim.schedule` are those of the engines, and the picture shows them."""
+"""The documented formulas of `optim.schedule` are those of the engines, which a picture shows."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("render_schedules", ROOT / "tools/render_schedules.py")
-drawn = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(drawn)
+from tools import pictures
 
 
 def documented(kind: str, s: int, n: int, w: int, d: int, m: float) -> float:
@@ -30,12 +25,8 @@ def documented(kind: str, s: int, n: int, w: int, d: int, m: float) -> float:
     return 1.0 if s < n - d else m + (1 - m) * (n - s) / d
 
 
-@pytest.mark.parametrize("kind", drawn.COLOURS)
+@pytest.mark.parametrize("kind", pictures.COLOURS)
 @pytest.mark.parametrize(("n", "w", "d", "m"), [(100, 10, 30, 0.1), (37, 0, 12, 0.0), (20, 5, 15, 0.5)])
 def test_every_step_has_the_documented_rate(kind, n, w, d, m):
-    rates = drawn.rates(kind, n, w, d, m)
+    rates = pictures.rates(kind, n, w, d, m)
     assert rates[:n] == pytest.approx([documented(kind, s, n, w, d, m) for s in range(n)], rel=1e-12, abs=1e-15)
-
-
-def test_the_picture_is_rendered():
-    assert (ROOT / "docs/pictures/schedules.svg").read_text(encoding="utf-8") == drawn.render()

@@ -25,7 +25,7 @@ _STATE = (
 
 
 FACTS = json.loads(Path(__file__).with_name("flash_attn.json").read_text(encoding="utf-8"))
-"""Written by `tools/render_flash_attn.py` from the source of flash-attn."""
+"""Written by `tools/flash_attn.py` from the source of flash-attn."""
 
 
 def signature_of(attention: str) -> inspect.Signature:

@@ -1,10 +1,8 @@
 """Configurations after real threads and documents: every malformed file has an error, and no valid file has one."""
 
 import copy
-import importlib.util
 import json
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -16,14 +14,6 @@ from tests.lint.corpus import cases, lint_file, lint_text
 
 ROOT = Path(__file__).parents[2]
 MALFORMED, VALID = cases("malformed"), cases("valid")
-
-
-def _script(path: str):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_corpus_is_large_and_has_equal_parts():
@@ -56,28 +46,15 @@ def test_every_rule_has_a_case():
     assert {rule.id for rule in RULES} - found == set()
 
 
-def test_page_is_rendered():
-    script = _script("tools/render_lint.py")
-    rendered = script.rules_page()
-    if sys.version_info >= (3, 13):  # its `json` reports the comma, and older ones what follows it
-        comma, key = "Illegal trailing comma before end of object", "Expecting property name enclosed in double quotes"
-        rendered = rendered.replace(f"line 10 is not strict JSON: {comma}", f"line 11 is not strict JSON: {key}")
-    assert script.RULES_PAGE.read_text(encoding="utf-8") == rendered
-
-
 @pytest.mark.slow
 def test_verdicts_are_those_of_the_readers():
     """Whatever a reader or DeepSpeed refuses is an error, and they refuse nothing that is valid."""
-    script = _script("tools/render_lint.py")
-    assert script.CORPUS_PAGE.read_text(encoding="utf-8") == script.corpus_page()
-    refused = [case for case in MALFORMED if script.verdict(case) != "accepted"]
+    from tools import lint_pages, render
+
+    assert [*render.messages(["lint_corpus"])] == []
+    refused = [case for case in MALFORMED if lint_pages.verdict(case) != "accepted"]
     assert [case.path.stem for case in refused if not case.refused and case.result.readable] == []
-    assert [case.path.stem for case in VALID if script.verdict(case) != "accepted"] == []
-
-
-def test_schema_is_rendered():
-    script = _script("tools/render_lint_schema.py")
-    assert script.TARGET.read_text(encoding="utf-8") == script.rendered()
+    assert [case.path.stem for case in VALID if lint_pages.verdict(case) != "accepted"] == []
 
 
 PIECES = [

@@ -17,7 +17,7 @@ NEWEST, OLDEST = releases()[0]["deepspeed"], releases()[-1]["deepspeed"]
 VERDICTS = json.loads((Path(__file__).parent / "verdicts.json").read_text(encoding="utf-8"))
 RELEASES = sorted({release for changes in VERDICTS.values() for release, _ in changes}, key=version)
 CASES = tuple(case for case in (*cases("malformed"), *cases("valid")) if case.path.name in VERDICTS)
-"""The files that these releases have read; `tools/render_lint_verdicts.py --new` adds later ones."""
+"""The files that these releases have read; `python tools/render.py lint_verdicts:new` adds later ones."""
 NOT_COMPARED = ("removed_", "trainer_compression", "trainer_amp")
 """Cases of features that were removed later; the inner keys of their blocks are not compared."""
 NOT_REFUSED = {

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +12,7 @@ from llmtrain.models import target_loss_sum
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import INDEXERS
-
-SPEC = importlib.util.spec_from_file_location(
-    "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"
-)
-families = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = families  # dataclasses look their module up
-SPEC.loader.exec_module(families)
+from tools import families
 
 NOT_BUILT = {"blt"}
 LONG = {"deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}}

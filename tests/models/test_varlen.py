@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -17,10 +13,8 @@ from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import cpu, varlen
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import varlen_attention, varlen_operator
-from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan
 
-ROOT = Path(__file__).parents[2]
 POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])
 BOUNDS = [0, 7, 12, 24]
 
@@ -217,15 +211,6 @@ def test_a_wrong_gradient_is_detected(monkeypatch):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
 
-@pytest.mark.breadth
-def test_the_documented_families_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("render_documents", ROOT / "tools/render_families_documents.py")
-    families = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(families)
-    text = families.render(families.every_family(families.judge), families.HEAD)
-    assert (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8") == text
-
-
 def test_the_random_state_is_not_changed():
     before = torch.get_rng_state()
     check_attention(AutoConfig.for_model("llama"), "varlen")
@@ -257,10 +242,6 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
 
 
 def test_a_family_that_mixes_documents_is_noted_in_a_plan():
-    text = (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8")
-    assert (
-        frozenset(re.findall(r"^\| (\S+) \| .*documents influence each other", text, re.MULTILINE)) == MIXES_DOCUMENTS
-    )
     plan = small_plan(**{"model.architecture": "mamba", "model.config": {"vocab_size": 256}})
     assert [note["rule"] for note in plan.notes] == ["data.documents_mixed"]
     assert not small_plan(

@@ -94,12 +94,6 @@ def test_every_default_is_rendered_explicitly(name):
         assert {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"} <= set(config["zero_optimization"])
 
 
-def test_committed_configurations_match_the_recipes():
-    texts = {name.rstrip(":").replace(":", "-"): render(plan) for name, plan in PLANS.items()}
-    files = {file.stem: json.loads(file.read_text()) for file in (ROOT / "ds_configs").glob("*.json")}
-    assert files == texts, "run python ds_configs/render.py"
-
-
 def test_bucket_sizes_depend_on_the_model():
     assert bucket_elements(PLANS["tiny:zero3"]) <= PLANS["tiny:zero3"].model.parameters + 1
     assert bucket_elements(PLANS["llama3_8b:"]) == 64_000_000

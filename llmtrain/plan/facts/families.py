@@ -1,4 +1,4 @@
-"""The decoder families whose weights are known without the model, and their configurations.
+"""The decoder families whose weights are known without the model, their configurations, and what families can do.
 
 `transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that nothing reads. The
 keys are therefore listed here, and a test compares them with the library's own classes.
@@ -6,8 +6,10 @@ keys are therefore listed here, and a test compares them with the library's own 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
@@ -360,27 +362,20 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-EXPERT_PRESETS = {
-    "deepseek_v2": "deepseek_v2",
-    "deepseek_v3": "deepseek_v3",
-    "minimax_m3_vl_text": "minimax_m3",
-    "mixtral": "mixtral",
-    "qwen2_moe": "qwen3_moe",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "qwen3_moe": "qwen3_moe",
-}
+_TRIED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+"""Results for all model types of `transformers`. `tools/families.py` tries them on tiny copies, and writes the file."""
+SLICED_FAMILIES = frozenset(_TRIED["tensor"])
+"""Model types that are correct on two tensor parallel ranks (`docs/reference/families_tensor.md`)."""
+MEGATRON_SP_FAMILIES = frozenset(_TRIED["residual_slices"])
+"""Those of them whose ranks may hold slices of the residual stream."""
+MIXES_DOCUMENTS = frozenset(_TRIED["mixes_documents"])
+"""Model types in which packed documents influence each other (`docs/reference/families_documents.md`).
+
+The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
+"""
+EXPERT_PRESETS: dict[str, str] = _TRIED["expert_presets"]
 """Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
-
-TEXT_PARTS = frozenset(("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"))
+EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])
+"""Those of them whose attention is split correctly by the names of its projections beside distributed experts."""
+TEXT_PARTS = frozenset(_TRIED["text_parts"])
 """Model types of several modalities of which `transformers` builds only the text model as causal LM."""
-
-_IN_REGIONS = (
-    "arcee aria_text cohere cohere2 cohere2_moe cohere_compass_text cwm dots1 ernie4_5 ernie4_5_moe exaone4 "
-    "flex_olmo gemma gemma2 gemma3_text gemma4_unified_text glm glm4 glm4_moe gpt_neox granite granite_swa "
-    "granitemoe_swa helium hy_v3 hyperclovax jais2 kolibri1 laguna llama mellum mimo_v2_flash minimax_m2 "
-    "ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_moe "
-    "seed_oss smollm3 starcoder2 vaultgemma"
-)
-MEGATRON_SP_FAMILIES = frozenset(_IN_REGIONS.split())
-"""Model types whose tensor parallel ranks may hold slices of the residual stream: those that
-`docs/reference/families_tensor.md` says so of."""

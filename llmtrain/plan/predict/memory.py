@@ -23,7 +23,7 @@ from llmtrain.recipe.cluster import GIB
 CONTEXT = GIB
 """Assumed: a device's context, its libraries and their workspaces."""
 MEASURED = Path(__file__).with_name("measured.json")
-"""How predicted peaks compare with those of a GPU; `null` until one has been measured. `python -m benchmarks.render`
+"""How predicted peaks compare with those of a GPU; `null` until one has been measured. `python tools/render.py gpu`
 writes it."""
 COMMUNICATORS = GIB
 """Assumed: buffers of NCCL's communicators, if there is more than one rank."""

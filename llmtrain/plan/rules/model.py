@@ -6,23 +6,13 @@ from collections.abc import Iterator
 from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
-from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS, TEXT_PARTS
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
 from llmtrain.system.untrusted import expanded, is_file
 
-_MIXING = (
-    "axk2 bailing_hybrid bamba biogpt cpmant deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa "
-    "granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid openai-gpt "
-    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
-)
-MIXES_DOCUMENTS = frozenset(_MIXING.split())
-"""Families in which packed documents influence each other (`docs/reference/families_documents.md`).
-
-The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
-"""
 DEQUANTIZED = ("fp8", "mxfp4")
 """Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
 NAMED = 3

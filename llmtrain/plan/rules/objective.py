@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules.model import MIXES_DOCUMENTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 

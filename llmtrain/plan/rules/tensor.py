@@ -6,25 +6,8 @@ from collections.abc import Iterator
 
 from llmtrain.plan.axes import TENSOR
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.families import EXPERT_TENSOR_FAMILIES, SLICED_FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
-
-_SLICED = (
-    "afmoe arcee aria_text axk1 axk2 bailing_hybrid beam cohere cohere2 cohere2_moe cohere_compass_text cwm "
-    "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
-    "flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa "
-    "gpt_neox granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
-    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jamba kimi_linear kolibri1 laguna lfm2_moe llama mellum "
-    "mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat "
-    "nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open starcoder2 "
-    "vaultgemma youtu"
-)
-SLICED_FAMILIES = frozenset(_SLICED.split())
-"""Model types that give correct results on two ranks, as listed in `docs/reference/families_tensor.md`."""
-
-
-EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
-"""Mixtures of experts whose attention is split correctly by the names of its projections if experts are distributed."""
 
 
 @rule(

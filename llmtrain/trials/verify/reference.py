@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.plan.rules.model import MIXES_DOCUMENTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 

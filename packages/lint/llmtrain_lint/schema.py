@@ -1,6 +1,6 @@
 """The schema of a DeepSpeed configuration: every key, at every level, with the type and the range of its value.
 
-`tools/render_lint_schema.py` renders `deepspeed.json` from the sources of each release.
+`tools/lint_schema.py` renders `deepspeed.json` from the sources of each release.
 """
 
 from __future__ import annotations

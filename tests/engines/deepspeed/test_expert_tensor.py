@@ -20,7 +20,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.overrides.deepspeed import make_tensor_groups, skip_input_check
 from llmtrain.plan.ds_config import render
-from llmtrain.plan.rules.tensor import EXPERT_TENSOR_FAMILIES
+from llmtrain.plan.facts.families import EXPERT_TENSOR_FAMILIES
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe

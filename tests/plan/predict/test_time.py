@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -195,14 +193,6 @@ def test_absurd_sizes_have_a_predicted_time(llama):
     time = time_of(llama.with_(**sizes), cluster, **batch, parallel__zero_stage=3)
     assert math.isfinite(time.step_s)
     assert time.mfu < 1
-
-
-def test_the_time_guide_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("render_time", ROOT / "tools/render_time.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs/guides/time.md").read_text(encoding="utf-8") == module.render()
 
 
 def test_all_reductions_but_those_of_the_embedding_and_a_bucket_are_hidden(llama):

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[3] / "llmtrain"
 PROOF = ("reference.py", "reference_optimizers.py", "documents.py")
 VERIFY = PACKAGE / "trials" / "verify"
-DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.rules.model"}
+DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.facts.families"}
 LIBRARIES = {"torch", "transformers", "numpy", "peft"}
 STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "math", "sys", "typing"}
 OWN = {"llmtrain.trials.verify.reference", "llmtrain.trials.verify.reference_optimizers"}
@@ -36,7 +36,7 @@ def test_the_reference_imports_declarations_only(name):
     for module, names in _imported(VERIFY / name).items():
         known = module in DECLARATIONS | OWN or module.split(".")[0] in LIBRARIES | STANDARD
         assert known, f"{name} imports {module}"
-        if module == "llmtrain.plan.rules.model":
+        if module == "llmtrain.plan.facts.families":
             assert names == {"MIXES_DOCUMENTS"}
 
 

@@ -1,9 +1,7 @@
-"""Writes what `llmtrain lint` knows about DeepSpeed's configuration: `packages/lint/llmtrain_lint/deepspeed.json`.
+"""What `llmtrain lint` knows about DeepSpeed's configuration: `packages/lint/llmtrain_lint/deepspeed.json`.
 
-Run `python tools/render_lint_schema.py` after an update of DeepSpeed: it reads the installed one, and keeps the others.
-`python tools/render_lint_schema.py --releases` reads all releases from 0.16.0 on, which takes some minutes: their
-source archives are downloaded by pip, and each is imported from its unpacked archive, beside the installed torch.
-Tests render the installed release again and compare.
+It is read from the installed DeepSpeed; the other releases are kept. `lint_schema:releases` reads all of them: pip
+downloads their source archives, and each is imported from its unpacked archive, beside the installed torch.
 
 The newest release is written in full. "older" has a JSON merge patch (RFC 7396) for each older one, from the release
 after it. A node of "keys" is {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys":
@@ -13,7 +11,6 @@ the release refuses it as removed}; an empty node accepts anything.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -36,11 +33,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from llmtrain_lint.schema import REMOVED_KEYS, releases, version
+from tools.page import ROOT, Files
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "packages/lint/llmtrain_lint/deepspeed.json"
+TARGET = "packages/lint/llmtrain_lint/deepspeed.json"
 OLDEST = "0.16.0"
 """The oldest release that is read, of November 2024."""
 Node = dict[str, Any]
@@ -351,11 +348,13 @@ def text(releases: list[dict[str, Any]]) -> str:
     return json.dumps({**releases[0], "older": older}, indent=1, sort_keys=True) + "\n"
 
 
-def rendered() -> str:
-    """Returns the file with the installed release, and the others as the file has them."""
+def files(which: str = "installed") -> Files:
+    """Returns the file with the installed release, and the others as they are; or with all, if asked for `releases`."""
+    if which == "releases":
+        return {TARGET: text([found for _, found in of_each_release("tools.lint_schema")])}
     installed = facts()
     known = [one for one in releases() if one["deepspeed"] != installed["deepspeed"]]
-    return text(sorted([installed, *known], key=lambda one: version(one["deepspeed"]), reverse=True))
+    return {TARGET: text(sorted([installed, *known], key=lambda one: version(one["deepspeed"]), reverse=True))}
 
 
 def unpacked(number: str, folder: Path) -> Path:
@@ -369,31 +368,19 @@ def unpacked(number: str, folder: Path) -> Path:
     return made
 
 
-def of_each_release(script: str, folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields what a script prints with --facts for each release from OLDEST on, or for some, the newest first."""
+def of_each_release(module: str, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields what `facts` of a module returns with each release from OLDEST on, or with some, the newest first."""
     listed = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
     answer = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
     numbers = re.findall(r"[\d.]+", answer.partition("Available versions:")[2].partition("\n")[0])
-    for number in (one for one in numbers if version(one) >= version(OLDEST) and (not only or one in only)):
-        compiled = {"TORCH_EXTENSIONS_DIR": str(folder / f"extensions-{number}")}  # not those of the installed one
-        environment = {**os.environ, **compiled, "PYTHONPATH": str(unpacked(number, folder))}
-        command = [sys.executable, script, "--facts"]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-        yield number, json.loads(done.stdout.splitlines()[-1])
-        print(number, "is read", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--facts", action="store_true", help="print the facts of the release that is imported")
-    parser.add_argument("--releases", action="store_true", help="read all releases, not only the installed one")
-    parser.add_argument("--folder", type=Path, help="keep the archives of --releases here")
-    options = parser.parse_args()
-    if options.facts:
-        print(json.dumps(facts()))
-    elif options.releases:
-        with tempfile.TemporaryDirectory() as temporary:
-            every = dict(of_each_release(__file__, options.folder or Path(temporary)))
-            TARGET.write_text(text(list(every.values())))
-    else:
-        TARGET.write_text(rendered())
+    program = f"import json; from {module} import facts; print(json.dumps(facts()))"
+    with tempfile.TemporaryDirectory() as folder:
+        for number in (one for one in numbers if version(one) >= version(OLDEST) and (not only or one in only)):
+            compiled = {"TORCH_EXTENSIONS_DIR": f"{folder}/extensions-{number}"}  # not those of the installed one
+            path = {"PYTHONPATH": f"{unpacked(number, Path(folder))}{os.pathsep}{ROOT}"}
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | compiled | path
+            )
+            yield number, json.loads(done.stdout.splitlines()[-1])
+            print(number, "is read", file=sys.stderr)

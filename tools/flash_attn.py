@@ -1,6 +1,4 @@
-"""Writes tests/helpers/flash_attn.json: how flash-attn's kernels are called, and their limits, read from its source.
-
-python tools/render_flash_attn.py
+"""tests/helpers/flash_attn.json: how flash-attn's kernels are called, and their limits, read from its source.
 
 flash-attn cannot be installed without CUDA's compiler. pip downloads its source archive, in the version of
 `constraints.txt`, and nothing of it is run.
@@ -19,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-FACTS = ROOT / "tests/helpers/flash_attn.json"
+from tools.page import ROOT, Files
+
 FUNCTION = "flash_attn_varlen_func"
 INTERFACES = {
     "flash_attention_2": ("flash_attn/flash_attn_interface.py", "setup.py"),
@@ -74,8 +72,8 @@ def _only(pattern: str, text: str) -> str:
     return str(found)
 
 
-def main() -> None:
-    """Downloads the archive and writes the facts."""
+def files() -> Files:
+    """Downloads the archive and returns the facts."""
     (version,) = re.findall(r"^flash-attn==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -88,8 +86,4 @@ def main() -> None:
                 found = file.extractfile(f"{archive.name.removesuffix('.tar.gz')}/{path}")
                 assert found
                 sources[path] = found.read().decode()
-    FACTS.write_text(json.dumps(facts(sources, version), indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return {"tests/helpers/flash_attn.json": json.dumps(facts(sources, version), indent=2) + "\n"}

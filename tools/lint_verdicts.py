@@ -1,9 +1,8 @@
-"""Writes tests/lint/verdicts.json: what releases of DeepSpeed answer to the files of the corpus.
+"""tests/lint/verdicts.json: what releases of DeepSpeed answer to the files of the corpus.
 
-Run `python tools/render_lint_verdicts.py` after a change to the corpus or an update of DeepSpeed. It takes some
-minutes: each release is downloaded and imported, and reads all files. It builds an engine for those of which lint says
-that only some releases refuse them, where one CPU can show it. `--new` reads only files that have no verdict yet, and
-drops the verdicts of files that are gone. `--folder` keeps the archives.
+Each release is downloaded and imported, and reads all files. It builds an engine for those of which lint says that only
+some releases refuse them, where one CPU can show it. `lint_verdicts:new` reads only files that have no verdict yet, and
+drops the verdicts of files that are gone.
 
 A file has an answer for each release, the oldest first; equal ones are joined: {"file": [["0.16.0", ""],
 ["0.19.6", "config: DeepSpeedConfigError"]]}. An answer is empty, or says who refuses the file and with which
@@ -12,29 +11,26 @@ exception: its reader and DeepSpeed's configuration, or the engine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-import tempfile
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.lint.corpus import Case, cases
+from tools.lint_schema import of_each_release
+from tools.page import ROOT, Files
 
 RELEASES = ("0.16.0", "0.16.9", "0.17.1", "0.17.6", "0.18.3", "0.18.5", "0.18.9", "0.19.3", "0.19.6", "0.19.8")
 """The first and the last of each series, and those between in which what is refused changed."""
-TARGET = Path(__file__).parents[1] / "tests" / "lint" / "verdicts.json"
+TARGET = "tests/lint/verdicts.json"
 NEW = "LINT_VERDICTS_OF_NEW_FILES"
-"""The variable of the environment that passes `--new` to the releases."""
+"""The variable of the environment that tells the releases to read only new files."""
 
 
-def answers() -> dict[str, str]:
+def facts() -> dict[str, str]:
     """Returns the answer of the release that is imported to each file of the corpus."""
     from tests.lint.oracle import answer, build, read
 
@@ -60,7 +56,7 @@ def _all() -> tuple[Case, ...]:
 
 
 def _known() -> dict[str, list[list[str]]]:
-    known: dict[str, list[list[str]]] = json.loads(TARGET.read_text(encoding="utf-8"))
+    known: dict[str, list[list[str]]] = json.loads((ROOT / TARGET).read_text(encoding="utf-8"))
     return {case.path.name: known[case.path.name] for case in _all() if case.path.name in known}
 
 
@@ -89,25 +85,10 @@ def written(verdicts: dict[str, list[list[str]]]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def main() -> None:
-    """Prints the answers of the imported release, or writes those of all."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--facts", action="store_true", help="print the answers of the release that is imported")
-    parser.add_argument("--new", action="store_true", help="read only files that have no verdict yet")
-    parser.add_argument("--folder", type=Path, help="keep the archives of the releases here")
-    options = parser.parse_args()
-    if options.facts:
-        print(json.dumps(answers()))
-        return
-    from render_lint_schema import of_each_release
-
-    if options.new:
+def files(which: str = "all") -> Files:
+    """Returns the file with the answers of all releases, or, if asked for `new`, adds those to new files."""
+    if which == "new":
         os.environ[NEW] = "1"
-    with tempfile.TemporaryDirectory() as temporary:
-        by_release: dict[str, Any] = dict(of_each_release(__file__, options.folder or Path(temporary), RELEASES))
-    made = (_known() if options.new else {}) | joined(dict(reversed(by_release.items())))
-    TARGET.write_text(written(dict(sorted(made.items()))), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    by_release: dict[str, Any] = dict(of_each_release("tools.lint_verdicts", RELEASES))
+    made = (_known() if which == "new" else {}) | joined(dict(reversed(by_release.items())))
+    return {TARGET: written(dict(sorted(made.items())))}

@@ -1,0 +1,46 @@
+"""What was tried with the model types of `transformers`: the lists that rules read are those of the pages."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, MIXES_DOCUMENTS, SLICED_FAMILIES
+from tools import render
+from tools.page import ROOT
+
+PAGES = ("families", "families_tensor", "families_sequence", "families_documents")
+
+
+def notes(page: str, kind: str = r"[\w ]+") -> dict[str, str]:
+    """Returns the families of one kind on a page, or all, with their notes."""
+    text = (ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8")
+    sections = re.findall(rf"^## ({kind})\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return dict(row for _, section in sections for row in re.findall(r"^\| (\S+) \| (.*) \|$", section, re.MULTILINE))
+
+
+def test_the_lists_are_those_of_the_pages():
+    works = notes("families_tensor", "Works")
+    assert works.keys() == SLICED_FAMILIES
+    assert {family for family, note in works.items() if note.endswith(", slices")} == MEGATRON_SP_FAMILIES
+    mixing = {family for family, note in notes("families_documents").items() if "documents influence" in note}
+    assert mixing == MIXES_DOCUMENTS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_family_computes_something_else_without_being_refused(page):
+    assert len(notes(page)) > 180
+    assert notes(page, "Wrong") == {}
+
+
+def test_almost_all_families_can_be_cut_into_stages():
+    works, refused = (len(notes("families", kind)) for kind in ("Works", "Refused"))
+    assert works >= 120
+    assert works / (works + refused) >= 0.95
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", [*PAGES, "families_experts"])
+def test_a_trial_gives_the_committed_results(name):
+    assert [*render.messages([name])] == []

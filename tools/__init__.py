@@ -1,0 +1,1 @@
+"""Programs for the repository itself: `python tools/render.py` writes generated files; hooks of the site."""

@@ -1,0 +1,453 @@
+"""Tries the model types of `transformers` on tiny copies: their pages in docs/reference/, and lists that rules read.
+
+`llmtrain/plan/facts/families.json` has the lists. Nothing in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import socket
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmtrain.data import MicroBatch
+from llmtrain.errors import FamilyError
+from llmtrain.models.stages import Cut
+from llmtrain.models.tensor.split import DeclaredSplit
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
+from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, supports_sequence_parallel
+from llmtrain.models.tiny.varlen_check import check_attention
+from llmtrain.plan.facts.built_model import INDEXERS
+from llmtrain.plan.stages import StageBounds
+from tools.page import ROOT, Files, filled, paragraph, table
+
+OUT_OF_SCOPE = {
+    "encoder, or not trained from left to right": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod reformer"
+    ),
+    "decoder of an encoder-decoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper "
+        "musicgen musicgen_melody"
+    ),
+    "multimodal, with a text model that is not a causal LM of its own": "emu3 git mllama phi4_multimodal",
+    "drafts for another model, whose keys and values it reads": "gemma4_assistant gemma4_unified_assistant",
+}
+"""Reason → model types that are not decoder-only language models."""
+
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Fields that a family's defaults leave unset or that must have a specific value."""
+
+DATA = "llmtrain/plan/facts/families.json"
+KINDS = ("works", "wrong", "refused", "not built", "out of scope")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for a family."""
+
+    family: str
+    kind: str
+    """One of `KINDS`."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried with each family, and where the results are written."""
+
+    name: str
+    """The page is `docs/reference/NAME.md`."""
+    build: Callable[[PreTrainedConfig], Any]
+    """Builds what `compare` gets. A family for which this fails cannot be built."""
+    compare: Callable[[Any], tuple[str, str]]
+    """Returns the kind of the result and a note, or raises a FamilyError, which counts as `refused`."""
+    lists: Callable[[list[Verdict]], dict[str, Any]] = lambda verdicts: {}
+    """Returns what is written to `families.json`, by its key."""
+
+    def judge(self, family: str) -> Verdict:
+        """Tries a family, unless it is out of scope."""
+        if reason := out_of_scope(family):
+            return Verdict(family, "out of scope", reason)
+        try:
+            built = self.build(tiny_config(family))
+        except Exception as error:
+            return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
+        try:
+            return Verdict(family, *self.compare(built))
+        except FamilyError as refusal:
+            return Verdict(family, "refused", without_size(refusal))
+
+    def every_family(self) -> list[Verdict]:
+        """Returns the results for all model types of a causal LM."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transformers.logging.set_verbosity_error()
+            return [self.judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+
+    def files(self, verdicts: list[Verdict]) -> Files:
+        """Returns the page, and the lists with those of the other trials."""
+        by_kind = {kind: [verdict for verdict in verdicts if verdict.kind == kind] for kind in KINDS}
+        works, wrong, refused, not_built, outside = map(len, by_kind.values())
+        built = works + wrong + refused
+        text = paragraph(
+            f"Of {len(verdicts)} types of `transformers` {transformers.__version__}, {built} are decoder-only and were "
+            f"built: **{works} work ({works / built:.0%}), {refused} are refused, {wrong} are wrong**. {not_built} "
+            f"could not be built. {outside} are not decoder-only language models, or are another name of one."
+        )
+        for kind, found in by_kind.items():
+            rows = ((verdict.family, verdict.note) for verdict in found)
+            text += f"\n## {kind.capitalize()}\n\n{table(('Family', ''), rows)}" if found else ""
+        lists = self.lists(verdicts)
+        return {**filled(f"docs/reference/{self.name}.md", families=text), **(with_lists(lists) if lists else {})}
+
+
+def with_lists(lists: dict[str, Any]) -> Files:
+    """Returns the data file with some of its lists replaced."""
+    known = json.loads((ROOT / DATA).read_text(encoding="utf-8"))
+    return {DATA: json.dumps({**known, **lists}, indent=1, sort_keys=True) + "\n"}
+
+
+def without_size(refusal: FamilyError) -> str:
+    """Returns a reason without the size of the deviation, which depends on random weights and on the machine."""
+    return re.sub(r" by \d\S*e[+-]\d+", "", one_line(refusal.reason))
+
+
+def names(verdicts: Iterable[Verdict]) -> list[str]:
+    """Returns the families of some results."""
+    return [verdict.family for verdict in verdicts]
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """Returns the family's default configuration with four layers and, if it has one, the auxiliary loss."""
+    config = AutoConfig.for_model(family).get_text_config(decoder=True)
+    overrides = dict(OVERRIDES.get(family, {}))
+    if hasattr(config, "output_router_logits"):
+        overrides["output_router_logits"] = True
+    return shrink_configuration(config, 4, **overrides)
+
+
+def out_of_scope(family: str) -> str:
+    """Returns why a model type is not a decoder-only language model of its own; empty if it is one."""
+    for reason, members in OUT_OF_SCOPE.items():
+        if family in members.split():
+            return reason
+    config = AutoConfig.for_model(family)
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        return f"multimodal; its text model is `{text.model_type}`"
+    return f"another name of `{config.model_type}`" if config.model_type != family else ""
+
+
+def one_line(error: object) -> str:
+    """Returns the beginning of a message in one line."""
+    return " ".join(str(error).split())[:160]
+
+
+# Pipeline: two stages, compared with the whole model.
+
+BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
+GRADIENT_TOLERANCE = 1e-4
+"""Largest allowed deviation of a gradient, relative to the largest entry of its tensor.
+
+The two stages' contributions to a tied gradient are added in a different order than in the whole model.
+"""
+
+
+def _reference(config: PreTrainedConfig) -> tuple[PreTrainedModel, tuple[Tensor, Tensor]]:
+    """Returns the whole model and tokens with positions, with which it runs."""
+    whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
+    with torch.no_grad():
+        whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    return whole, inputs
+
+
+def _compare_stages(built: tuple[PreTrainedModel, tuple[Tensor, Tensor]]) -> tuple[str, str]:
+    whole, inputs = built
+    cut = find_cut(whole.config, BOUNDS)
+    wrong = wrong_gradients(whole, cut, inputs)
+    if wrong:
+        return "wrong", f"gradients of {len(wrong)} parameters, {wrong[0]} among them"
+    return "works", _remarks(whole.config.model_type, cut)
+
+
+def wrong_gradients(whole: PreTrainedModel, cut: Cut, inputs: tuple[Tensor, Tensor]) -> list[str]:
+    """Returns the parameters whose gradients differ between the model and the sum over its stages, in training mode."""
+    whole.train()
+    output = _seeded(lambda: whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False))
+    auxiliary = getattr(output, "aux_loss", None)
+    _loss(output.logits, *(() if auxiliary is None else (auxiliary,))).backward()  # type: ignore[no-untyped-call]
+    stages = build_chain(whole, cut, "eager")
+    _loss(*_seeded(lambda: run_chain(stages, inputs))[-1]).backward()  # type: ignore[no-untyped-call]
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        for own, name in stage.hf_names.items():
+            gradient = stage.get_parameter(own).grad
+            if gradient is not None:
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return [name for name, parameter in whole.named_parameters() if not _close(parameter, gradients.get(name))]
+
+
+def _loss(logits: Tensor, *auxiliary: Tensor) -> Tensor:
+    targets = torch.arange(logits.shape[0] * logits.shape[1]) % logits.shape[-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets) + sum(auxiliary, torch.zeros(()))
+
+
+def _seeded(function: Callable[[], Any]) -> Any:
+    torch.manual_seed(1)  # makes a router that samples in training mode (PhiMoE) draw the same on both sides
+    return function()
+
+
+def _close(parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+    expected = parameter.grad
+    if expected is None or gradient is None:
+        # A stage does not hold parameters that it does not use, so a zero gradient and a missing one count as equal.
+        return all(value is None or not value.any() for value in (expected, gradient))
+    return bool((expected - gradient).abs().max() <= GRADIENT_TOLERANCE * expected.abs().max())
+
+
+def _remarks(family: str, cut: Cut) -> str:
+    tied = bool(set.intersection(*map(set, cut.outside)))
+    remarks = [
+        ("a tied weight on both stages", tied),
+        ("tokens sent along", cut.sends_tokens),
+        ("router logits sent along", cut.sends_routers),
+    ]
+    found = [text for text, holds in remarks if holds]
+    if family in INDEXERS:
+        found.append(f"`{INDEXERS[family]}` has no gradient and is frozen")
+    return ", ".join(found)
+
+
+def text_parts() -> list[str]:
+    """Returns the model types of several modalities of which `transformers` builds only the text model as causal LM."""
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    parts = {family: CONFIG_MAPPING[family].sub_configs.get("text_config") for family, _ in mapped}
+    return sorted(family for family, model in mapped if getattr(transformers, model).config_class is parts[family])
+
+
+PIPELINE = Trial("families", _reference, _compare_stages, lambda verdicts: {"text_parts": text_parts()})
+
+
+def pipeline() -> Files:
+    """Returns the page of families in pipelines."""
+    return PIPELINE.files(PIPELINE.every_family())
+
+
+# Tensor parallelism: two ranks, by the family's own tp_plan.
+
+SLICES = ", slices"
+"""What the table says of a family whose ranks may hold slices of the residual stream."""
+
+
+def _on_meta(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    config = shrink_configuration(config, 4, vocab_size=VOCABULARY)
+    with torch.device("meta"):
+        return config, AutoModelForCausalLM.from_config(config)
+
+
+def _compare_slices(built: tuple[PreTrainedConfig, PreTrainedModel]) -> tuple[str, str]:
+    config, model = built
+    share = f"{_share(model, compare_tensor_split(config)):.0%}"
+    return "works", share + SLICES if supports_sequence_parallel(config) else share
+
+
+def _share(model: PreTrainedModel, split: DeclaredSplit) -> float:
+    """Returns the fraction of the decoder layers' parameters that is split."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if re.search(r"\.\d+\.", name)}
+    share: float = sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())
+    return share
+
+
+def _tensor_lists(verdicts: list[Verdict]) -> dict[str, Any]:
+    works = [verdict for verdict in verdicts if verdict.kind == "works"]
+    return {
+        "tensor": names(works),
+        "residual_slices": names(verdict for verdict in works if verdict.note.endswith(SLICES)),
+    }
+
+
+TENSOR = Trial("families_tensor", _on_meta, _compare_slices, _tensor_lists)
+
+
+def tensor() -> Files:
+    """Returns the page of families with tensor parallelism."""
+    return TENSOR.files(TENSOR.every_family())
+
+
+# Packed documents: apart without masks, and their influence on each other with masks.
+
+INFLUENCE = "documents influence each other"
+
+
+def _with_influence(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+    from llmtrain.engines.documents_check import influences
+
+    return config, INFLUENCE if influences(config) else ""
+
+
+def _compare_attention(built: tuple[PreTrainedConfig, str]) -> tuple[str, str]:
+    config, note = built
+    try:
+        check_attention(config, "varlen")
+    except FamilyError as refusal:
+        return "refused", "; ".join(filter(None, (without_size(refusal), note)))
+    return "works", note
+
+
+def _documents_lists(verdicts: list[Verdict]) -> dict[str, Any]:
+    return {"mixes_documents": names(verdict for verdict in verdicts if verdict.note.endswith(INFLUENCE))}
+
+
+DOCUMENTS = Trial("families_documents", _with_influence, _compare_attention, _documents_lists)
+
+
+def documents() -> Files:
+    """Returns the page of families and packed documents."""
+    return DOCUMENTS.files(DOCUMENTS.every_family())
+
+
+# Sequence parallelism: two ranks, each with half of each sequence. Both call these functions.
+
+WAIT = timedelta(seconds=30)
+
+
+def _with_attention(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+    """Returns `sdpa` beside a configuration if the family runs with it, otherwise `eager`."""
+    tokens, positions = packed_input(config)
+    for attention in ("sdpa", "eager"):
+        try:
+            with torch.no_grad():
+                build_tiny_model(config, attention)(input_ids=tokens, position_ids=positions, use_cache=False)
+        except Exception:
+            if attention == "eager":
+                raise
+        else:
+            break
+    return config, attention
+
+
+def _compare_sequences(built: tuple[PreTrainedConfig, str]) -> tuple[str, str]:
+    from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences
+
+    config, attention = built
+    # Each family gets a new group, because a group in which a rank has timed out cannot be used again.
+    group = dist.new_group([0, 1], timeout=WAIT)
+    if refusal := _of_either(compare_sliced_sequences(config, attention, group)):
+        return "refused", one_line(refusal)
+    if deviation := _of_either(compare_sliced_sequences(config, attention, group, _longer(config))):
+        return "wrong", deviation
+    return "works", "eager" if attention == "eager" else ""
+
+
+def _longer(config: PreTrainedConfig) -> MicroBatch:
+    """Returns three sequences of 32 tokens, divided into documents at other positions than in the check."""
+    tokens = torch.randint(3, min(config.vocab_size, 90), (3, 32), generator=torch.Generator().manual_seed(5))
+    positions = torch.stack([torch.arange(32), torch.arange(32) % 21, torch.arange(32) % 7])
+    return MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
+
+
+def _of_either(reason: str) -> str:
+    """Returns the reason that a check before a run gives, from those of both ranks."""
+    from llmtrain.engines.deepspeed.sequence_check import describe
+
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return describe(reasons)
+
+
+SEQUENCE = Trial("families_sequence", _with_attention, _compare_sequences)
+
+
+def sequence() -> Files:
+    """Returns the page of families with sequence parallelism."""
+    return SEQUENCE.files(on_two_ranks(_sequences))
+
+
+def _sequences() -> list[Verdict]:
+    return SEQUENCE.every_family()
+
+
+def on_two_ranks(function: Callable[[], Any]) -> Any:
+    """Calls a function in two processes, which are ranks of a group, and returns the result of the first."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [context.Process(target=_rank, args=(function, rank, port, sender)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    sender.close()
+    result = receiver.recv()
+    for process in processes:
+        process.join()
+    return result
+
+
+def _rank(function: Callable[[], Any], rank: int, port: int, pipe: Connection) -> None:
+    from llmtrain.engines.runtime.distributed import init_process_group
+    from llmtrain.launch.discovery.rank import Rank
+
+    torch.set_num_threads(1)
+    here: dict[str, Any] = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2}
+    init_process_group(Rank(**here, master_addr="127.0.0.1", master_port=port, launcher="families"), on_cpu=True)
+    result = function()
+    if rank == 0:
+        pipe.send(result)
+    dist.destroy_process_group()
+
+
+# Expert parallelism: DeepSpeed's presets, and its AutoTP for the attention beside distributed experts, on two ranks.
+
+
+def experts() -> Files:
+    """Returns the lists of families whose experts the engine can distribute, also beside tensor parallelism."""
+    presets, split = on_two_ranks(_experts)
+    return with_lists({"expert_presets": presets, "expert_tensor": split})
+
+
+def _experts() -> tuple[dict[str, str], list[str]]:
+    from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
+
+    from llmtrain.engines.deepspeed.autotp_check import check_autotp
+    from llmtrain.overrides.deepspeed import make_tensor_groups
+    from llmtrain.plan.ds_config import render
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.rules import resolve
+
+    presets = {family: name for name, preset in PRESET_MODELS.items() for family in preset.hf_model_types}
+    fields = ["parallel.tensor=2", "parallel.expert=2"]
+    recipe, cluster = load_recipe(str(ROOT / "recipes/tiny.py:moe"), fields)
+    assert cluster is not None
+    block = render(resolve(recipe, cluster.resized(1, 2, "cpu")))["tensor_parallel"]
+    make_tensor_groups(2)
+    split = []
+    for family in sorted(presets):
+        try:
+            check_autotp(tiny_config(family), block, "eager", torch.device("cpu"))
+            split.append(family)
+        except FamilyError:
+            continue
+    return presets, split
