@@ -31,7 +31,7 @@ for first in ["", *names, "plan.plan", "trials.verify.certify"]:
     import llmtrain
     from llmtrain import lint, plan, train, verify
     from llmtrain.plan.plan import Plan
-    functions = [llmtrain.plan, llmtrain.train, llmtrain.trials.verify, llmtrain.lint, plan, train, verify, lint]
+    functions = [llmtrain.plan, llmtrain.train, llmtrain.verify, llmtrain.lint, plan, train, verify, lint]
     assert all(isinstance(one, FunctionType) for one in functions), (first, functions)
     assert sys.modules["llmtrain.plan"].Plan is Plan
 """
@@ -132,7 +132,7 @@ def test_the_metrics_of_a_run_are_columns(tmp_path):
         (lambda: llmtrain.train("recipes/tiny.py", max_steps=2.5), "max_steps: must be an integer .*, not 2.5"),
         (lambda: llmtrain.train("recipes/tiny.py", max_steps="5"), "max_steps: .*, not '5'"),
         (lambda: llmtrain.train("recipes/tiny.py", max_restarts=-1), "max_restarts: .* of at least 0, not -1"),
-        (lambda: llmtrain.trials.verify("recipes/tiny.py", steps=-1), "steps: .*, not -1"),
+        (lambda: llmtrain.verify("recipes/tiny.py", steps=-1), "steps: .*, not -1"),
     ],
 )
 def test_invalid_arguments_raise_user_errors(call, words):
@@ -140,7 +140,7 @@ def test_invalid_arguments_raise_user_errors(call, words):
         call()
 
 
-@pytest.mark.parametrize("function", [llmtrain.train, llmtrain.trials.verify])
+@pytest.mark.parametrize("function", [llmtrain.train, llmtrain.verify])
 def test_workers_are_started_from_the_main_thread_only(function, tmp_path):
     caught = []
 

@@ -240,7 +240,6 @@ from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
 from llmtrain.launch.fork_server import ForkServer
 from llmtrain.system.stops import QUIT, STOP_SIGNALS
-from llmtrain.launch.template import Template
 from llmtrain.system.stops import QUIT, STOP_SIGNALS
 from llmtrain.run_dir import RunDir
 fork_server = ForkServer(["json"]) if {fork_server is not None} else None

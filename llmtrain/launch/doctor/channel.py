@@ -20,7 +20,7 @@ from typing import IO, Any
 from llmtrain.launch.doctor.finding import Finding, fault
 from llmtrain.launch.runners import SSH_OPTIONS, SSH_TIMEOUT_S
 
-EFFICIENCY = "llmtrain-doctor-reached"
+REACHED = "llmtrain-doctor-reached"
 """Printed by the host's shell before Python is started there."""
 START_TIMEOUT_S = 120
 """Longest time in seconds to import llmtrain on a host, which may use a network file system."""
@@ -137,7 +137,7 @@ class Channel:
     def _read_replies(self, lines: IO[str]) -> None:
         """Reads replies. Lines that are not replies come from a shell's start-up files."""
         for line in lines:
-            if line.strip() == EFFICIENCY:
+            if line.strip() == REACHED:
                 self.replies.put({"reached": True})
                 continue
             with suppress(ValueError):
@@ -163,7 +163,7 @@ def open_over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     """
     path = os.environ.get("PYTHONPATH", "")
     agent = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.doctor.agent"]
-    command = f"echo {EFFICIENCY}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
+    command = f"echo {REACHED}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
     channel = Channel(host, ["ssh", *SSH_OPTIONS, host, command])
     deadline = time.monotonic() + SSH_TIMEOUT_S + 1  # ssh itself gives up after SSH_TIMEOUT_S, and says why
     try:
