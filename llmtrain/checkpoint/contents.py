@@ -16,7 +16,7 @@ from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
 from llmtrain.errors import CheckpointError, Problem, format_value
 from llmtrain.plan import Plan
-from llmtrain.run_dir import MAY_CHANGE, ON_REQUEST
+from llmtrain.run_dir import MAY_CHANGE, MAY_CHANGE_IF_ALLOWED
 
 Values = dict[str, Any]
 WORKERS = "workers"
@@ -38,11 +38,18 @@ class Segment:
 def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> list[Segment]:
     """Returns the history of a run that continues after `step` under a plan."""
     declared = plan.recipe.dotted()
-    fields = {name: one for name, one in declared.items() if MAY_CHANGE.fullmatch(name) or ON_REQUEST.fullmatch(name)}
+    fields = {
+        name: one
+        for name, one in declared.items()
+        if MAY_CHANGE.fullmatch(name) or MAY_CHANGE_IF_ALLOWED.fullmatch(name)
+    }
     values = {**fields, WORKERS: plan.workers}
     last = history[-1].values if history else {}
     # Earlier checkpoints lack some of these fields, which could not change then.
-    if history and values == {**{name: one for name, one in values.items() if ON_REQUEST.fullmatch(name)}, **last}:
+    if history and values == {
+        **{name: one for name, one in values.items() if MAY_CHANGE_IF_ALLOWED.fullmatch(name)},
+        **last,
+    }:
         return history
     return [*(one for one in history if one.step < step), Segment(step, samples, values)]
 

@@ -213,11 +213,3 @@ def test_many_wrong_fields_are_counted(tmp_path):
     with pytest.raises(RecipeError, match="950 more fields are wrong") as error:
         load_recipe(str(tmp_path / "recipe.yaml"), [])
     assert len(error.value.problems) == 51
-
-
-def test_a_recipe_leaves_the_recursion_limit_as_it_was(tmp_path):
-    before = sys.getrecursionlimit()
-    text = TINY.read_text() + "\n\nimport sys\n\nsys.setrecursionlimit(200)\n"
-    (tmp_path / "low.py").write_text(text)
-    load_recipe(str(tmp_path / "low.py"), [])
-    assert sys.getrecursionlimit() == before
