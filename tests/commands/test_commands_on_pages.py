@@ -18,7 +18,7 @@ from llmtrain.commands.completion import assignments
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import declared
 from llmtrain.recipe import LoraConfig, Recipe, parse_assignments
-from llmtrain.recipe.aliases import OURS
+from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,7 +129,7 @@ def test_settings_of_others_become_fields_that_exist(theirs, ours, note, tiny):
         if value:
             with_adapter.with_(**parse_assignments([f"{field}={value}"]))
     for name in re.findall(r"`(\w+)", theirs):
-        assert OURS.get(name, "") in ours
+        assert FIELD_OF_ALIAS.get(name, "") in ours
 
 
 def test_the_recipe_of_the_page_for_others_is_valid(tmp_path):
