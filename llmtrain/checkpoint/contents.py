@@ -16,7 +16,7 @@ from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
 from llmtrain.errors import CheckpointError, Problem, format_value
 from llmtrain.plan import Plan
-from llmtrain.run_dir import MAY_CHANGE, ON_REQUEST
+from llmtrain.run_dir import MAY_CHANGE, MAY_CHANGE_IF_ALLOWED
 
 Values = dict[str, Any]
 WORKERS = "workers"
@@ -39,12 +39,17 @@ def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> li
     """Returns the history of a run that continues after `step` under a plan."""
     declared = plan.recipe.dotted()
     fields = {
-        name: value for name, value in declared.items() if MAY_CHANGE.fullmatch(name) or ON_REQUEST.fullmatch(name)
+        name: value
+        for name, value in declared.items()
+        if MAY_CHANGE.fullmatch(name) or MAY_CHANGE_IF_ALLOWED.fullmatch(name)
     }
     values = {**fields, WORKERS: plan.workers}
     last = history[-1].values if history else {}
     # Earlier checkpoints lack some of these fields, which could not change then.
-    if history and values == {**{name: value for name, value in values.items() if ON_REQUEST.fullmatch(name)}, **last}:
+    if history and values == {
+        **{name: value for name, value in values.items() if MAY_CHANGE_IF_ALLOWED.fullmatch(name)},
+        **last,
+    }:
         return history
     return [*(segment for segment in history if segment.step < step), Segment(step, samples, values)]
 

@@ -116,7 +116,7 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
     """Prints the fastest legal plans."""
     from functools import partial
 
-    from llmtrain.plan.predict import MemoryCache, lacking
+    from llmtrain.plan.predict import MemoryCache, memory_shortage
     from llmtrain.plan.search.search import search_plans
     from llmtrain.plan.search.search_report import document, lines
 
@@ -125,5 +125,5 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
         raise RecipeError(
             Problem("search.write", "--write", message, "choose one, and write it with its --set options")
         )
-    result = search_plans(declared, cluster, partial(lacking, cache=MemoryCache()))
+    result = search_plans(declared, cluster, partial(memory_shortage, cache=MemoryCache()))
     print(json.dumps(document(result), indent=2) if request.as_json else "\n".join(lines(result)))

@@ -86,7 +86,7 @@ def kernel_choice_lines(choice: KernelChoice) -> list[str]:
     for field, taken in choice.milliseconds.items():
         unit = f" for {next(iter(taken))} sequences" if field == "batch.micro_batch_size" else ""
         lines.append(f"         {field}: " + ", ".join(f"{value} {ms:.1f} ms" for value, ms in taken.items()) + unit)
-    return lines + [f"         {one}: not measured, {why}" for one, why in choice.failed.items()]
+    return lines + [f"         {field}: not measured, {why}" for field, why in choice.failed.items()]
 
 
 def triangle(plan: Plan) -> str:

@@ -88,12 +88,12 @@ class OptimizerRow:
     @property
     def codes(self) -> tuple[str, ...]:
         """Names of the bytes of `moments`."""
-        return tuple(one + CODE for one in self.moments)
+        return tuple(moment + CODE for moment in self.moments)
 
     @property
     def scales(self) -> tuple[str, ...]:
         """Names of the scales of `moments`."""
-        return tuple(one + SCALE for one in self.moments)
+        return tuple(moment + SCALE for moment in self.moments)
 
     @property
     def deepspeed_type(self) -> str | None:

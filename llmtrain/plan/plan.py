@@ -107,7 +107,7 @@ class Plan(Part):
     def stride(self, axis: Axis) -> int:
         """Returns the distance between neighbours in a group of an axis: ranks are numbered by `INNERMOST_FIRST`."""
         inner = INNERMOST_FIRST[: INNERMOST_FIRST.index(axis)]
-        return math.prod(self.degree(one) for one in inner)
+        return math.prod(self.degree(nearer) for nearer in inner)
 
     def parts(self, divided: Divided) -> int:
         """Returns the number of parts into which the axes divide the layers, the matrices of a layer, and so on."""

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     """A pass, and when it runs."""
 
     rank: int
-    what: Pass
+    action: Pass
     start: float
     end: float
 
@@ -71,20 +71,20 @@ class PipelineSchedule:
         """Returns the stages of a rank in ascending order."""
         return _stages(self)[rank]
 
-    def needs(self, what: Pass) -> Pass | None:
+    def needs(self, action: Pass) -> Pass | None:
         """Returns the pass that a pass waits for; None for the first forward passes."""
-        stage, micro_batch = what.stage, what.micro_batch
-        if what.kind == "weights":
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.kind == "weights":
             return Pass("backward", stage, micro_batch)
-        if what.kind == "forward":
+        if action.kind == "forward":
             return Pass("forward", stage - 1, micro_batch) if stage else None
         if stage == self.stages - 1:
             return Pass("forward", stage, micro_batch)
         return Pass("backward", stage + 1, micro_batch)
 
-    def receiver(self, what: Pass) -> int | None:
+    def receiver(self, action: Pass) -> int | None:
         """Returns the rank that waits for the result of a pass, which may be its own; None if nothing is passed on."""
-        stage = what.stage + {"forward": 1, "backward": -1, "weights": self.stages}[what.kind]
+        stage = action.stage + {"forward": 1, "backward": -1, "weights": self.stages}[action.kind]
         return self.rank_of(stage) if 0 <= stage < self.stages else None
 
     def passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
@@ -154,7 +154,7 @@ class PipelineSchedule:
 def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
     """Returns the stages of each rank."""
     stages = range(schedule.stages)
-    return tuple(tuple(one for one in stages if schedule.rank_of(one) == rank) for rank in range(schedule.ranks))
+    return tuple(tuple(stage for stage in stages if schedule.rank_of(stage) == rank) for rank in range(schedule.ranks))
 
 
 def _slots(
@@ -166,19 +166,19 @@ def _slots(
     """Yields the passes that each rank runs in an order, with their times; see `PipelineSchedule.slots`."""
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     ends: dict[Pass, float] = {}
-    later = [((one, schedule.needs(one)) for one in passes) for passes in orders]
+    later = [((action, schedule.needs(action)) for action in passes) for passes in orders]
     waiting = [next(passes, None) for passes in later]
     free = [0.0] * schedule.ranks
     while any(waiting):
         stuck = True
         for rank, passes in enumerate(later):
             while (pair := waiting[rank]) and ((needed := pair[1]) is None or needed in ends):
-                one, arrived = pair[0], 0.0
+                action, arrived = pair[0], 0.0
                 if needed is not None:
                     arrived = ends[needed] + message * (rank_of[needed.stage] != rank)
                 start = max(free[rank], arrived)
-                ends[one] = free[rank] = start + lengths[one.kind]
-                yield Slot(rank, one, start, free[rank])
+                ends[action] = free[rank] = start + lengths[action.kind]
+                yield Slot(rank, action, start, free[rank])
                 waiting[rank], stuck = next(passes, None), False
         assert not stuck, f"{schedule} waits for itself"
 
@@ -186,7 +186,7 @@ def _slots(
 def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Mapping[PassKind, float]) -> float:
     """Returns the share of a step in which a rank waits if it runs its passes in an order."""
     end = max(slot.end for slot in _slots(schedule, orders, pace))
-    return 1 - sum(pace[one.kind] for one in orders[0]) / end
+    return 1 - sum(pace[action.kind] for action in orders[0]) / end
 
 
 @lru_cache(maxsize=256)
@@ -205,8 +205,8 @@ def _best_order(schedule: PipelineSchedule, micro_batches: int) -> tuple[int, in
     """
     return min(
         product(range(len(PACES)), (0, 1)),
-        key=lambda one: sum(
-            _idle(schedule, _zero_bubble(schedule, micro_batches, *one), pace) for pace in (UNITS, UNEVEN)
+        key=lambda options: sum(
+            _idle(schedule, _zero_bubble(schedule, micro_batches, *options), pace) for pace in (UNITS, UNEVEN)
         ),
     )
 
@@ -231,15 +231,15 @@ def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> I
     backward = [Pass("backward", stage, number) for group in groups for stage in reversed(stages) for number in group]
     ahead = min(schedule.forwards_ahead(rank), len(forward))
     yield from forward[:ahead]
-    for number, one in enumerate(backward):
-        yield one
+    for number, action in enumerate(backward):
+        yield action
         yield from forward[ahead + number : ahead + number + 1]
 
 
 @lru_cache(maxsize=16)
 def _messages(schedule: PipelineSchedule, micro_batches: int) -> tuple[Pass, ...]:
     slots = sorted(schedule.slots(micro_batches, lengths(schedule)), key=lambda slot: slot.end)
-    return tuple(slot.what for slot in slots if schedule.receiver(slot.what) not in (None, slot.rank))
+    return tuple(slot.action for slot in slots if schedule.receiver(slot.action) not in (None, slot.rank))
 
 
 class _ZeroBubble:
@@ -265,10 +265,10 @@ class _ZeroBubble:
         left, free = len(KINDS) * schedule.stages * micro_batches, [0.0 for _ in ranks]
         while left:
             # All ranks choose before one begins, so that none sees what another does at the same time.
-            chosen = [(rank, one) for rank in ranks if free[rank] <= self._now and (one := self._choose(rank))]
-            for rank, one in chosen:
-                free[rank] = self._run(rank, one)
-                orders[rank].append(one)
+            chosen = [(rank, action) for rank in ranks if free[rank] <= self._now and (action := self._choose(rank))]
+            for rank, action in chosen:
+                free[rank] = self._run(rank, action)
+                orders[rank].append(action)
             left -= len(chosen)
             later = [time for time in free if time > self._now]
             assert later, f"{schedule} waits for itself"
@@ -300,14 +300,14 @@ class _ZeroBubble:
         ends = self._ends[kind][stage]
         return micro_batch < len(ends) and ends[micro_batch] <= self._now
 
-    def _run(self, rank: int, one: Pass) -> float:
+    def _run(self, rank: int, action: Pass) -> float:
         """Returns when the pass ends."""
-        end = self._now + self.pace[one.kind]
-        self._ends[one.kind][one.stage].append(end)
-        if one.kind == "forward":
+        end = self._now + self.pace[action.kind]
+        self._ends[action.kind][action.stage].append(end)
+        if action.kind == "forward":
             self._held[rank] += 1
-        elif one.kind == "backward":
-            self._delayed[rank].append(Pass("weights", one.stage, one.micro_batch))
+        elif action.kind == "backward":
+            self._delayed[rank].append(Pass("weights", action.stage, action.micro_batch))
         else:
             self._delayed[rank].popleft()
             self._held[rank] -= 1
@@ -367,7 +367,7 @@ def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> floa
 def _in_flight(schedule: PipelineSchedule, rank: int, micro_batches: int) -> int:
     shown = min(micro_batches, _enough(schedule))
     held = most = 0
-    for one in schedule.passes(shown)[rank]:
-        held += (one.kind == "forward") - (one.kind == "weights")
+    for action in schedule.passes(shown)[rank]:
+        held += (action.kind == "forward") - (action.kind == "weights")
         most = max(most, held)
     return most

@@ -105,7 +105,9 @@ def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
         while cut < end - 1 and previous[cut][0] < sums[end] - sums[cut]:
             cut += 1
         candidates = [cut - 1, cut] if cut > stage - 1 else [cut]
-        cost, chosen = min((max(previous[one][0], sums[end] - sums[one]), one) for one in candidates)
+        cost, chosen = min(
+            (max(previous[candidate][0], sums[end] - sums[candidate]), candidate) for candidate in candidates
+        )
         while chosen > stage - 1 and max(previous[chosen - 1][0], sums[end] - sums[chosen - 1]) == cost:
             chosen -= 1
         best[end] = cost, chosen

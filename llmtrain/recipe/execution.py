@@ -116,9 +116,9 @@ class EvalConfig(Part):
         """The sources of all sets, by their fields."""
         groups = {
             "evaluation.sources": self.sources,
-            **{f"evaluation.sets.{name}": one for name, one in self.sets.items()},
+            **{f"evaluation.sets.{name}": source for name, source in self.sets.items()},
         }
-        return {f"{field}.{number}": one for field, group in groups.items() for number, one in enumerate(group)}
+        return {f"{field}.{number}": source for field, group in groups.items() for number, source in enumerate(group)}
 
 
 class SamplesConfig(Part):

@@ -42,7 +42,7 @@ MAY_CHANGE = re.compile(
 
 # A run may be continued with other values of these fields if its user permits it: the state of the optimizer and the
 # tokens stay valid, but the run is no longer the one that its recipe declared at the start.
-ON_REQUEST = re.compile(
+MAY_CHANGE_IF_ALLOWED = re.compile(
     r"optim\.(lr|betas(\.\d+)?|eps|weight_decay|schedule|warmup_steps|decay_steps|min_lr_ratio|clip_grad_norm)"
     r"|data\.sources(\..*)?"
 )
@@ -87,7 +87,7 @@ def default_run_dir(recipe: Recipe, variant: str | None = None) -> RunDir:
     return RunDir(Path("runs") / (f"{recipe.name}-{variant}" if variant else recipe.name))
 
 
-class _Inside:
+class _RunPath:
     """A path in a run directory."""
 
     def __init__(self, *names: str) -> None:
@@ -105,47 +105,47 @@ class RunDir:
     allowed: tuple[str, ...] = ()
     """The fields with which the run may be continued with other values, at its user's request."""
 
-    recipe_file = _Inside("recipe.json")
+    recipe_file = _RunPath("recipe.json")
     """The recipe."""
-    plan_file = _Inside("plan.json")
+    plan_file = _RunPath("plan.json")
     """The recipe resolved for its cluster, which a worker reads."""
-    ds_config_file = _Inside("ds_config.json")
+    ds_config_file = _RunPath("ds_config.json")
     """The plan as DeepSpeed JSON; does not exist if another engine runs the steps."""
-    launch_file = _Inside("launch.json")
+    launch_file = _RunPath("launch.json")
     """How the workers were last started."""
-    environment_file = _Inside("environment.json")
+    environment_file = _RunPath("environment.json")
     """Versions, machine and commit of the last start."""
-    id_file = _Inside("run_id")
+    id_file = _RunPath("run_id")
     """The id of the run, which is created once and identifies its checkpoints."""
-    history_file = _Inside("history.json")
+    history_file = _RunPath("history.json")
     """The values with which the run was trained, by step."""
-    metrics_file = _Inside("metrics.jsonl")
+    metrics_file = _RunPath("metrics.jsonl")
     """One JSON object per logged step or evaluation."""
-    events_file = _Inside("events.jsonl")
+    events_file = _RunPath("events.jsonl")
     """One JSON object for each start, stop, death, skipped update and rollback."""
-    samples_file = _Inside("samples.jsonl")
+    samples_file = _RunPath("samples.jsonl")
     """One JSON object for each text that the model wrote during training."""
-    trackers_file = _Inside("trackers.json")
+    trackers_file = _RunPath("trackers.json")
     """The run's ids in trackers that assign ids; a resumed run continues under the same ids."""
-    tensorboard = _Inside("tensorboard")
+    tensorboard = _RunPath("tensorboard")
     """Event files of TensorBoard."""
-    checkpoints = _Inside("checkpoints")
+    checkpoints = _RunPath("checkpoints")
     """One folder per checkpoint."""
-    tokenizer = _Inside("tokenizer")
+    tokenizer = _RunPath("tokenizer")
     """Copy of the tokenizer, with which a run can be exported without its data."""
-    first_batch = _Inside("first_batch.html")
+    first_batch = _RunPath("first_batch.html")
     """The first batch of a run on conversations, as an HTML page."""
-    export = _Inside("export")
+    export = _RunPath("export")
     """The Hugging Face folder of the finished model."""
-    report = _Inside("report.html")
+    report = _RunPath("report.html")
     """The HTML page of the run, written at its end."""
-    profile = _Inside("profile")
+    profile = _RunPath("profile")
     """Profiles of recorded windows of steps."""
-    profile_request = _Inside("profile", "request.json")
+    profile_request = _RunPath("profile", "request.json")
     """The `ProfileConfig` by which `llmtrain profile` asks the ranks of a running job to record steps."""
-    logs = _Inside("logs")
+    logs = _RunPath("logs")
     """Output and errors of the workers."""
-    eval_log = _Inside("logs", "eval.log")
+    eval_log = _RunPath("logs", "eval.log")
     """Output of the processes that computed scores on downstream tasks during the run."""
 
     def eval_file(self, step: int) -> Path:
@@ -274,16 +274,16 @@ class RunDir:
         write_json(self.launch_file, document)
 
     def _problems(self, recipe: Recipe) -> list[Problem]:
-        there = next((one for one in (self.path, *self.path.parents) if one.exists()), None)
+        there = next((path for path in (self.path, *self.path.parents) if path.exists()), None)
         if there is not None and not there.is_dir():
             return [Problem("run_dir.folder", "--run-dir", f"{there} is a file", "choose another folder")]
         if not self.recipe_file.exists():
-            return self._foreign()
+            return self._foreign_content()
         if not self._started():
             return []  # There is nothing to continue yet, so a corrected recipe may use the folder.
         return forbidden_changes(self.read_recipe(), recipe, f"the run in {self.path}", self.allowed)
 
-    def _foreign(self) -> list[Problem]:
+    def _foreign_content(self) -> list[Problem]:
         """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves behind."""
         ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
         ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
@@ -318,14 +318,14 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
     fields = [field for field in {**now, **before} if before.get(field) != now.get(field)]
     problems = []
     for field in fields:
-        lack = _lack(field, new)
-        is_asked = any(field == one or field.startswith(f"{one}.") for one in allowed)
-        if _may_change(field, new) or (is_asked and not lack):
+        reason = _reason_not_changeable(field, new)
+        is_permitted = any(field == permitted or field.startswith(f"{permitted}.") for permitted in allowed)
+        if _may_change(field, new) or (is_permitted and not reason):
             continue
         fix = "restore the value to continue the run, or start another run with --run-dir"
-        if is_asked:
-            fix = f"--allow-change cannot permit this: {lack}; {fix}"
-        elif not lack:
+        if is_permitted:
+            fix = f"--allow-change cannot permit this: {reason}; {fix}"
+        elif not reason:
             name = "data.sources" if field.startswith("data.sources") else field
             fix += f"; --allow-change {name} continues the run with the new value"
         old_value, new_value = format_value(before.get(field)), format_value(now.get(field))
@@ -339,14 +339,14 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raises RecipeError for fields that `--allow-change` cannot permit to change."""
     problems = [
-        Problem("run_dir.allow_change", "--allow-change", f"{format_value(one)} {message}", fix)
-        for one in allowed
+        Problem("run_dir.allow_change", "--allow-change", f"{format_value(field)} {message}", fix)
+        for field in allowed
         for message, fix in [
             ("may change without this option", "leave it out")
-            if MAY_CHANGE.fullmatch(one)
+            if MAY_CHANGE.fullmatch(field)
             else (f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources")
         ]
-        if not ON_REQUEST.fullmatch(one)
+        if not MAY_CHANGE_IF_ALLOWED.fullmatch(field)
     ]
     if problems:
         raise RecipeError(problems)
@@ -355,9 +355,9 @@ def check_allowed(allowed: Sequence[str]) -> None:
 OTHER_STATE = "the state of the run belongs to its value, or is not affected by it"
 
 
-def _lack(field: str, recipe: Recipe) -> str:
+def _reason_not_changeable(field: str, recipe: Recipe) -> str:
     """Returns why a run cannot be continued with another value of a field; empty if it can."""
-    if not ON_REQUEST.fullmatch(field):
+    if not MAY_CHANGE_IF_ALLOWED.fullmatch(field):
         return OTHER_STATE
     if field.startswith("data.") and isinstance(recipe.data.tokenizer, TrainedTokenizer):
         return "the tokenizer is trained on the sources, so the tokens would have other meanings"

@@ -162,7 +162,7 @@ def is_held(folder: Path) -> bool:
     """
     try:
         file = _owner_file(folder / ".lock")
-        owner, touched = (_read(file), _touched(file)) if file else (None, None)
+        owner, touched = (_read(file), _touch_time(file)) if file else (None, None)
     except (OSError, RecipeError):
         return False
     if owner is not None and owner.is_on_this_machine:
@@ -206,13 +206,13 @@ def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bo
 
     Raises RecipeError if the owner is alive.
     """
-    first, deadline = _touched(file), time.monotonic() + STALE_S
+    first, deadline = _touch_time(file), time.monotonic() + STALE_S
     if first is not None:
         held = f"{file.parent.parent} is held by {owner or 'another run'}"
         say(f"{held}; waiting up to {STALE_S:.0f} s to see whether it is alive")
     while first is not None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-        touched = _touched(file)
+        touched = _touch_time(file)
         if touched is None:
             return False
         if touched != first:
@@ -251,7 +251,7 @@ def _read(file: Path) -> Owner | None:
         return None
 
 
-def _touched(file: Path) -> int | None:
+def _touch_time(file: Path) -> int | None:
     """Returns when a file was last touched, in nanoseconds since the epoch, or None if it does not exist.
 
     The file is opened for this, which makes a network file system ask its server.

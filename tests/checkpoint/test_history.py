@@ -15,7 +15,7 @@ from llmtrain.checkpoint.folder import STATE_FILE, is_exported, new_folder, writ
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.engines.optim import rate_of
-from llmtrain.run_dir import ON_REQUEST
+from llmtrain.run_dir import MAY_CHANGE_IF_ALLOWED
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.traces import plan_of
 
@@ -54,7 +54,7 @@ def test_a_change_starts_another_segment():
 def test_a_change_at_the_users_request_is_recorded():
     history = _history((0, 0, {}), (4, 32, {"optim.lr": 0.5}))
     assert [value for _, value in values_by_step(history, "optim.lr")] == [tiny_recipe().optim.lr, 0.5]
-    values = {name: one for name, one in history[0].values.items() if not ON_REQUEST.fullmatch(name)}
+    values = {name: one for name, one in history[0].values.items() if not MAY_CHANGE_IF_ALLOWED.fullmatch(name)}
     old = Segment(0, 0, values)
     assert with_plan([old], 4, 32, _plan()) == [old]  # written before such changes were possible
 

@@ -33,9 +33,9 @@ def test_every_pass_runs_once_on_its_rank_and_after_what_it_needs(schedule, micr
     assert set(itertools.chain(*orders)) == expected
     for rank, order in enumerate(orders):
         assert {one.stage for one in order} == {*schedule.stages_of(rank)}
-    ends = {slot.what: slot.end for slot in schedule.slots(micro_batches, lengths(schedule))}
+    ends = {slot.action: slot.end for slot in schedule.slots(micro_batches, lengths(schedule))}
     for slot in schedule.slots(micro_batches, lengths(schedule)):
-        needed = schedule.needs(slot.what)
+        needed = schedule.needs(slot.action)
         assert needed is None or ends[needed] <= slot.start
 
 

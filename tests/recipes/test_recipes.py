@@ -13,7 +13,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import PythonRecipe, declared, load_recipe, shipped_recipes
-from llmtrain.plan.predict import lacking
+from llmtrain.plan.predict import memory_shortage
 from llmtrain.plan.predict.time import predict
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search.cheapest import EQUAL
@@ -101,7 +101,7 @@ def test_gpu_recipes_use_the_plan_with_the_fastest_prediction(path):
         if hasattr(file.module, "architecture"):
             model = file.module.architecture()
             recipe = recipe.with_(model=model.model_copy(update={"attention": recipe.model.attention}))
-        best = search_plans(recipe, cluster, lacking).best[0]
+        best = search_plans(recipe, cluster, memory_shortage).best[0]
         own = predict(resolve(recipe, cluster))
         assert own.tokens_per_second >= (1 - EQUAL) * best.time.tokens_per_second, (variant, best.arguments)
 

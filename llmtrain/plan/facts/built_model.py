@@ -54,7 +54,7 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")
     mask = torch.ones((1, 1, PROBE_TOKENS, PROBE_TOKENS), dtype=torch.bool, device="meta")
     for dtype in (torch.float32, torch.bfloat16):  # torch has no products of groups on the meta device in fp32
-        trained = {name: one for name, one in built.to(dtype).named_parameters() if one.requires_grad}
+        trained = {name: parameter for name, parameter in built.to(dtype).named_parameters() if parameter.requires_grad}
         for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions
             try:
                 with torch.device("meta"):

@@ -157,7 +157,7 @@ class RotaryDecoder:
         return Weights(
             prefix="model.layers",
             embedding=(table,),
-            runs=runs_of([*attention, *(sparse if one else dense), *over_residual] for one in has_experts),
+            runs=runs_of([*attention, *(sparse if is_sparse else dense), *over_residual] for is_sparse in has_experts),
             outside=_module("model.norm", width),
             head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
             tied=shape.tied,

@@ -148,7 +148,7 @@ def pretrained_vocabulary(model: ModelConfig) -> int | None:
     """
     assert model.pretrained is not None
     folder = expanded(model.pretrained)
-    path = folder / "config.json" if is_folder(folder) else _kept_config(model)
+    path = folder / "config.json" if is_folder(folder) else _cached_config(model)
     config = {} if path is None else _read_config(path)
     text_config = config.get("text_config")
     rows = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
@@ -302,7 +302,7 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
             if "original_max_position_embeddings" in parameters:
                 check(f"{rotary}.original_max_position_embeddings", parameters["original_max_position_embeddings"])
     dense = config.get("mlp_only_layers")
-    if dense is not None and not (isinstance(dense, list | tuple) and all(isinstance(one, int) for one in dense)):
+    if dense is not None and not (isinstance(dense, list | tuple) and all(isinstance(layer, int) for layer in dense)):
         message = f"must be a list of layer numbers, not {dense!r}"
         problems.append(Problem("model.size", "model.config.mlp_only_layers", message))
     return problems or _too_large(config)
@@ -389,7 +389,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
 
 
-def _kept_config(model: ModelConfig) -> Path | None:
+def _cached_config(model: ModelConfig) -> Path | None:
     """Returns the configuration of a hub model in the local cache, or None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -420,7 +420,7 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             message = f"'{name}' is neither a folder nor a model that the hub or its cache provides: {reason}"
     else:
-        kept = _kept_config(model)
+        kept = _cached_config(model)
         if kept is not None:
             return _read_config(kept)
         message = f"'{name}' is not a folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
@@ -518,5 +518,5 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
 def _int(config: Any, key: str) -> int | None:
     """Returns a size of a model, the largest if its layers differ (`transformers.integrations.heterogeneity`)."""
     of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    values = [getattr(one, key, None) for one in of_layers]
+    values = [getattr(layer, key, None) for layer in of_layers]
     return max((value for value in values if isinstance(value, int) and value > 0), default=None)

@@ -128,7 +128,7 @@ def _serve(pipe: Connection, other: Connection) -> None:
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
         try:
             texts, found = render(*arguments, **options)
-            answer: Any = (texts, [list(one) for one in found] if found else found)
+            answer: Any = (texts, [list(span) for span in found] if found else found)
             if (size := sum(map(len, texts))) > MOST_CHARACTERS:
                 answer = f"it writes {size:,} characters, of at most {MOST_CHARACTERS:,}"
         except MemoryError:

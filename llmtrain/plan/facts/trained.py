@@ -35,7 +35,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
         return facts
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:
-        change = _beside(_adapter(model.adapter), packs, unreached)
+        change = _with_adapter(_adapter(model.adapter), packs, unreached)
     else:
         change = _named(model.trainable or ("*",), weights.tied, unreached)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
@@ -124,10 +124,10 @@ def _pretrained(lora: LoraConfig) -> _Adapter:
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Returns whether the name of a module, or its end after a dot, matches one of the patterns."""
-    return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
-def _beside(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
+def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):

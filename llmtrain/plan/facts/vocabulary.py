@@ -140,7 +140,7 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
         return _template_in(path)
     found = read_tokenizer_config(tokenizer).get("chat_template")
     if isinstance(found, list):
-        named = [one for one in found if isinstance(one, dict) and one.get("name") == DEFAULT]
+        named = [template for template in found if isinstance(template, dict) and template.get("name") == DEFAULT]
         found = named[-1].get("template") if named else None
     if found is not None and not isinstance(found, str):
         message = (
@@ -165,9 +165,9 @@ def shipped_templates() -> dict[str, str]:
     """Returns the templates that come with llmtrain, by name."""
     folder = files("llmtrain.data.chat") / "templates"
     return {
-        one.name.removesuffix(".jinja"): one.read_text(encoding="utf-8")
-        for one in sorted(folder.iterdir(), key=lambda one: one.name)
-        if one.name.endswith(".jinja")
+        file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".jinja")
     }
 
 
@@ -206,7 +206,7 @@ def _tokens(tokenizer: str) -> dict[str, int]:
         vocabulary: Any = declared["model"]["vocab"]
         if isinstance(vocabulary, list):  # of unigrams, each with its score
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        return dict(vocabulary) | {one["content"]: one["id"] for one in declared.get("added_tokens") or []}
+        return dict(vocabulary) | {token["content"]: token["id"] for token in declared.get("added_tokens") or []}
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise DataError(
             Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {file_fault(error)}")

@@ -80,8 +80,8 @@ def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:
 def with_lines(error: UserError) -> UserError:
     """Returns the error with the YAML file and line of each problem's field, where these are known."""
     error.problems = tuple(
-        replace(one, field=f"{_lines[one.field]}: {one.field}") if one.field in _lines else one
-        for one in error.problems
+        replace(problem, field=f"{_lines[problem.field]}: {problem.field}") if problem.field in _lines else problem
+        for problem in error.problems
     )
     return error
 

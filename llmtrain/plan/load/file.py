@@ -32,7 +32,7 @@ class RecipeFile(Protocol):
 def shipped_recipes() -> dict[str, Path]:
     """Returns name → file of the recipes that come with llmtrain: within the package, or beside it in a checkout."""
     package = Path(__file__).parents[2]
-    folder = next((one for one in (package / "recipes", package.parent / "recipes") if one.is_dir()), None)
+    folder = next((path for path in (package / "recipes", package.parent / "recipes") if path.is_dir()), None)
     return {file.stem: file for file in sorted(folder.glob("*.py"))} if folder else {}
 
 

@@ -119,12 +119,14 @@ class YamlRecipe:
         try:
             check_file(path)
         except RecipeError as error:
-            raise RecipeError(replace(one, field=f"{place}: {one.field}") for one in error.problems) from None
+            raise RecipeError(
+                replace(problem, field=f"{place}: {problem.field}") for problem in error.problems
+            ) from None
         return opened(path, extending), variant
 
     def _located(self, problems: Iterable[Problem], prefix: str = "", variant: str = "") -> RecipeError:
         """Returns an error in which each problem has the line of its field, or of the nearest enclosing one."""
-        return RecipeError(replace(one, field=self._place(prefix + one.field, variant)) for one in problems)
+        return RecipeError(replace(problem, field=self._place(prefix + problem.field, variant)) for problem in problems)
 
     def _place(self, field: str, variant: str = "") -> str:
         lines, around = self.lines(variant), field

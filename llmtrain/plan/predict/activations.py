@@ -118,20 +118,20 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         inputs = passes * len(again) // chunks
         saved -= max(0, inputs - 2) * stream
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
-    working = max([0, *(whole[index] - one.used for index, one in again.items())])
+    working = max([0, *(whole[index] - recomputed_layer.used for index, recomputed_layer in again.items())])
     working += max(_per_layer(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
     is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
         elements = plan.model.hidden_size * tokens
-        saved += _of_norm(plan, widths, any(one.trained for one in norm)) * elements // plan.megatron_sp_ranks
+        saved += _of_norm(plan, widths, any(weight.trained for weight in norm)) * elements // plan.megatron_sp_ranks
         saved += _input(widths) * plan.model.trains_head * elements + autocast_copies(plan, weights, weights.head)
     saved += passes * _rotations(plan, weights, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.has_document_mask:
         saved += passes * _mask_elements(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     lowest, others = saved + working, saved
     if not plan.parallel.offload_activations:
-        kept = whole | {index: one.size for index, one in again.items()}
+        kept = whole | {index: recomputed_layer.size for index, recomputed_layer in again.items()}
         lowest -= min(sum(kept[index] for index in stage[1:]) for stage in stages)
         others = saved * (passes - 1) // passes
         if (index := lowest_kept_layer(plan, rank)) is not None:
@@ -224,12 +224,14 @@ def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: in
     """
     layer, widths, facts = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model
     gradients = 2 * widths.computed * _intermediate_size(plan, layer)
-    dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
+    dense = [weight for weight in layer if weight.is_matrix and weight.trained and "attn" not in weight.name]
     if not feeds_in_tiles(plan):
-        largest = max((tensor_parallel_elements(plan, weights, one) for one in dense if not one.is_expert), default=0)
+        largest = max(
+            (tensor_parallel_elements(plan, weights, weight) for weight in dense if not weight.is_expert), default=0
+        )
         return max(gradients * tokens, gradients // 2 * tokens + widths.computed * largest)
     tile = facts.hidden_size * plan.batch.micro_batch_size
-    sums = (4 + widths.stream) * sum(tensor_parallel_elements(plan, weights, one) for one in dense)
+    sums = (4 + widths.stream) * sum(tensor_parallel_elements(plan, weights, weight) for weight in dense)
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
 
@@ -258,8 +260,8 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     stream = widths.stream * facts.hidden_size // plan.megatron_sp_ranks
     if plan.parallel.activation_checkpointing == "full":
         return Kept(stream * tokens, 0)
-    results = [_result(plan, one) for one in layer if one.is_matrix and not one.is_expert]
-    top_k = facts.experts_per_token if any(one.is_expert for one in layer) else 0
+    results = [_result(plan, weight) for weight in layer if weight.is_matrix and not weight.is_expert]
+    top_k = facts.experts_per_token if any(weight.is_expert for weight in layer) else 0
     intermediate, slices = _intermediate_size(plan, layer), plan.parts("matrices")
     queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
     experts = 2 * intermediate + top_k * facts.hidden_size if top_k else 0
@@ -269,7 +271,7 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
         attention = widths.computed * (queries + scores)
     size = stream + widths.computed * (sum(results) + experts) + attention
     used = stream * (widths.stream == 4 or is_fused(plan)) + widths.computed * queries + 4 * facts.heads // slices
-    is_gpt2 = any("c_fc" in one.name for one in layer)
+    is_gpt2 = any("c_fc" in weight.name for weight in layer)
     projected = 3 * queries if is_gpt2 else 0 if _repeats_keys(plan) else keys
     if plan.parts("tokens") > 1:
         projected = 0  # attention saves what ranks have exchanged instead
@@ -312,7 +314,7 @@ def autocast_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int
     """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
     if not plan.recipe.parallel.precision.startswith("autocast"):
         return 0
-    return 2 * sum(tensor_parallel_elements(plan, weights, one) for one in used if one.is_matrix)
+    return 2 * sum(tensor_parallel_elements(plan, weights, weight) for weight in used if weight.is_matrix)
 
 
 def _saved_inputs(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
@@ -322,8 +324,8 @@ def _saved_inputs(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
     """
     adapter = plan.recipe.model.adapter
     drops = adapter is not None and adapter.dropout > 0
-    kept = (one for one in layer if one.trained and one.is_matrix and not (drops and one.is_adapter))
-    return len({one.module for one in kept} & set(modules))
+    kept = (weight for weight in layer if weight.trained and weight.is_matrix and not (drops and weight.is_adapter))
+    return len({weight.module for weight in kept} & set(modules))
 
 
 def is_fused(plan: Plan) -> bool:
@@ -356,16 +358,16 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> Bytes
     """
     width = plan.model.hidden_size
     fused = _of_fused_norms(widths) * width if is_fused(plan) else None
-    if any(one.name.startswith("ln_1") for one in layer):
+    if any(weight.name.startswith("ln_1") for weight in layer):
         inputs = _saved_inputs(plan, layer, "c_attn", "c_fc")
         own = fused or 2 * widths.stream * width
         return BytesPerToken(inputs * widths.computed * width, own + 2 * STATISTICS)
-    norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
+    norms = [weight for weight in layer if weight.shape == (width,) and weight.module.endswith("layernorm")]
     copies = [
         _saved_inputs(plan, layer, "q_proj", "k_proj", "v_proj"),
         _saved_inputs(plan, layer, "gate_proj", "up_proj"),
     ]
-    if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
+    if any((weight.is_expert or weight.module == "gate") and weight.trained for weight in layer):
         copies[1] = 2
     if plan.recipe.kernels.blocks == "compiled":
         inputs = widths.computed * sum(map(bool, copies))
@@ -374,7 +376,7 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> Bytes
     else:
         inputs = _input(widths) * sum(map(bool, copies))
     scaled = inputs * len(norms) // 2 * width
-    own = fused * len(norms) // 2 if fused else sum(_of_norm(plan, widths, one.trained) * width for one in norms)
+    own = fused * len(norms) // 2 if fused else sum(_of_norm(plan, widths, weight.trained) * width for weight in norms)
     return BytesPerToken(scaled, own + len(norms) * STATISTICS)
 
 
@@ -392,13 +394,13 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> i
     if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
         intermediate += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
     saved, heads = widths.computed * intermediate, facts.heads // plan.parts("matrices")
-    if any("q_norm" in one.name for one in layer):
-        is_trained = any("q_norm" in one.name and one.trained for one in layer)
+    if any("q_norm" in weight.name for weight in layer):
+        is_trained = any("q_norm" in weight.name and weight.trained for weight in layer)
         normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
         if is_fused(plan):
             normalised = widths.computed
         saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
-    if recipe.parallel.precision.startswith("autocast") and any("o_proj.lora_A" in one.name for one in layer):
+    if recipe.parallel.precision.startswith("autocast") and any("o_proj.lora_A" in weight.name for weight in layer):
         saved += widths.computed * queries  # PEFT casts the input of A to fp32, and autocast back
     if recipe.model.attention_kernel == "eager":
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
@@ -420,29 +422,29 @@ def _is_unfused(plan: Plan) -> bool:
 def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
     """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
     tensor, width = plan.parts("matrices"), plan.model.hidden_size
-    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    experts = [weight for weight in layer if weight.is_expert and weight.is_matrix]
     if experts:
-        intermediate = min((one.shape[-1] for one in experts if one.name.endswith("down_proj")), default=0)
-        intermediate = intermediate or min(min(one.shape) for one in experts)
+        intermediate = min((weight.shape[-1] for weight in experts if weight.name.endswith("down_proj")), default=0)
+        intermediate = intermediate or min(min(weight.shape) for weight in experts)
         return intermediate // plan.parallel.split_ranks * plan.model.experts_per_token
-    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
+    fused = next((weight for weight in layer if "c_fc" in weight.name and weight.is_matrix), None)
     if fused:
         return fused.elements // width // tensor
-    dense = (max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix)
+    dense = (max(weight.shape) for weight in layer if "attn" not in weight.name and weight.is_matrix)
     return max(dense, default=4 * width) // tensor
 
 
 def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
     """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
     width, intermediate = plan.model.hidden_size, _intermediate_size(plan, layer)
-    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    experts = [weight for weight in layer if weight.is_expert and weight.is_matrix]
     if experts:
         top_k = plan.model.experts_per_token
         router = 3 * 4 * plan.model.experts
-        inputs = top_k * width + intermediate if any(one.trained for one in experts) else 0
+        inputs = top_k * width + intermediate if any(weight.trained for weight in experts) else 0
         return (top_k * width + 3 * intermediate + inputs) * widths.computed + top_k * INDICES + router
-    if any("c_fc" in one.name for one in layer):  # gelu_new: its input, half of it, tanh, one more; the product
-        kept = any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
+    if any("c_fc" in weight.name for weight in layer):  # gelu_new: its input, half of it, tanh, one more; the product
+        kept = any(weight.trained and weight.name.startswith("mlp.c_proj") and weight.is_matrix for weight in layer)
         return ((1 if is_fused(plan) else 4) + kept) * widths.computed * intermediate
     return ((2 if is_fused(plan) else 3) + _saved_inputs(plan, layer, "down_proj")) * widths.computed * intermediate
 
@@ -454,18 +456,18 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> By
     and of B, which are multiplied by the trained norms.
     """
     adapter, whole, sequence_sharded = plan.recipe.model.adapter, 0, 0
-    for one in layer:
-        if ".lora_A." in one.name:
-            rank, inputs = one.shape
-            inputs //= plan.parts("matrices") if one.module in SPLIT_COLUMNS else 1
+    for weight in layer:
+        if ".lora_A." in weight.name:
+            rank, inputs = weight.shape
+            inputs //= plan.parts("matrices") if weight.module in SPLIT_COLUMNS else 1
             whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
-            if one.module in SPLIT_COLUMNS:  # the result is scattered
+            if weight.module in SPLIT_COLUMNS:  # the result is scattered
                 sequence_sharded += widths.computed * rank
             else:
                 whole += widths.computed * rank
-        elif ".lora_magnitude_vector." in one.name:
-            slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
-            whole += 2 * widths.computed * one.elements // slices
+        elif ".lora_magnitude_vector." in weight.name:
+            slices = plan.parts("matrices") if weight.module in SPLIT_ROWS else 1
+            whole += 2 * widths.computed * weight.elements // slices
     return BytesPerToken(whole, sequence_sharded)
 
 
@@ -476,7 +478,7 @@ def _mask_elements(plan: Plan) -> int:
 
 def _rotations(plan: Plan, weights: Weights, tokens: int) -> int:
     """Returns the bytes of the cosines and sines that rotate queries and keys, which all layers share."""
-    if any("wpe" in one.name for one in weights.outside):
+    if any("wpe" in weight.name for weight in weights.outside):
         return 0
     return 2 * ELEMENT_BYTES[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
 

@@ -206,7 +206,7 @@ MAX_EXPERT_GROUP = 178_956_971
 
 def optimizer_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
-    trained = _groups(plan, weights, [one for one in rank_weights(plan, weights, stage) if one.trained])
+    trained = _groups(plan, weights, [weight for weight in rank_weights(plan, weights, stage) if weight.trained])
     idle = FlatGroup((1,), plan.gradient_ranks, states_kept(plan.recipe.optim, in_layers=False, is_matrix=False))
     return trained or [idle]  # the parameter of a stage that trains nothing
 
@@ -214,7 +214,7 @@ def optimizer_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup
 def frozen_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns what a rank of a stage holds without training it, grouped in the same way; without 4-bit weights."""
     own = rank_weights(plan, weights, stage)
-    return _groups(plan, weights, [one for one in own if not (one.trained or one.packed)])
+    return _groups(plan, weights, [weight for weight in own if not (weight.trained or weight.packed)])
 
 
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
@@ -223,12 +223,12 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
-        own.sort(key=lambda one: one.name in routers)
+        own.sort(key=lambda weight: weight.name in routers)
     # Keys: (is not a matrix, is not updated in the way of `layer_states`, is a distributed expert).
-    distinct = {id(one): one for one in own}  # equal layers share their weights
+    distinct = {id(weight): weight for weight in own}  # equal layers share their weights
     keys = {
-        number: (not one.is_matrix, number not in in_layers, parallel.expert > 1 and one.is_expert)
-        for number, one in distinct.items()
+        number: (not weight.is_matrix, number not in in_layers, parallel.expert > 1 and weight.is_expert)
+        for number, weight in distinct.items()
     }
     found: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in own:
@@ -236,18 +236,22 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     groups = []
     for (is_vector, outside, spread), members in sorted(found.items(), key=lambda item: item[0]):
         sizes_of = {
-            number: _expert_sizes(one, parallel.expert) if spread else (tensor_parallel_elements(plan, weights, one),)
-            for number, one in distinct.items()
+            number: _expert_sizes(weight, parallel.expert)
+            if spread
+            else (tensor_parallel_elements(plan, weights, weight),)
+            for number, weight in distinct.items()
             if keys[number] == (is_vector, outside, spread)
         }
-        sizes = [size for one in members for size in sizes_of[id(one)]]
+        sizes = [size for weight in members for size in sizes_of[id(weight)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         ranks = plan.gradient_ranks * parallel.tensor // parallel.expert if spread else plan.gradient_ranks
         states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
-        factors = tuple(one.lines for one in members) if row.factors and not spread else ()
+        factors = tuple(weight.lines for weight in members) if row.factors and not spread else ()
         codes = 0 if is_vector else len(row.codes)
-        rows = iter([held_rows(plan, weights, one) for one in members for _ in sizes_of[id(one)]] if codes else ())
+        rows = iter(
+            [held_rows(plan, weights, weight) for weight in members for _ in sizes_of[id(weight)]] if codes else ()
+        )
         for part in _cut(sizes) if spread else [sizes]:
             own_rows = tuple(islice(rows, len(part)))
             groups.append(FlatGroup(tuple(part), ranks, states, not outside, factors, codes, own_rows))
@@ -258,9 +262,9 @@ def updated_in_layers(plan: Plan, weights: Weights) -> set[int]:
     """Returns the ids of the weights that the optimizer updates in a way of its own."""
     if optimizer_of(plan.recipe.optim).layer_states is None:
         return set()
-    named = [(f"0.{one.name}", one) for run in weights.runs for one in run.weights]
-    named += [(one.name, one) for one in weights.outside]
-    return {id(one) for name, one in named if is_matrix_of_layer(name, len(one.shape))}
+    named = [(f"0.{weight.name}", weight) for run in weights.runs for weight in run.weights]
+    named += [(weight.name, weight) for weight in weights.outside]
+    return {id(weight) for name, weight in named if is_matrix_of_layer(name, len(weight.shape))}
 
 
 def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
@@ -324,7 +328,7 @@ def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> in
     ranks = plan.parallel.tensor if ".self_attn." in f".{weight.name}" else plan.parallel.split_ranks
     if ranks == 1:
         return weight.elements
-    if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
+    if any(weight is table for table in (*weights.embedding[:1], *weights.head)):
         # llmtrain splits embedding and head if the vocabulary is divisible.
         return weight.elements // ranks if weight.shape[0] % ranks == 0 else weight.elements
     module, _, kind = weight.name.rpartition(".")

@@ -169,7 +169,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
         state, activations = state_of(plan, weights, rank), activations_of(plan, weights, rank, traced)
         stages.append(
             StageMemory(
-                **{name: one.added() for name, one in _moments_of(plan, state, activations).items()},
+                **{name: total.added() for name, total in _moments_of(plan, state, activations).items()},
                 host=state.host + activations.host,
                 host_copies=checkpoint_bytes(plan, weights, rank) if plan.recipe.checkpoint.background else 0,
                 in_flight=in_flight(plan, rank),
@@ -187,7 +187,7 @@ class Sum(NamedTuple):
     @property
     def total(self) -> int:
         """The sum of all bytes."""
-        return sum(one.total for one in self.parts) + sum(self.more.values())
+        return sum(part.total for part in self.parts) + sum(self.more.values())
 
     def added(self) -> Parts:
         """Returns the sum by part."""
@@ -271,7 +271,7 @@ NOT_STORED: dict[str, Any] = {"zero_stage": 0, "hierarchical_partition": 1}
 NOT_STORED |= {"offload_optimizer": "none", "offload_param": "none", "nvme_path": None}
 
 
-def lacking(plan: Plan, cache: MemoryCache | None = None) -> Shortage | None:
+def memory_shortage(plan: Plan, cache: MemoryCache | None = None) -> Shortage | None:
     """Returns why a plan does not fit into its devices, or None if it does.
 
     cache: what a search keeps of earlier plans; what is new is added. Also None if the memory of the devices or of the

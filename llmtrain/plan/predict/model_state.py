@@ -119,14 +119,14 @@ def _blocks(groups: list[FlatGroup], division: Division) -> int:
     """Returns the largest number of blocks with scales that a rank has."""
     tensor = range(max(group.tensor_ranks for group in groups))
     if division == "flat":
-        return max(max_over_ranks(groups, partial(FlatGroup.blocks_touched, tensor=one)) for one in tensor)
+        return max(max_over_ranks(groups, partial(FlatGroup.blocks_touched, tensor=number)) for number in tensor)
     if division == "none":
-        return max(sum(group.blocks_of_shares(0, 1, one) for group in groups) for one in tensor)
+        return max(sum(group.blocks_of_shares(0, 1, number) for group in groups) for number in tensor)
     ranks = max(group.ranks for group in groups)
     return max(
-        sum(group.blocks_of_shares(rank * group.ranks // ranks, group.ranks, one) for group in groups)
+        sum(group.blocks_of_shares(rank * group.ranks // ranks, group.ranks, number) for group in groups)
         for rank in range(min(ranks, MOST_RANKS))
-        for one in tensor
+        for number in tensor
     )
 
 
@@ -277,19 +277,19 @@ def _pass_gradients(plan: Plan, weights: Weights, rank: int, groups: list[FlatGr
     """Returns the largest sizes of the bf16 gradients of one pass of a pipeline."""
     schedule, sizes = PipelineSchedule.of(plan.parallel), dict[int, int]()
 
-    def size_of(one: Weight) -> int:
-        if id(one) not in sizes:  # equal layers share their weights
-            sizes[id(one)] = 2 * tensor_parallel_elements(plan, weights, one)
-        return sizes[id(one)]
+    def size_of(weight: Weight) -> int:
+        if id(weight) not in sizes:  # equal layers share their weights
+            sizes[id(weight)] = 2 * tensor_parallel_elements(plan, weights, weight)
+        return sizes[id(weight)]
 
-    def of(some: Iterable[Weight]) -> int:
-        return sum(size_of(one) for one in some if one.trained)
+    def of(weights_of_part: Iterable[Weight]) -> int:
+        return sum(size_of(weight) for weight in weights_of_part if weight.trained)
 
     # A pass computes the gradients of one stage, those of the embedding at its end.
     stages = {stage: of(stage_weights(plan, weights, stage)) for stage in schedule.stages_of(rank)}
     last = max(size - (of(weights.embedding) if stage == 0 else 0) for stage, size in stages.items())
     if (index := lowest_kept_layer(plan, rank)) is not None:
-        last -= of(one for one in weights.layer(index) if "attn" in one.name)
+        last -= of(weight for weight in weights.layer(index) if "attn" in weight.name)
     return PassGradients(
         first=of(weights.head) if rank == schedule.rank_of(schedule.stages - 1) else 0,
         last=last,
@@ -342,7 +342,7 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     every = list(weights.of_layers(0, weights.layers, first=True, last=True))
     own = [weight for weight in every if weight.trained]
     elements, trained = weights.elements, sum(weight.elements for weight in own)
-    shards, of_trained = (_rows_shared(some, plan.data_parallel_size) for some in (every, own))
+    shards, of_trained = (_rows_shared(group, plan.data_parallel_size) for group in (every, own))
     layer = max(plan.model.layer_parameters, default=0)
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
@@ -356,7 +356,10 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     )
     if row.codes:
         block, matrices = block_of(optim), [weight for weight in own if weight.is_matrix]
-        scales = sum(4 * -(-one.stored[-1] // block) * _rows_shared([one], ranks) // one.stored[-1] for one in matrices)
+        scales = sum(
+            4 * -(-weight.stored[-1] // block) * _rows_shared([weight], ranks) // weight.stored[-1]
+            for weight in matrices
+        )
         moments += len(row.codes) * (_rows_shared(matrices, ranks) + scales) + CODE_TABLES
     kept = Parts(parameters=4 * shards, optimizer=moments, live_parameters=computed * live)
     layers = Parts(live_parameters=computed * min(elements - live, 2 * layer))

@@ -172,7 +172,7 @@ def schedule_svg(schedule: PipelineSchedule, batch: Batch) -> str:
 
 
 def _passes(schedule: PipelineSchedule, slot: Slot, unit: float) -> Iterator[str]:
-    kind, stage, micro_batch = slot.what
+    kind, stage, micro_batch = slot.action
     x, y, width = LEFT + slot.start * unit, TOP + slot.rank * ROW, (slot.end - slot.start) * unit
     title = f"stage {stage}, {kind} pass of micro-batch {micro_batch}"
     is_later = stage != schedule.stages_of(slot.rank)[0]

@@ -66,7 +66,7 @@ def predict(
     worker = Worker(plan, rates, links.assumed)
     groups = CommunicationGroups(plan)
     held = set(parameters_of_ranks(plan))
-    stages = (_Stage(plan, one, worker, traffic_of(groups, one), links) for one in held)
+    stages = (_Stage(plan, stage, worker, traffic_of(groups, stage), links) for stage in held)
     # All stages run at the pace of the slowest slot; among equal ones the update decides.
     slowest = max(stages, key=lambda stage: (stage.slot, stage.fixed))
     return slowest.time(rates.peak)
@@ -144,8 +144,8 @@ def describe(plan: Plan, memory: PlanMemory | None, time: StepTime | None) -> It
     yield from (model_line(plan), *split_lines(plan), *(memory.described() if memory else ()))
     if time:
         yield describe_time(time, measured=plan.cluster.measured is not None)
-    for one in plan.notes:
-        yield f"note: {one['message']} [{one['rule']}]"
+    for note in plan.notes:
+        yield f"note: {note['message']} [{note['rule']}]"
 
 
 def describe_time(time: StepTime, measured: bool) -> str:
@@ -209,7 +209,7 @@ def waits_of(
     waited, beside, forward_beside, backward_beside, step, step_forward_beside, step_beside, between = (
         by_kind(transfers, links.seconds) for transfers in traffic
     )
-    forward, backward = (links.assumed.overlap * one for one in (work.forward, work.recompute + work.backward))
+    forward, backward = (links.assumed.overlap * seconds for seconds in (work.forward, work.recompute + work.backward))
     gathered, hidden_gathered = _exposed(forward_beside, forward)
     reduced, hidden_reduced = _exposed(backward_beside, backward)
     exposed, hidden = _exposed(beside, (forward - hidden_gathered) + (backward - hidden_reduced))
@@ -219,7 +219,7 @@ def waits_of(
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
     last, hidden_last = _exposed(step_beside, backward)
     # Half of a rank's messages are received.
-    message = sum(between.values()) / sum(one.times for one in traffic.between_stages)
+    message = sum(between.values()) / sum(transfer.times for transfer in traffic.between_stages)
     sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)
     hidden_sent = max(0.0, micro_batches * sum(between.values()) / 2 - sent)
     overlapped = hidden * micro_batches + hidden_first + hidden_last + hidden_sent

@@ -67,8 +67,8 @@ class Traffic(NamedTuple):
         """Yields all transfers, with how often they take place in a step."""
         once = self.step, self.step_forward_overlapped, self.step_overlapped
         for transfers in self:
-            times = 1 if any(transfers is one for one in once) else micro_batches
-            yield from (replace(one, times=one.times * times) for one in transfers)
+            times = 1 if any(transfers is group for group in once) else micro_batches
+            yield from (replace(transfer, times=transfer.times * times) for transfer in transfers)
 
 
 def by_kind(
@@ -76,7 +76,8 @@ def by_kind(
 ) -> dict[str, float]:
     """Returns the amount for each kind of transfer: bytes by `bytes_sent`, seconds by `Links.seconds`."""
     amounts: list[dict[str, float]] = [
-        {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
+        {transfer.kind: transfer.times * sum(amount(transfer.kind, size, where) for size, where in transfer.tensors)}
+        for transfer in transfers
     ]
     return summed(*amounts)
 
@@ -225,14 +226,16 @@ class CommunicationGroups:
         if weights is None or self.plan.parallel.autotp_ranks > 1:
             return (), ()
         layer, last = weights.layer(facts.layers - 1), list[Weight]()
-        own = [one for one in layer if one.module in ("q_norm", "k_norm") and one.shape == (facts.head_dim,)]
+        own = [
+            weight for weight in layer if weight.module in ("q_norm", "k_norm") and weight.shape == (facts.head_dim,)
+        ]
         if self.plan.megatron_sp_ranks > 1:
-            beside = tuple({one.name.partition("experts.")[0] for one in layer if one.is_expert})
-            own += [one for one in layer if not one.is_matrix and _is_sequence_sharded(one)]
-            own += [one for one in layer if one.name.startswith(beside) and not one.is_expert]
-            last = [one for one in weights.outside if one.shape == (facts.hidden_size,)]
+            beside = tuple({weight.name.partition("experts.")[0] for weight in layer if weight.is_expert})
+            own += [weight for weight in layer if not weight.is_matrix and _is_sequence_sharded(weight)]
+            own += [weight for weight in layer if weight.name.startswith(beside) and not weight.is_expert]
+            last = [weight for weight in weights.outside if weight.shape == (facts.hidden_size,)]
         return tuple(
-            tuple((one.elements * self.share.weight_bytes, self.groups.tensor) for one in part if one.trained)
+            tuple((weight.elements * self.share.weight_bytes, self.groups.tensor) for weight in part if weight.trained)
             for part in (own, last)
         )
 

@@ -55,16 +55,16 @@ def parameters_of_ranks(plan: Plan) -> tuple[StageParameters, ...]:
 
 
 def _joined(stages: Sequence[StageParameters]) -> StageParameters:
-    layers, parameters = sum(one.layers for one in stages), sum(one.parameters for one in stages)
+    layers, parameters = sum(stage.layers for stage in stages), sum(stage.parameters for stage in stages)
     return StageParameters(
         layers=layers,
-        active=sum(one.active for one in stages),
+        active=sum(stage.active for stage in stages),
         parameters=parameters,
-        experts=sum(one.experts for one in stages),
-        trained=sum(one.trained * one.parameters for one in stages) / parameters,
-        reached=sum(one.reached * one.layers for one in stages) / layers,
-        embedding=any(one.embedding for one in stages),
-        head=any(one.head for one in stages),
+        experts=sum(stage.experts for stage in stages),
+        trained=sum(stage.trained * stage.parameters for stage in stages) / parameters,
+        reached=sum(stage.reached * stage.layers for stage in stages) / layers,
+        embedding=any(stage.embedding for stage in stages),
+        head=any(stage.head for stage in stages),
     )
 
 

@@ -108,22 +108,22 @@ __all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "assemble", "broken", 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems of a draft: refusals, and notes on legal but questionable choices."""
-    asked = _asked(draft, rules)
-    refusals = [problem for one in asked if one.refuses for problem in one.problems(draft)]
-    notes = [problem for one in asked if not one.refuses for problem in one.problems(draft)]
+    applicable = _applicable(draft, rules)
+    refusals = [problem for rule in applicable if rule.refuses for problem in rule.problems(draft)]
+    notes = [problem for rule in applicable if not rule.refuses for problem in rule.problems(draft)]
     return refusals, notes
 
 
 def allowed(draft: Draft, rules: Sequence[Rule]) -> bool:
     """Whether no rule refuses a draft. Stops at the first refusal, because searches check many drafts."""
-    return not any(one.refuses and any(one.faults(draft)) for one in _asked(draft, rules))
+    return not any(rule.refuses and any(rule.faults(draft)) for rule in _applicable(draft, rules))
 
 
-def _asked(draft: Draft, rules: Sequence[Rule]) -> Sequence[Rule]:
+def _applicable(draft: Draft, rules: Sequence[Rule]) -> Sequence[Rule]:
     """Returns the rules that apply to the draft's backend."""
     if draft.parallel.strategy == "deepspeed":
         return rules
-    return [one for one in rules if one not in DEEPSPEED_RULES]
+    return [rule for rule in rules if rule not in DEEPSPEED_RULES]
 
 
 def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:

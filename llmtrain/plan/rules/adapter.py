@@ -50,7 +50,7 @@ def experts(draft: Draft) -> Iterator[Fault]:
         for weight in facts.weights.layer(index)
         if weight.is_expert
     )
-    patterns = [f"*{one}.*" for one in model.adapter.modules_to_save] if model.adapter else model.trainable
+    patterns = [f"*{module}.*" for module in model.adapter.modules_to_save] if model.adapter else model.trainable
     if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
         message = f"ZeRO-{parallel.zero_stage} cannot be set up if all distributed experts are frozen"
         yield Fault("parallel.zero_stage", message, STAGES)

@@ -32,8 +32,8 @@ def router_noise(draft: Draft) -> Iterator[Fault]:
 def router_loss(draft: Draft) -> Iterator[Fault]:
     """Refuses families whose load balancing loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`)."""
     facts = draft.facts
-    asked = draft.recipe.model.config.get("output_router_logits")
-    if facts is not None and asked and facts.model_type in RECORDED_PROBABILITIES:
+    has_router_loss = draft.recipe.model.config.get("output_router_logits")
+    if facts is not None and has_router_loss and facts.model_type in RECORDED_PROBABILITIES:
         message = f"with expert parallelism the load balance loss of '{facts.model_type}' would be wrong"
         fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
         yield Fault("model.config.output_router_logits", message, fix)

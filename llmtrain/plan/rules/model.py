@@ -269,7 +269,7 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     facts, recipe = draft.facts, draft.recipe
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.is_preference
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
-    if facts is not None and is_packed and any(one.declares_conversations for one in sources):
+    if facts is not None and is_packed and any(source.declares_conversations for source in sources):
         yield from packed_conversations(facts.text_type)
 
 

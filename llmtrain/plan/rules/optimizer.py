@@ -22,15 +22,14 @@ def options(draft: Draft) -> Iterator[Fault]:
     try:
         model.model_validate(optim.options)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            name = str(one["loc"][0])
-            if one["type"] == "extra_forbidden":
+        for fault in error.errors(include_url=False):
+            name = str(fault["loc"][0])
+            if fault["type"] == "extra_forbidden":
                 message = f"'{optim.name}' has no such option{did_you_mean(name, known)}"
                 fix = f"options of {optim.name}: {', '.join(known)}" if known else assignment(optim__options="{}")
             else:
-                message = (
-                    f"{format_value(one['input'])} is invalid: {one['msg'].replace('Input should be', 'must be', 1)}"
-                )
+                reason = fault["msg"].replace("Input should be", "must be", 1)
+                message = f"{format_value(fault['input'])} is invalid: {reason}"
                 fix = ""
             yield Fault(f"optim.options.{name}", message, fix)
 

@@ -170,15 +170,15 @@ def bubble(draft: Draft) -> Iterator[Fault]:
     """
     parallel, micro_batches = draft.parallel, draft.accumulation
     refusals = (layers, chunks, interleaved)
-    if micro_batches is None or any(any(one.faults(draft)) for one in refusals):
+    if micro_batches is None or any(any(refusal.faults(draft)) for refusal in refusals):
         return
     idle = PipelineSchedule.of(parallel).bubble(micro_batches)
     if idle <= MOST_IDLE:
         return
-    one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    count = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     is_1f1b = parallel.pipeline_schedule == "1f1b"
     formula = f" ({parallel.pipeline} − 1) / ({micro_batches} + {parallel.pipeline} − 1) =" if is_1f1b else ""
-    message = f"{one} per step in {parallel.stages} stages: each device idles{formula} {idle:.0%} of the time"
+    message = f"{count} per step in {parallel.stages} stages: each device idles{formula} {idle:.0%} of the time"
     if micro_batches == 1:
         message += ", since only one stage works at a time"
     yield Fault("parallel.pipeline", message, _less_idle(draft))

@@ -16,7 +16,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search.variants import (
     DEGREES,
-    HIERARCHY,
+    HPZ,
     MICRO_BATCH,
     NVME_PATH,
     OFFLOADS,
@@ -28,7 +28,7 @@ from llmtrain.plan.search.variants import (
     degrees,
     micro_batches,
     offload_name,
-    stores,
+    zero_placements,
 )
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
@@ -74,16 +74,16 @@ def candidates(
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):
         cluster = Cluster(devices_per_node=world, device=device)
-        for split, stored in itertools.product(degrees(world), stores(recipe, divisors(world)[1:-1])):
+        for split, stored in itertools.product(degrees(world), zero_placements(recipe, divisors(world)[1:-1])):
             if split[SCHEDULE[1]] > 1 and split[PIPELINE.field] * split[SCHEDULE[1]] > layers:
                 continue
             dp = world // math.prod(split[axis.field] for axis in CHOSEN if axis.has_ranks)
             offload = offload_name(*(stored[field] for field in OFFLOADS))
-            if (offload or stored[HIERARCHY] > 1) and any(split[field] > 1 for field in DEGREES):
+            if (offload or stored[HPZ] > 1) and any(split[field] > 1 for field in DEGREES):
                 continue
             for micro in _micro_batches(recipe, dp):
                 accumulation = recipe.batch.global_batch_size // (dp * micro)
-                hpz = f"-hpz{stored[HIERARCHY]}" if stored[HIERARCHY] > 1 else ""
+                hpz = f"-hpz{stored[HPZ]}" if stored[HPZ] > 1 else ""
                 name = _name(dp, split, f"{stored[ZERO_STAGE]}{hpz}", accumulation, offload)
                 yield name, recipe.with_(**split, **stored, **{MICRO_BATCH: micro}), cluster
         for name, candidate in _replicated(recipe, world):
@@ -107,7 +107,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
 
 def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
     """Yields data parallelism over all devices with each other backend that is installed."""
-    whole = dict.fromkeys((*DEGREES, HIERARCHY), 1) | ONE_STAGE | dict.fromkeys(OFFLOADS, "none")
+    whole = dict.fromkeys((*DEGREES, HPZ), 1) | ONE_STAGE | dict.fromkeys(OFFLOADS, "none")
     for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
         if not is_installed(backend):
             continue

@@ -98,7 +98,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
         if not queue or len(found) == most or time.monotonic() > deadline:
             break
         distance, _, changes = heapq.heappop(queue)
-        if any(one.items() <= changes.items() for one in found):
+        if any(legal.items() <= changes.items() for legal in found):
             continue  # a found plan with needless additional changes
         draft = Draft(changed(recipe, changes), cluster, facts)
         named = _named(draft)

@@ -34,10 +34,10 @@ from llmtrain.plan.rules import (
 )
 from llmtrain.plan.search.nearest import as_arguments
 from llmtrain.plan.search.variants import (
+    CHECKPOINT_EVERY,
     CHECKPOINTING,
     DEGREES,
-    EVERY,
-    HIERARCHY,
+    HPZ,
     MICRO_BATCH,
     NVME_PATH,
     OFFLOAD_INPUTS,
@@ -49,34 +49,36 @@ from llmtrain.plan.search.variants import (
     degrees,
     micro_batches,
     recomputations,
-    stores,
     value_of,
+    zero_placements,
 )
 from llmtrain.recipe import ParallelConfig, Recipe
 from llmtrain.recipe.cluster import Cluster
 
 MOST = 10
 """Number of best plans that are shown."""
-MOST_MISSES = 16
+MAX_SLOWER = 16
 """Number of slower plans that are shown."""
-MOST_TOO_LARGE = 6
+MAX_TOO_LARGE = 6
 """Number of shown plans that do not fit."""
-MOST_ASKED = 1000
+MAX_CHECKED = 1000
 """Number of plans whose shortage is computed, at a millisecond each. After that, plans that cannot fit are skipped."""
-MOST_SIZES = 16
+MAX_SIZES = 16
 """Number of micro-batch sizes that are tried (the smallest ones), in addition to the recipe's own."""
-OF_MICRO_BATCH = (kernels.fp8, layout.divides, pipeline.interleaved)
+MICRO_BATCH_RULES = (kernels.fp8, layout.divides, pipeline.interleaved)
 """Rules that depend on the size of a micro-batch, and on no recomputation. Of what is stored where, they depend on the
 ZeRO stage only."""
-OF_RECOMPUTATION = recompute.RULES
-"""Rules that depend on the recomputation. None of them depends on the size of a micro-batch."""
-OF_SPLIT = tuple(one for one in layout.RULES if one not in OF_MICRO_BATCH)
-"""Rules that are asked once for the degrees and the schedule."""
-FIRST = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
-"""Rules that refuse most layouts. They are asked first."""
-OF_LAYOUT = tuple(one for one in dict.fromkeys((*FIRST, *LEGALITY)) if one not in (*OF_MICRO_BATCH, *OF_RECOMPUTATION))
-"""Rules that are asked once for each layout."""
-NOT_COMPUTED = (HIERARCHY, *OFFLOADS, NVME_PATH)
+RECOMPUTATION_RULES = recompute.RULES
+"""Rules that depend on the recomputation. They do not depend on the micro-batch size."""
+SPLIT_RULES = tuple(rule for rule in layout.RULES if rule not in MICRO_BATCH_RULES)
+"""Rules that are checked once for the degrees and the schedule."""
+FIRST_RULES = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
+"""Rules that refuse most layouts. They are checked first."""
+LAYOUT_RULES = tuple(
+    rule for rule in dict.fromkeys((*FIRST_RULES, *LEGALITY)) if rule not in (*MICRO_BATCH_RULES, *RECOMPUTATION_RULES)
+)
+"""Rules that are checked once for each layout."""
+UNTIMED_FIELDS = (HPZ, *OFFLOADS, NVME_PATH)
 """Fields on which `TimeBound` does not depend."""
 
 Timed = tuple[StepTime, Fields, Draft]
@@ -84,7 +86,7 @@ Timed = tuple[StepTime, Fields, Draft]
 Kind = tuple[Any, ...]
 """Values that alike plans have in common."""
 Fits = Callable[[Plan], Shortage | None]
-"""Returns how much memory a plan lacks; None if it fits."""
+"""Returns by how much memory a plan does not fit; None if it fits."""
 
 
 @dataclass(frozen=True)
@@ -125,28 +127,30 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     """
     facts = model_facts(recipe.model, recipe.vocab_size)
     found = list(legal_layouts(recipe, cluster, facts))
-    legal = sum(len(one.sizes) * sum(not unknown(draft) for _, draft in one.again) for one in found)
+    legal = sum(
+        len(legal_layout.sizes) * sum(not unknown(draft) for _, draft in legal_layout.again) for legal_layout in found
+    )
     if not legal:
         raise RecipeError(_nothing(recipe, cluster, facts))
-    room = Room(fits) if fits else None
+    fit_checker = FitChecker(fits) if fits else None
     best: list[RankedPlan] = []
     too_large: list[tuple[Shortage, Timed]] = []
     slower: list[RankedPlan] = []
     kinds, distinct = set[Kind](), set[Kind]()
 
     def counts_misses() -> bool:
-        return not best and len(too_large) < MOST_ASKED
+        return not best and len(too_large) < MAX_CHECKED
 
     def is_skipped(fields: Fields, draft: Draft) -> bool:
         is_known = _kind(fields) in kinds if len(best) == MOST else _without_savings(fields) in distinct
         if is_known:
             return True
-        return room is not None and not counts_misses() and not room.has(draft, fields[MICRO_BATCH])
+        return fit_checker is not None and not counts_misses() and not fit_checker.fits(draft, fields[MICRO_BATCH])
 
     for time, fields, draft in timed_plans(found, is_skipped):
-        if len(best) == MOST and len(slower) == MOST_MISSES:
+        if len(best) == MOST and len(slower) == MAX_SLOWER:
             break
-        if room and (shortage := room.lacking(draft)):
+        if fit_checker and (shortage := fit_checker.shortage(draft)):
             too_large.append((shortage, (time, fields, draft)))
             continue
         shown = best if len(best) < MOST else slower
@@ -164,7 +168,7 @@ def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]
     """Returns the plans with the smallest shortages: one for each ZeRO stage and combination of parallelism kinds."""
     found: list[tuple[str, Timed]] = []
     for shortage, timed in sorted(too_large, key=lambda miss: miss[0].size):
-        if len(found) == MOST_TOO_LARGE:
+        if len(found) == MAX_TOO_LARGE:
             break
         if _kind(timed[1]) not in {_kind(other[1]) for _, other in found}:
             found.append((shortage.text, timed))
@@ -193,11 +197,11 @@ def _with_micro_batch(draft: Draft, size: int) -> Draft:
 
 
 class Candidate(NamedTuple):
-    """A plan in a queue, in which the next one is the fastest by its time, or by its bound if it is not priced yet."""
+    """A plan in a queue that is ordered by predicted time, or by its bound until the time has been predicted."""
 
     rate: float
     """Tokens per second, negative. The most that the bound allows if `time` is unknown."""
-    is_priced: bool
+    is_timed: bool
     place: int
     """Its place among all legal plans, which orders equally fast ones."""
     fields: Fields
@@ -210,45 +214,45 @@ def timed_plans(layouts: Iterable[LegalLayout], skips: Callable[[Fields, Draft],
     """Yields the plans of some layouts with their predicted times, the fastest first; of equally fast ones, the first.
 
     Plans of unknown speed are left out, and those for which `skips` is true when their bound or their time has its
-    turn. A plan is only priced if none with a known time is faster than its bound.
+    turn. A plan is only timed if none with a known time is faster than its bound.
     """
     queue = list(_candidates(layouts))
     heapify(queue)
     while queue:
-        one = heappop(queue)
-        if skips(one.fields, one.draft):
+        candidate = heappop(queue)
+        if skips(candidate.fields, candidate.draft):
             continue
-        if one.time is not None:
-            yield one.time, one.fields, one.draft
+        if candidate.time is not None:
+            yield candidate.time, candidate.fields, candidate.draft
             continue
-        draft = _with_micro_batch(one.draft, one.fields[MICRO_BATCH])
+        draft = _with_micro_batch(candidate.draft, candidate.fields[MICRO_BATCH])
         time = predict(assemble(draft))
         assert time is not None, "those of unknown speed are left out"
-        heappush(queue, one._replace(rate=-time.tokens_per_second, is_priced=True, draft=draft, time=time))
+        heappush(queue, candidate._replace(rate=-time.tokens_per_second, is_timed=True, draft=draft, time=time))
 
 
 def _candidates(layouts: Iterable[LegalLayout]) -> Iterator[Candidate]:
     """Yields all plans of known speed, with their bounds."""
     place, known = itertools.count(), dict[tuple[Any, ...], TimeBound]()
-    for one in layouts:
+    for legal_layout in layouts:
         bounds = []
-        for again, draft in one.again:
+        for again, draft in legal_layout.again:
             if unknown(draft):
                 continue
-            plan, fields = assemble(draft), one.fields | again
-            key = tuple(value for field, value in fields.items() if field not in NOT_COMPUTED)
+            plan, fields = assemble(draft), legal_layout.fields | again
+            key = tuple(value for field, value in fields.items() if field not in UNTIMED_FIELDS)
             if key not in known:
                 known[key] = TimeBound.of(plan)
             bounds.append((fields, draft, plan.batch, known[key]))
-        for size, (fields, draft, batch, least) in itertools.product(one.sizes, bounds):
+        for size, (fields, draft, batch, least) in itertools.product(legal_layout.sizes, bounds):
             rate = batch.tokens_per_step / least.step_s(size, batch.gradient_accumulation_steps // size)
             yield Candidate(-rate, False, next(place), fields | {MICRO_BATCH: size}, draft)
 
 
 def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
     """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
-    for one in legal_layouts(recipe, cluster, facts):
-        yield from one.plans()
+    for legal_layout in legal_layouts(recipe, cluster, facts):
+        yield from legal_layout.plans()
 
 
 def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[LegalLayout]:
@@ -256,24 +260,24 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
     groups = sorted({recipe.parallel.hierarchical_partition, cluster.devices_per_node} - {1})
     for split in degrees(cluster.world_size, facts.layers, facts.experts):
         draft = Draft(changed(recipe, split), cluster, facts)
-        if not allowed(draft, OF_SPLIT):
+        if not allowed(draft, SPLIT_RULES):
             continue
         assert draft.data_parallel_size is not None, "the rules of layout have refused the rest"
         micro_batches, of_stage = _micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
-        for stored in stores(recipe, groups):
+        for stored in zero_placements(recipe, groups):
             draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
-            if not allowed(draft, OF_LAYOUT):
+            if not allowed(draft, LAYOUT_RULES):
                 continue
             stage = draft.parallel.zero_stage
             if stage not in of_stage:
                 each = ((size, _with_micro_batch(draft, size)) for size in micro_batches)
-                of_stage[stage] = tuple(size for size, one in each if allowed(one, OF_MICRO_BATCH))
+                of_stage[stage] = tuple(size for size, sized in each if allowed(sized, MICRO_BATCH_RULES))
             sizes = of_stage[stage]
             kinds = (
-                (one, Draft(changed(draft.recipe, {**one, MICRO_BATCH: 1}), cluster, facts))
-                for one in recomputations(recipe)
+                (fields, Draft(changed(draft.recipe, {**fields, MICRO_BATCH: 1}), cluster, facts))
+                for fields in recomputations(recipe)
             )
-            again = tuple(one for one in kinds if allowed(one[1], OF_RECOMPUTATION))
+            again = tuple(kind for kind in kinds if allowed(kind[1], RECOMPUTATION_RULES))
             if sizes and again:
                 yield LegalLayout({**split, **stored}, sizes, again)
 
@@ -281,7 +285,7 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
 def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
     """Returns the smallest micro-batch sizes and the recipe's own."""
     sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
-    return tuple(size for number, size in enumerate(sizes) if number < MOST_SIZES or size == own)
+    return tuple(size for number, size in enumerate(sizes) if number < MAX_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
@@ -341,11 +345,11 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
 
 def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
     """Returns the problem that no legal plan fits."""
-    tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
+    tried = "; ".join(f"{miss.arguments or 'as it is'}: {miss.why}" for miss in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")
 
 
-class Room:
+class FitChecker:
     """Checks whether plans fit. If the leanest variants of a layout do not, its other variants are not checked."""
 
     def __init__(self, fits: Fits) -> None:
@@ -353,14 +357,14 @@ class Room:
         self._known: dict[tuple[ParallelConfig, int], Shortage | None] = {}
         self._hopeless: dict[ParallelConfig, bool] = {}
 
-    def lacking(self, draft: Draft) -> Shortage | None:
-        """Returns how much memory a legal draft lacks, or None if it fits."""
+    def shortage(self, draft: Draft) -> Shortage | None:
+        """Returns by how much memory a legal draft does not fit, or None if it fits."""
         key = draft.parallel, draft.recipe.batch.micro_batch_size
         if key not in self._known:
             self._known[key] = self._fits(assemble(draft))
         return self._known[key]
 
-    def is_hopeless(self, draft: Draft) -> bool:
+    def never_fits(self, draft: Draft) -> bool:
         """Whether a legal draft's layout does not fit for any micro-batch size, even with activation checkpointing.
 
         The smallest size has the fewest activations. The largest size has no gradients at the same time. Every other
@@ -368,18 +372,18 @@ class Room:
         """
         if draft.parallel not in self._hopeless:
             share = draft.recipe.batch.global_batch_size // (draft.data_parallel_size or 1)
-            plain = {CHECKPOINTING: "full", EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
+            plain = {CHECKPOINTING: "full", CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
             leanest = Draft(changed(draft.recipe, plain), draft.cluster, draft.facts)
             if leanest.parallel not in self._hopeless:
-                least = self.lacking(_with_micro_batch(leanest, 1))
+                least = self.shortage(_with_micro_batch(leanest, 1))
                 self._hopeless[leanest.parallel] = least is not None and (
-                    least.for_any_batch or self.lacking(_with_micro_batch(leanest, share)) is not None
+                    least.for_any_batch or self.shortage(_with_micro_batch(leanest, share)) is not None
                 )
             self._hopeless[draft.parallel] = self._hopeless[leanest.parallel]
         return self._hopeless[draft.parallel]
 
-    def has(self, draft: Draft, micro_batch: int | None = None) -> bool:
+    def fits(self, draft: Draft, micro_batch: int | None = None) -> bool:
         """Whether a legal draft fits. micro_batch: another size of its micro-batch."""
-        if self.is_hopeless(draft):
+        if self.never_fits(draft):
             return False
-        return not self.lacking(_with_micro_batch(draft, micro_batch) if micro_batch else draft)
+        return not self.shortage(_with_micro_batch(draft, micro_batch) if micro_batch else draft)

@@ -17,13 +17,13 @@ def lines(result: SearchResult) -> list[str]:
     found = [f"{result.legal:,} legal plans, ranked by predicted tokens/s"]
     if not result.memory_known:
         found.append(UNKNOWN_MEMORY)
-    found += [line for number, one in enumerate(result.best, 1) for line in _entry(f"{number:>2}", one)]
+    found += [line for number, ranked in enumerate(result.best, 1) for line in _entry(f"{number:>2}", ranked)]
     for title, misses in (
         ("faster, but too large; of each kind the one with the smallest shortage", result.too_large),
         ("the fastest of other kinds, and why they are slower", result.slower),
     ):
         if misses:
-            found += [f"{title}:", *(line for one in misses for line in _entry(" ·", one))]
+            found += [f"{title}:", *(line for ranked in misses for line in _entry(" ·", ranked))]
     return found
 
 
@@ -32,9 +32,9 @@ def document(result: SearchResult) -> dict[str, Any]:
     return {
         "legal_plans": result.legal,
         "memory_known": result.memory_known,
-        "best": [_as_json(one) for one in result.best],
-        "too_large": [_as_json(one) for one in result.too_large],
-        "slower": [_as_json(one) for one in result.slower],
+        "best": [_as_json(ranked) for ranked in result.best],
+        "too_large": [_as_json(ranked) for ranked in result.too_large],
+        "slower": [_as_json(ranked) for ranked in result.slower],
     }
 
 

@@ -23,11 +23,11 @@ SCHEDULE = ("parallel.pipeline_schedule", "parallel.pipeline_chunks")
 ONE_STAGE = dict(zip(SCHEDULE, ("1f1b", 1), strict=True))
 """The only schedule without a pipeline."""
 ZERO_STAGE = "parallel.zero_stage"
-HIERARCHY = "parallel.hierarchical_partition"
+HPZ = "parallel.hierarchical_partition"
 OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
 NVME_PATH = "parallel.nvme_path"
 CHECKPOINTING = "parallel.activation_checkpointing"
-EVERY = "parallel.checkpoint_every"
+CHECKPOINT_EVERY = "parallel.checkpoint_every"
 OFFLOAD_INPUTS = "parallel.offload_activations"
 MICRO_BATCH = "batch.micro_batch_size"
 
@@ -74,7 +74,7 @@ def schedules(pipeline: int, layers: float = math.inf) -> Iterator[Fields]:
             yield dict(zip(SCHEDULE, (name, chunks), strict=True))
 
 
-def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
+def zero_placements(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
     """Yields all ZeRO stages, each with all locations of optimizer states and parameters.
 
     groups: sizes of hpZ groups, whose ranks hold the parameters of ZeRO-3 a second time, if nothing is offloaded.
@@ -82,7 +82,7 @@ def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
     for stage, *places in itertools.product(*(choices(recipe)[field] for field in (ZERO_STAGE, *OFFLOADS))):
         path = recipe.parallel.nvme_path if "nvme" in places else None
         for group in (1, *groups) if (stage, *places) == (3, "none", "none") else (1,):
-            yield {ZERO_STAGE: stage, HIERARCHY: group, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
+            yield {ZERO_STAGE: stage, HPZ: group, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
 
 
 def recomputations(recipe: Recipe) -> Iterator[Fields]:
@@ -92,7 +92,7 @@ def recomputations(recipe: Recipe) -> Iterator[Fields]:
     no price on the cores and the memory of a host.
     """
     kinds = choices(recipe)[CHECKPOINTING]
-    plain = [{CHECKPOINTING: kind, EVERY: 1, OFFLOAD_INPUTS: False} for kind in kinds]
+    plain = [{CHECKPOINTING: kind, CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: False} for kind in kinds]
     own = {field: value_of(recipe, field) for field in plain[0]}
     yield from (plain if own in plain else [*plain, own])
 
@@ -123,7 +123,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     }
     for field in OFFLOADS:
         values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
-    values |= {HIERARCHY: (1,), EVERY: (1,), OFFLOAD_INPUTS: (False, True), "parallel.tiled_mlp": (False,)}
+    values |= {HPZ: (1,), CHECKPOINT_EVERY: (1,), OFFLOAD_INPUTS: (False, True), "parallel.tiled_mlp": (False,)}
     values[NVME_PATH] = (None, path) if path else (None,)
     return values
 

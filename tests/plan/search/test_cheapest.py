@@ -9,10 +9,10 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.predict import lacking, memory_of
+from llmtrain.plan.predict import memory_of, memory_shortage
 from llmtrain.plan.predict.time import predict
 from llmtrain.plan.rules import assemble, resolve
-from llmtrain.plan.search.cheapest import EQUAL, cheapest_ways, suggesting
+from llmtrain.plan.search.cheapest import EQUAL, cheapest_plans, suggesting
 from llmtrain.plan.search.search import legal_plans
 from llmtrain.recipe import parse_assignments
 from llmtrain.recipe.cluster import DEVICES, Cluster, Device
@@ -50,10 +50,10 @@ def test_each_suggested_plan_fits_and_is_the_same_run(refused):
 
 
 def test_suggested_plans_are_the_fastest_that_fit():
-    ways = cheapest_ways(LARGE, NODE, FACTS)
+    ways = cheapest_plans(LARGE, NODE, FACTS)
     rates = [way.time.tokens_per_second for way in ways]
     assert rates == sorted(rates, reverse=True)
-    fitting = [plan for _, draft in legal_plans(LARGE, NODE, FACTS) if not lacking(plan := assemble(draft))]
+    fitting = [plan for _, draft in legal_plans(LARGE, NODE, FACTS) if not memory_shortage(plan := assemble(draft))]
     assert rates[0] >= (1 - EQUAL) * max(predict(plan).tokens_per_second for plan in fitting)
     # None of them changes all fields of another one, and more.
     fields = [way.changes.keys() for way in ways]
@@ -107,7 +107,7 @@ def test_without_a_prediction_the_nearest_are_named():
     """A device of which nothing but its memory is known."""
     mine = Device(name="mine", memory_bytes=80 * 2**30, peak_flops={})
     cluster = Cluster(devices_per_node=8, device="mine", own_devices=[mine])
-    assert cheapest_ways(LARGE, cluster, FACTS) == []
+    assert cheapest_plans(LARGE, cluster, FACTS) == []
     text = refusal(LARGE, cluster)
     assert len(text.nearest) == 3
     assert text.nearest_figures == ()

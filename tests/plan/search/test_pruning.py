@@ -7,12 +7,12 @@ import pytest
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.predict import MemoryCache, Shortage, lacking, memory_of
+from llmtrain.plan.predict import MemoryCache, Shortage, memory_of, memory_shortage
 from llmtrain.plan.predict.parts import readable
 from llmtrain.plan.predict.time import TimeBound, predict
 from llmtrain.plan.rules import assemble
 from llmtrain.plan.search import search
-from llmtrain.plan.search.search import MOST, MOST_MISSES, legal_layouts, legal_plans, search_plans, timed_plans
+from llmtrain.plan.search.search import MAX_SLOWER, MOST, legal_layouts, legal_plans, search_plans, timed_plans
 from llmtrain.plan.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, ZERO_STAGE, changed
 from llmtrain.recipe.cluster import DEVICES, Cluster
 from tests.helpers.random_plans import cases
@@ -79,7 +79,7 @@ def _shown(timed, cache):
             continue
         if len(best) == MOST and any(kind == one[1] for one in (*best, *slower)):
             continue
-        shortage = lacking(assemble(draft), cache)
+        shortage = memory_shortage(assemble(draft), cache)
         if shortage and not best:
             too_large.append((shortage, kind, time))
         elif not shortage:
@@ -87,8 +87,8 @@ def _shown(timed, cache):
     nearest = {}
     for shortage, kind, time in sorted(too_large, key=lambda miss: miss[0].size):
         nearest.setdefault(kind, (time, shortage.text))
-    times = [[time for time, *_ in some] for some in (best, slower[:MOST_MISSES])]
-    return *times, list(nearest.values())[: search.MOST_TOO_LARGE]
+    times = [[time for time, *_ in some] for some in (best, slower[:MAX_SLOWER])]
+    return *times, list(nearest.values())[: search.MAX_TOO_LARGE]
 
 
 @pytest.mark.parametrize(("recipe", "cluster"), CASES)
@@ -99,7 +99,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(recipe, cluster):
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     assert [draft.recipe for *_, draft in found] == [draft.recipe for *_, draft in expected]
 
-    every = [lacking(assemble(draft), cache) for *_, draft in expected]  # all of them share what they may
+    every = [memory_shortage(assemble(draft), cache) for *_, draft in expected]  # all of them share what they may
     assert any(every)
     assert not all(every)
     for (time, fields, draft), shortage in list(zip(expected, every, strict=True))[:: max(1, len(every) // 100)]:
@@ -108,7 +108,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(recipe, cluster):
         summed = _as_summed(assemble(draft))
         assert (shortage and (shortage.size, shortage.text)) == (summed and (summed.size, summed.text))
 
-    result = search_plans(recipe, cluster, lambda plan: lacking(plan, cache))
+    result = search_plans(recipe, cluster, lambda plan: memory_shortage(plan, cache))
     best, slower, too_large = _shown(expected, cache)
     assert result.legal == len(expected)
     assert [one.time for one in result.best] == best
@@ -122,9 +122,9 @@ def test_rules_that_are_asked_once_do_not_depend_on_what_varies():
     changes += [{"parallel.activation_checkpointing": kind} for kind in ("none", "selective", "full")]
     places = [{"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}, {"parallel.zero_stage": 3}]
     checked = [
-        (search.OF_LAYOUT, changes),
-        (search.OF_MICRO_BATCH, [*changes[1:], places[0]]),
-        (search.OF_RECOMPUTATION, [changes[0], *places]),
+        (search.LAYOUT_RULES, changes),
+        (search.MICRO_BATCH_RULES, [*changes[1:], places[0]]),
+        (search.RECOMPUTATION_RULES, [changes[0], *places]),
     ]
     refused = set()
     for case in cases(3, 20, [1, 2, 4]):

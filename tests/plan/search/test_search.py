@@ -13,10 +13,10 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.predict import Shortage, lacking
+from llmtrain.plan.predict import Shortage, memory_shortage
 from llmtrain.plan.predict.time import predict
 from llmtrain.plan.rules import LEGALITY, RULES, assemble, broken, resolve
-from llmtrain.plan.search.search import Room, legal_plans, loses, search_plans
+from llmtrain.plan.search.search import FitChecker, legal_plans, loses, search_plans
 from llmtrain.plan.search.search_report import UNKNOWN_MEMORY, document, lines
 from llmtrain.recipe import parse_assignments
 from llmtrain.recipe.cluster import Cluster
@@ -82,8 +82,8 @@ def test_exactly_the_legal_plans_are_considered(llama, devices):
     found = [_key(draft) for draft in drafts]
     assert len(found) == len(set(found))
     assert set(found) == brute_force(llama, cluster, facts, LEGALITY)
-    room = Room(lacking)
-    fitting = {_key(draft) for draft in drafts if room.has(draft)}
+    fit_checker = FitChecker(memory_shortage)
+    fitting = {_key(draft) for draft in drafts if fit_checker.fits(draft)}
     assert fitting == brute_force(llama, cluster, facts, RULES)
     assert fitting
     assert devices > 4 or len(fitting) < len(found)
