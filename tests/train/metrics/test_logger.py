@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.run_dir import RunDir
-from llmtrain.train.metrics import Evaluation, MetricsLogger
+from llmtrain.train.metrics import Evaluation, MetricsLogger, trackers
 from llmtrain.train.metrics.logger import forget_after
 from tests.helpers.step_metrics import metrics
 
@@ -95,9 +95,7 @@ def test_each_set_has_its_own_metrics(run_dir, plan):
 def test_an_evaluation_is_logged_by_source(run_dir, plan, monkeypatch):
     """Trackers take numbers only, and MLflow few characters in their names."""
     sent = []
-    monkeypatch.setattr(
-        "llmtrain.train.metrics.trackers.Trackers.log", lambda self, values, step: sent.append((values, step))
-    )
+    monkeypatch.setattr(trackers.Trackers, "log", lambda self, values, step: sent.append((values, step)))
     with MetricsLogger(run_dir, plan) as logger:
         logger.log_eval(20, Evaluation(2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan}))
         logger.log_eval(30, Evaluation(2.5, {"alone": 2.5}))
