@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from llmtrain.plan.predict.model_state import RankGroups, checkpoint_bytes, stat
 from llmtrain.plan.predict.parts import Parts, Shortage, State, readable, unit_of
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.stages import backward_layers
-from llmtrain.recipe import Part
+from llmtrain.recipe import ParallelConfig, Part
 from llmtrain.recipe.cluster import GIB
 
 CONTEXT = GIB
@@ -240,11 +241,10 @@ class MemoryCache:
 
         Of recomputation, stages of a pipeline depend on `lowest_kept_layer`.
         """
-        plain = plan.parallel.model_copy(update=NOT_RECOMPUTED)
         lowest = lowest_kept_layer(plan, rank) if plan.stages else None
-        key = plain, plan.batch.gradient_accumulation_steps > 1, lowest, rank
+        key = WITHOUT_RECOMPUTATION(plan.parallel), plan.batch.gradient_accumulation_steps > 1, lowest, rank
         if key not in self._states:
-            held = plain.model_copy(update=NOT_STORED), rank
+            held = WITHOUT_BOTH(plan.parallel), rank
             if held not in self._groups:
                 self._groups[held] = optimizer_groups(plan, weights, rank), frozen_groups(plan, weights, rank)
             self._states[key] = state_of(plan, weights, rank, self._groups[held])
@@ -255,20 +255,24 @@ class MemoryCache:
 
         Of the ZeRO stage, they only depend on what `recomputes_loss` makes of it.
         """
-        plain = plan.parallel.model_copy(update=NOT_STORED)
-        key = plain, plan.batch.micro_batch_size, recomputes_loss(plan.recipe), rank
+        key = WITHOUT_STORAGE(plan.parallel), plan.batch.micro_batch_size, recomputes_loss(plan.recipe), rank
         if key not in self._activations:
             self._activations[key] = activations_of(plan, weights, rank)
         return self._activations[key]
 
 
-NOT_RECOMPUTED: dict[str, Any] = {
-    "activation_checkpointing": "none",
-    "checkpoint_every": 1,
-    "offload_activations": False,
-}
-NOT_STORED: dict[str, Any] = {"zero_stage": 0, "hierarchical_partition": 1}
-NOT_STORED |= {"offload_optimizer": "none", "offload_param": "none", "nvme_path": None}
+RECOMPUTATION = {"activation_checkpointing", "checkpoint_every", "offload_activations"}
+STORAGE = {"zero_stage", "hierarchical_partition", "offload_optimizer", "offload_param", "nvme_path"}
+"""Fields of `parallel`."""
+
+
+def _without(fields: set[str]) -> Callable[[ParallelConfig], tuple[Any, ...]]:
+    """Returns a function that returns the values of all other fields, as a key of a cache."""
+    return attrgetter(*(field for field in ParallelConfig.model_fields if field not in fields))
+
+
+WITHOUT_RECOMPUTATION, WITHOUT_STORAGE = _without(RECOMPUTATION), _without(STORAGE)
+WITHOUT_BOTH = _without(RECOMPUTATION | STORAGE)
 
 
 def memory_shortage(plan: Plan, cache: MemoryCache | None = None) -> Shortage | None:

@@ -64,13 +64,14 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     accumulation = draft.accumulation
     assert facts is not None, "a draft without facts has been refused"
     assert accumulation is not None, "the rules of layout and batch have refused the rest"
-    batch = Batch(
+    # Without validation, because the parts are valid, and a search assembles thousands of plans.
+    batch = Batch.model_construct(
         global_batch_size=recipe.batch.global_batch_size,
         micro_batch_size=recipe.batch.micro_batch_size,
         gradient_accumulation_steps=accumulation,
         tokens_per_step=recipe.batch.global_batch_size * recipe.data.sequence_length,
     )
-    return Plan(
+    return Plan.model_construct(
         recipe=recipe,
         cluster=draft.cluster,
         batch=batch,

@@ -178,7 +178,8 @@ def sliced(model: PreTrainedModel, ranks: int, batch: MicroBatch) -> Iterator[Mi
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "dist", SimpleNamespace(get_world_size=lambda _: ranks, get_rank=lambda _: 0))
-        patch.setattr(ulysses, "all_to_all", lambda _: torch.clone)
+        patch.setattr(ulysses, "register_all_to_all_group", lambda _: "")
+        patch.setattr(torch.ops.deepspeed, "dim_zero_all_to_all", lambda parts, _: parts.clone(), raising=False)
         shared = ulysses.Ulysses(model, None)
         with shared.active():
             yield shared.slice(batch)
