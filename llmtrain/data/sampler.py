@@ -130,7 +130,7 @@ class StepBatch:
     """Number of sequences in the global batch, without padding rows."""
     first_sample: int
     """Index of its first sequence."""
-    evaluated: str = ""
+    eval_source: str = ""
     """For an evaluation, the name of the source, of which there is one per batch."""
     examples: int = 0
     """Number of pairs, or of labelled completions, in the global batch; 0 if the loss is a mean over tokens."""
@@ -274,7 +274,7 @@ class BatchLoader:
                 _prefetch_counts(views, sources, batch_sequences)
                 (batch,) = self._step_batches(views, sources, batch_sequences, 1, 1, first)
                 first += batch.samples
-                yield replace(batch, evaluated=evaluated[number].name)
+                yield replace(batch, eval_source=evaluated[number].name)
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

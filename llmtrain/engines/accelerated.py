@@ -33,7 +33,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.guard import LossAndNorm, reduce_loss_and_norm
 from llmtrain.engines.optim import schedule, torch_optimizer
 from llmtrain.engines.plain import PlainLoop, plain_model
-from llmtrain.engines.state.shards import Replica
+from llmtrain.engines.state.shards import ReplicaIndex
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models.precision import weight_dtype
@@ -57,7 +57,7 @@ class Accelerated(PlainLoop):
         self._plan = plan
         self._weight_dtype = weight_dtype(plan.recipe.parallel.precision)
         self.is_sharded = plan.recipe.parallel.strategy == "fsdp2"
-        self.replica = Replica.of_rank(None)
+        self.replica = ReplicaIndex.of_rank(None)
         super().__init__(plain_model(plan, device), plan.recipe)
 
     def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:

@@ -30,8 +30,8 @@ class StepResult:
     lr: float
     """Learning rate of the step."""
     router_loss: Tensor | None = None
-    """[2]: the sum of the router's losses of this rank's micro-batches, times their coefficient, and the number of
-    micro-batches; None for a model without. `loss` does not contain it."""
+    """[sum of coefficient × router loss, number of micro-batches], over this rank's micro-batches; None if the model
+    has no router loss. `loss` does not contain it."""
 
 
 @dataclass(frozen=True)

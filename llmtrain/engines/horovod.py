@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from llmtrain.engines.guard import LossAndNorm
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.engines.runtime.horovod_ranks import start_horovod
-from llmtrain.engines.state.shards import Replica
+from llmtrain.engines.state.shards import ReplicaIndex
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan import Plan
 
@@ -36,7 +36,7 @@ class Horovod(PlainLoop):
             message = "this build of 'horovod' supports CPUs only, not GPUs"
             fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"
             raise RecipeError(Problem("backend.device", "parallel.backend", message, fix))
-        self.replica = Replica.of_rank(None)
+        self.replica = ReplicaIndex.of_rank(None)
         self._backend = "nccl" if device.type == "cuda" and hvd.nccl_built() else "gloo"
         self._accumulation = plan.batch.gradient_accumulation_steps
         super().__init__(plain_model(plan, device), plan.recipe)

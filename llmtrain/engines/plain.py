@@ -28,7 +28,7 @@ from llmtrain.engines.optim import (
 )
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
 from llmtrain.engines.state.save_load import HasState, Locate, checkpoint_shards, untrained_shards
-from llmtrain.engines.state.shards import CheckpointShard, Replica, ShardLocation, WeightSlice
+from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
@@ -55,7 +55,7 @@ class PlainLoop(HasState):
     """Whether each rank trains shards of the weights, which are DTensors."""
     keeps_masters = True
     """Whether the loop keeps fp32 master weights for a model in a lower precision."""
-    replica = Replica()
+    replica = ReplicaIndex()
     """This rank's replica of the model; each replica reads different samples."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
@@ -239,7 +239,7 @@ class PlainLoop(HasState):
     def _locate(self) -> Locate:
         """Returns the function that locates what this rank holds of a parameter in the whole weight."""
         names = {parameter: weight_name(name) for name, parameter in self.model.named_parameters()}
-        replica = Replica() if self.is_sharded else self.replica  # shards are not replicas of each other
+        replica = ReplicaIndex() if self.is_sharded else self.replica  # shards are not replicas of each other
         return lambda parameter: ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), replica)
 
     def progress(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def fit(run: Run) -> None:
             run.progress.advance(state.step)
             if run.profiler:
                 run.profiler.end(state.step)
-            # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
+            # The recipe's last step, not `stop_step`: a run that stops early must not log or evaluate more often.
             at_end = state.step == recipe.train.steps
             if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter, batch)
@@ -141,8 +141,8 @@ def _evaluated(run: Run, name: str) -> Evaluation:
         estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
     for batch in run.data.eval_batches(most, name):
         run.heartbeat.beat()
-        losses[batch.evaluated] += run.engine.eval_step(batch).item() * batch.num_items
-        num_items[batch.evaluated] += batch.num_items
+        losses[batch.eval_source] += run.engine.eval_step(batch).item() * batch.num_items
+        num_items[batch.eval_source] += batch.num_items
         if (sums := run.engine.rewards()) is not None:
             rewards += sums.cpu()
     total = sum(num_items.values())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, finite_or_infinite, skip_if
 from llmtrain.engines.optim import locate_shards, torch_optimizer
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
-from llmtrain.engines.state.shards import Replica, ShardLocation, WeightSlice
+from llmtrain.engines.state.shards import ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.recipe import GuardConfig, OptimConfig
 from tests.helpers.batches import tiny_recipe
 
@@ -29,7 +29,7 @@ class Steps:
         self.weight = nn.Parameter(torch.randn(5))
         optim = OptimConfig(name=name, lr=0.1)
         self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
-        location = ShardLocation("weight", WeightSlice.whole(self.weight.shape), Replica())
+        location = ShardLocation("weight", WeightSlice.whole(self.weight.shape), ReplicaIndex())
         shards = optimizer_shards(self.optimizer)
         locate_shards(self.optimizer, self.optimizer, shards, lambda _: location, tiny_recipe(), CPU)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)

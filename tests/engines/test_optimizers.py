@@ -17,7 +17,7 @@ from llmtrain.engines.optimizers.guarded import GuardedOptimizer
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.optimizers.sums import SharedSums
 from llmtrain.engines.state.optimizer_shards import OptimizerShard, optimizer_shards
-from llmtrain.engines.state.shards import Replica, ShardLocation, WeightSlice
+from llmtrain.engines.state.shards import ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
@@ -53,7 +53,7 @@ def _known(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], recipe
     names = {one: f"layers.0.{index}.weight" for index, one in enumerate(weights)}
 
     def locate(parameter):
-        return ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), Replica())
+        return ShardLocation(names[parameter], WeightSlice.whole(parameter.shape), ReplicaIndex())
 
     locate_shards(optimizer, optimizer, optimizer_shards(optimizer), locate, recipe, CPU)
 
@@ -255,7 +255,7 @@ def _eight_bit(own: list[Held], steps: int = 4) -> list[dict[str, tuple[WeightSl
     listed, locations, offset = [], {}, 0
     for name, weight_slice, first, end in own:
         parameter, last = nn.Parameter(torch.empty(weight_slice.shape, device="meta")), offset + end - first
-        locations[parameter] = ShardLocation(name, weight_slice, Replica())
+        locations[parameter] = ShardLocation(name, weight_slice, ReplicaIndex())
         tensors = {"weight": trained.detach()[offset:last]} | {kind: state[kind][offset:last] for kind in CODES}
         listed.append(OptimizerShard(parameter, first, tensors, state, trained, offset))
         offset = last

@@ -17,7 +17,7 @@ def choosers_are_trained(patch):
 
 def unmet_experts_are_left_alone(patch):
     """The experts of a layer are one tensor, so plain PyTorch decays those, too, whose part of its gradient is 0."""
-    norm, train = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine.train_step
+    norm, train = DeepSpeedEngine._norm_unless_deepspeed_keeps_it, DeepSpeedEngine.train_step
     kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def note(self):
@@ -34,7 +34,7 @@ def unmet_experts_are_left_alone(patch):
         kept.clear()
         return result
 
-    patch.setattr(DeepSpeedEngine, "_replicated_grad_norm", note)
+    patch.setattr(DeepSpeedEngine, "_norm_unless_deepspeed_keeps_it", note)
     patch.setattr(DeepSpeedEngine, "train_step", restore)
 
 

@@ -119,7 +119,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
         flush=lambda: None,
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
-    batches = [SimpleNamespace(evaluated=name, loss=loss, num_items=tokens) for name, loss, tokens in of]
+    batches = [SimpleNamespace(eval_source=name, loss=loss, num_items=tokens) for name, loss, tokens in of]
     data = SimpleNamespace(
         train_batches=_batches,
         eval_sets=["", "late"],

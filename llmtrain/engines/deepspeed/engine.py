@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, offload, every precision; an `EngineAxis` each divides the model further."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload and every precision. Each `EngineAxis` divides the model further."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from llmtrain.engines.state.save_load import (
     shape_of,
     untrained_shards,
 )
-from llmtrain.engines.state.shards import CheckpointShard, Replica, ShardLocation, WeightSlice
+from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
@@ -125,7 +125,8 @@ class DeepSpeedEngine(HasState):
         initialise: Initialise = initialise,
         prepared_by: str = "",
     ) -> None:
-        """axes: those with a degree above 1. initialise: makes DeepSpeed's engine, directly or through `prepared_by`.
+        """axes: those with a degree above 1. initialise: makes DeepSpeed's engine. prepared_by: the library through
+        which it does so, as a prefix for the run's record; empty if none.
 
         Raises RecipeError for a model that one of the axes cannot divide.
         """
@@ -157,8 +158,8 @@ class DeepSpeedEngine(HasState):
             axis.attach(self.engine)
 
         self.objective = objective_of(recipe, self._group("sequence_parallel_group"))
-        shards = self._optimizer_shards()
-        locate_shards(self.engine.basic_optimizer, self.engine.optimizer, *shards, recipe, device)
+        shard_lists, locate = self._optimizer_shards()
+        locate_shards(self.engine.basic_optimizer, self.engine.optimizer, shard_lists, locate, recipe, device)
         self.guard = Guard(recipe.guard, device)
         check_fused(self.engine.basic_optimizer)
 
@@ -209,15 +210,16 @@ class DeepSpeedEngine(HasState):
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
             accumulated = self._accumulate(batch)
-            # The rules allow no clipping in a pipeline at ZeRO-0, so its norm can be taken within the step as well.
-            grad_norm = None if self._pipeline else self._replicated_grad_norm()
+            # A pipeline's norm is taken in `decide`. That is too late to clip by it, but then the rules allow none.
+            grad_norm = None if self._pipeline else self._norm_unless_deepspeed_keeps_it()
             if grad_norm is not None:
                 clip_by(self.engine, grad_norm)
+            # The same reduction gives DeepSpeed the norm that it uses within its step.
             reduced_loss = self._norm_with_loss.take(accumulated.loss) if self._norm_with_loss else None
 
             @torch.no_grad()
             def decide(overflowed: Tensor | None) -> tuple[LossAndNorm, Tensor]:
-                norm = self._norm_of_step() if grad_norm is None else grad_norm
+                norm = self._norm_within_step() if grad_norm is None else grad_norm
                 if reduced_loss is None:
                     measured = reduce_loss_and_norm(accumulated.loss, norm, replicas=self.plan.parallel.tensor)
                 else:
@@ -303,7 +305,7 @@ class DeepSpeedEngine(HasState):
             parameter for parameter in self.model.parameters() if not (parameter.requires_grad or omits_base_weights)
         ]
         with gather_partitioned(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
-            replica = Replica.of_rank(self._group("data_parallel_group")).times(self._tensor_parallel_replica)
+            replica = ReplicaIndex.of_rank(self._group("data_parallel_group")).times(self._tensor_parallel_replica)
             yield untrained_shards(
                 self.model, replica, omits_base_weights, self._hugging_face_name, self._locate_untrained
             )
@@ -415,20 +417,20 @@ class DeepSpeedEngine(HasState):
             dist.all_reduce(value, group=self._group("data_parallel_group"))
         return value
 
-    def _replicated_grad_norm(self) -> Tensor | None:
-        """Returns the norm if DeepSpeed does not keep it, with fp32 weights at ZeRO-0; otherwise returns None.
+    def _norm_unless_deepspeed_keeps_it(self) -> Tensor | None:
+        """Returns the norm with fp32 weights at ZeRO-0, where DeepSpeed does not keep it; otherwise returns None.
 
-        In that case every rank holds the whole gradients, and they are already averaged between `backward` and `step`
-        of the last micro-batch.
+        There, ZeRO does not divide gradients (an axis may), and they are averaged already between `backward` and
+        `step` of the last micro-batch.
         """
         if self.plan.parallel.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
             return None
-        norm = self._gradient_norm()
+        norm = self._compute_norm()
         scaler = loss_scalers(self.engine).get("gradscaler")
         return norm / scaler.get_scale() if scaler else norm
 
-    def _gradient_norm(self) -> Tensor:
-        """Returns the 2-norm of whole gradients, of which other ranks hold shards."""
+    def _compute_norm(self) -> Tensor:
+        """Returns the 2-norm of the gradient of the whole model, of which axes may give shards to other ranks."""
         by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
         for name, parameter in self.model.named_parameters():
             if counted_by_another_stage(parameter):
@@ -445,9 +447,9 @@ class DeepSpeedEngine(HasState):
             self._pipeline.sum_squares(total)
         return total.sqrt().float()
 
-    def _norm_of_step(self) -> Tensor:
-        """Returns the norm within DeepSpeed's step: the one that DeepSpeed has taken, if it keeps one."""
-        if (norm := self._replicated_grad_norm()) is not None:
+    def _norm_within_step(self) -> Tensor:
+        """Returns the norm when it is called within DeepSpeed's step: the one that DeepSpeed keeps, if it does."""
+        if (norm := self._norm_unless_deepspeed_keeps_it()) is not None:
             return norm
         return torch.as_tensor(last_norm(self.engine.optimizer), device=self.device, dtype=torch.float32)
 
@@ -458,10 +460,10 @@ class DeepSpeedEngine(HasState):
         return group
 
     @property
-    def _tensor_parallel_replica(self) -> Replica:
-        """This rank's replica of undivided weights among the ranks that share the other weights."""
+    def _tensor_parallel_replica(self) -> ReplicaIndex:
+        """Which replica of an undivided weight this rank holds within its tensor parallel group."""
         group = self._group("tensor_parallel_group")
-        return Replica() if group is None else Replica.of_rank(group)
+        return ReplicaIndex() if group is None else ReplicaIndex.of_rank(group)
 
     def _weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         shards = [shard for axis in self.axes if (shard := axis.weight_shard(name, tensor))]
@@ -471,9 +473,9 @@ class DeepSpeedEngine(HasState):
 
     def _locate(self, name: str, parameter: nn.Parameter) -> ShardLocation:
         """Returns where this rank's shard of a trained parameter is in the whole weight."""
-        shard, replica = self._weight_shard(name, parameter), Replica()
+        shard, replica = self._weight_shard(name, parameter), ReplicaIndex()
         if self.plan.parallel.zero_stage == 0:  # ZeRO's shards are not replicas of each other
-            replica = Replica.of_rank(shard.replica_group if shard else self._group("data_parallel_group"))
+            replica = ReplicaIndex.of_rank(shard.replica_group if shard else self._group("data_parallel_group"))
         if self._pipeline:
             replica = replica.times(self._pipeline.tied_replica(name))
         if shard is None:
@@ -482,9 +484,9 @@ class DeepSpeedEngine(HasState):
             weight_slice = shard.weight_slice
         return ShardLocation(self._hugging_face_name(name), weight_slice, replica)
 
-    def _locate_untrained(self, name: str, tensor: Tensor) -> tuple[WeightSlice, Replica] | None:
+    def _locate_untrained(self, name: str, tensor: Tensor) -> tuple[WeightSlice, ReplicaIndex] | None:
         shard = self._weight_shard(name, tensor)
-        return None if shard is None else (shard.weight_slice, Replica.of_rank(shard.replica_group))
+        return None if shard is None else (shard.weight_slice, ReplicaIndex.of_rank(shard.replica_group))
 
     def _hugging_face_name(self, name: str) -> str:
         for axis in self.axes:

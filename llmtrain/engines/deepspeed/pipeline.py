@@ -28,7 +28,7 @@ from llmtrain.engines.engine import Accumulated, with_router_loss
 from llmtrain.engines.forward import Places, loss_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
-from llmtrain.engines.state.shards import Replica
+from llmtrain.engines.state.shards import ReplicaIndex
 from llmtrain.models import Objective, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
@@ -165,10 +165,10 @@ class PipelineAxis(SlicedAxis):
         stages: Any = self.model
         return [(stage.model, stage.is_last) for stage in stages]
 
-    def tied_replica(self, name: str) -> Replica:
+    def tied_replica(self, name: str) -> ReplicaIndex:
         """Returns this rank's replica of a weight that several stages may hold, because it is tied."""
         ranks = self._pipeline.holders(self.hugging_face_name(name))
-        return Replica(ranks.index(dist.get_rank()), len(ranks))
+        return ReplicaIndex(ranks.index(dist.get_rank()), len(ranks))
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.state.optimizer_shards import OptimizerShard, OptimizerShardLists
 from llmtrain.engines.state.save_load import Locate, shape_of
-from llmtrain.engines.state.shards import Replica, Shape, WeightSlice
+from llmtrain.engines.state.shards import ReplicaIndex, Shape, WeightSlice
 from llmtrain.system.piece_headers import WEIGHT
 
 Compute = Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ class LocatedShard:
     offset: int
     """Index of the first element within the flat trained tensor."""
     length: int
-    replica: Replica
+    replica: ReplicaIndex
 
     def sent_range(self) -> tuple[int, int]:
         """Returns the range (first element, end) within the shard that this replica sends."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, WeightSlice
+from llmtrain.engines.state.shards import CheckpointShard, Chunk, ReplicaIndex, WeightSlice
 from llmtrain.engines.state.writer import DeferredBytes, Part, Writer, on_host, safetensors_header
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.piece_headers import read_header
@@ -101,7 +101,7 @@ def write(writer: Writer, rank: int, lists: Iterable[list[CheckpointShard]]) -> 
         if not parts:
             continue
         # If ranks hold replicas, each saves a part of them, so all of these ranks read all parts.
-        private = all(shard.replica == Replica() for shard in shards)
+        private = all(shard.replica == ReplicaIndex() for shard in shards)
         writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(parts), private)
 
 

@@ -19,7 +19,7 @@ from llmtrain.engines.runtime.distributed import rank
 from llmtrain.engines.state import files
 from llmtrain.engines.state.files import ShardFiles, StoredShard, read_tensors
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, first_index, local_flat
-from llmtrain.engines.state.shards import CheckpointShard, Chunk, Replica, ShardLocation, WeightSlice
+from llmtrain.engines.state.shards import CheckpointShard, Chunk, ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.overrides.torch import persistent_buffers
@@ -117,10 +117,10 @@ def checkpoint_shards(lists: OptimizerShardLists, locate: Locate) -> Iterator[li
 
 def untrained_shards(
     model: nn.Module,
-    replica: Replica,
+    replica: ReplicaIndex,
     omits_base_weights: bool,
     hugging_face_name: Callable[[str], str],
-    locate: Callable[[str, Tensor], tuple[WeightSlice, Replica] | None] = lambda name, tensor: None,
+    locate: Callable[[str, Tensor], tuple[WeightSlice, ReplicaIndex] | None] = lambda name, tensor: None,
 ) -> list[CheckpointShard]:
     """Returns a model's untrained tensors as shards: frozen parameters, and buffers that belong to its weights.
 
@@ -137,7 +137,7 @@ def untrained_shards(
     for name, tensor in (frozen | persistent_buffers(model)).items():
         weight_slice, own_replica = locate(name, tensor) or (WeightSlice.whole(tensor.shape), replica)
         if isinstance(tensor, DTensor):
-            own_replica = Replica()  # FSDP2's shards are not replicas of each other
+            own_replica = ReplicaIndex()  # FSDP2's shards are not replicas of each other
         values = {WEIGHT: local_flat(tensor)}
         name = hugging_face_name(name)
         shards.append(CheckpointShard(name, weight_slice, first_index(tensor), values, replica=own_replica))

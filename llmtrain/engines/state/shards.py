@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """The part of a weight that a rank holds, or shares with others under ZeRO: chunks joined along one dimension."""
+    """The part of a weight that an axis gives to a rank, before ZeRO divides it: chunks joined along one dimension."""
 
     shape: Shape
     """Shape of the whole weight, as it is viewed for the split."""
@@ -87,20 +87,20 @@ class WeightSlice:
 
 
 @dataclass(frozen=True)
-class Replica:
-    """Which of several equal replicas a rank holds."""
+class ReplicaIndex:
+    """Which of several equal replicas a rank holds: its index, and how many there are."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
-    def of_rank(cls, group: dist.ProcessGroup | None) -> Replica:
-        """Returns that of this rank, if every rank of a process group holds a replica; None: the group of all ranks."""
+    def of_rank(cls, group: dist.ProcessGroup | None) -> ReplicaIndex:
+        """Returns this rank's index in a group, each of whose ranks holds a replica. group: None for all ranks."""
         return cls(dist.get_rank(group), dist.get_world_size(group))
 
-    def times(self, inner: Replica) -> Replica:
+    def times(self, inner: ReplicaIndex) -> ReplicaIndex:
         """Returns the replica in a two-dimensional mesh of replicas, flattened; `inner` is along its last dimension."""
-        return Replica(self.index * inner.count + inner.index, self.count * inner.count)
+        return ReplicaIndex(self.index * inner.count + inner.index, self.count * inner.count)
 
     def part(self, length: int) -> tuple[int, int]:
         """Returns the range (first index, end) of `length` elements that this replica saves or sends."""
@@ -108,20 +108,20 @@ class Replica:
 
 
 class ShardLocation(NamedTuple):
-    """Where what a rank holds of a parameter is in the whole weight, apart from ZeRO."""
+    """The place in the whole weight of this rank's part of a parameter, before ZeRO divides that part."""
 
     name: str
     """Hugging Face name of the weight."""
     weight_slice: WeightSlice
-    replica: Replica
+    replica: ReplicaIndex
 
 
 @dataclass
 class CheckpointShard:
     """A flat range of a weight slice, with its optimizer states. Tensors are an engine's own, or read from a file.
 
-    A state with a shape of its own, such as one value for each row of a matrix, is in a shard without the weight, whose
-    slice has that shape.
+    An optimizer state of another shape, such as one value for each row of a matrix, has a shard of its own: that shard
+    has no weight tensor, and its slice describes the state's shape.
     """
 
     name: str
@@ -134,7 +134,7 @@ class CheckpointShard:
     shape of its own."""
     steps: Tensor | None = None
     """Number of updates that the optimizer has counted for it, a scalar; None if it does not count them."""
-    replica: Replica = Replica()
+    replica: ReplicaIndex = ReplicaIndex()
 
     @property
     def numel(self) -> int:
