@@ -170,11 +170,11 @@ def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: 
 
 def test_a_batch_of_an_evaluation_is_of_one_source(prepared: Prepared) -> None:
     batches = list(schedule(prepared, micro=4).eval_batches())
-    names = [batch.evaluated for batch in batches]
+    names = [batch.eval_source for batch in batches]
     assert names == sorted(names, key=[source.name for source in prepared.evaluated()].index)
     for source in prepared.evaluated():
         own = {tuple(row.tolist()) for row in torch.from_numpy(source.eval.read(np.arange(len(source.eval))).labels)}
-        mine = [batch for batch in batches if batch.evaluated == source.name]
+        mine = [batch for batch in batches if batch.eval_source == source.name]
         assert sum(batch.samples for batch in mine) == len(source.eval)
         assert {tuple(row.tolist()) for batch in mine for row in rows([batch], "labels")[: batch.samples]} == own
 
