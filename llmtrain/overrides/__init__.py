@@ -77,10 +77,10 @@ def _difference(place: str) -> str:
     expected = parameters.split(", ") if parameters else []
     if "..." in expected:
         expected.remove("...")
-        own = [one for one in own if one.name in expected or _is_required(one)]
-    if not is_function or [one.name for one in own] == expected:
+        own = [parameter for parameter in own if parameter.name in expected or _is_required(parameter)]
+    if not is_function or [parameter.name for parameter in own] == expected:
         return ""
-    return f"has {name}({', '.join(one.name for one in _parameters(function))}) instead of {name}({parameters})"
+    return f"has {name}({', '.join(parameter.name for parameter in _parameters(function))}) instead of {name}({parameters})"
 
 
 def _parameters(function: Any) -> list[Parameter]:

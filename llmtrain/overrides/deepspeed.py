@@ -376,7 +376,7 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
         """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
-        tied = [(self.stages.get_parameter(one["weight_attr"][0]), one["group"]) for one in self.tied_comms.values()]
+        tied = [(self.stages.get_parameter(comm["weight_attr"][0]), comm["group"]) for comm in self.tied_comms.values()]
         return [(weight, group) for weight, group in tied if weight.requires_grad]
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:

@@ -38,7 +38,7 @@ fp64 takes."""
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of the squares of all elements of all `gradients`, an fp64 scalar on `device`; 0 without any."""
-    pieces = [piece for one in gradients for piece in _pieces(one.detach())]
+    pieces = [piece for gradient in gradients for piece in _pieces(gradient.detach())]
     norms = torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ()
     nothing = torch.zeros((), device=device)
     return torch.stack([nothing, *(norm.to(device) for norm in norms)]).double().square().sum()
@@ -56,13 +56,13 @@ class ShardedSGD(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates each shard unless `found_inf` is 1. The momentum buffers must exist (`llmtrain.engines.guard`)."""
         for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None and local(one).numel()]
+            trained = [weight for weight in group["params"] if weight.grad is not None and local(weight).numel()]
             if not trained:
                 continue
             sgd(
-                [local(one) for one in trained],
-                [local(one.grad) for one in trained],
-                [local(self.state[one]["momentum_buffer"]) if group["momentum"] else None for one in trained],
+                [local(weight) for weight in trained],
+                [local(weight.grad) for weight in trained],
+                [local(self.state[weight]["momentum_buffer"]) if group["momentum"] else None for weight in trained],
                 fused=True,
                 found_inf=self.found_inf,  # type: ignore[attr-defined]
                 weight_decay=group["weight_decay"],

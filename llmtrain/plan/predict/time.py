@@ -206,18 +206,25 @@ def waits_of(
     traffic: Traffic, links: Links, work: Work, micro_batches: int, schedule: PipelineSchedule
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
-    waited, beside, forward_beside, backward_beside, step, step_forward_beside, step_beside, between = (
-        by_kind(transfers, links.seconds) for transfers in traffic
-    )
+    (
+        waited,
+        in_either_pass,
+        forward_overlapped,
+        backward_overlapped,
+        step,
+        step_forward_overlapped,
+        step_overlapped,
+        between,
+    ) = (by_kind(transfers, links.seconds) for transfers in traffic)
     forward, backward = (links.assumed.overlap * seconds for seconds in (work.forward, work.recompute + work.backward))
-    gathered, hidden_gathered = _exposed(forward_beside, forward)
-    reduced, hidden_reduced = _exposed(backward_beside, backward)
-    exposed, hidden = _exposed(beside, (forward - hidden_gathered) + (backward - hidden_reduced))
+    gathered, hidden_gathered = _exposed(forward_overlapped, forward)
+    reduced, hidden_reduced = _exposed(backward_overlapped, backward)
+    exposed, hidden = _exposed(in_either_pass, (forward - hidden_gathered) + (backward - hidden_reduced))
     hidden += hidden_gathered + hidden_reduced
     # ZeRO-3 gathers from other nodes in the first forward pass, if neighbours keep what they gathered.
-    first, hidden_first = _exposed(step_forward_beside, forward)
+    first, hidden_first = _exposed(step_forward_overlapped, forward)
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
-    last, hidden_last = _exposed(step_beside, backward)
+    last, hidden_last = _exposed(step_overlapped, backward)
     # Half of a rank's messages are received.
     message = sum(between.values()) / sum(transfer.times for transfer in traffic.between_stages)
     sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)

@@ -230,9 +230,9 @@ class CommunicationGroups:
             weight for weight in layer if weight.module in ("q_norm", "k_norm") and weight.shape == (facts.head_dim,)
         ]
         if self.plan.megatron_sp_ranks > 1:
-            beside = tuple({weight.name.partition("experts.")[0] for weight in layer if weight.is_expert})
+            moe_blocks = tuple({weight.name.partition("experts.")[0] for weight in layer if weight.is_expert})
             own += [weight for weight in layer if not weight.is_matrix and _is_sequence_sharded(weight)]
-            own += [weight for weight in layer if weight.name.startswith(beside) and not weight.is_expert]
+            own += [weight for weight in layer if weight.name.startswith(moe_blocks) and not weight.is_expert]
             last = [weight for weight in weights.outside if weight.shape == (facts.hidden_size,)]
         return tuple(
             tuple((weight.elements * self.share.weight_bytes, self.groups.tensor) for weight in part if weight.trained)

@@ -63,12 +63,12 @@ class Suggestion:
     @property
     def figures(self) -> str:
         """Returns the predicted speed and memory of the plan."""
-        memory, said = memory_of(self.plan), f"{self.time.tokens_per_second:,.0f} tokens/s predicted"
+        memory, speed = memory_of(self.plan), f"{self.time.tokens_per_second:,.0f} tokens/s predicted"
         if memory is None:
-            return said
+            return speed
         host = max(stage.host for stage in memory.stages)
         on_host = f" and {readable(host)} of host memory per rank" if host else ""
-        return f"{said}, {readable(memory.needed)}{on_host}"
+        return f"{speed}, {readable(memory.needed)}{on_host}"
 
 
 def cheapest_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Suggestion]:
