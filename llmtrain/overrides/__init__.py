@@ -85,7 +85,8 @@ def _difference(place: str) -> str:
 
 def _parameters(function: Any) -> list[Parameter]:
     """Returns the parameters of a function, of a class, or of an operator that torch defines in Python."""
-    return [one for one in signature(getattr(function, "_init_fn", function)).parameters.values() if one.name != "self"]
+    parameters = signature(getattr(function, "_init_fn", function)).parameters.values()
+    return [parameter for parameter in parameters if parameter.name != "self"]
 
 
 def _is_required(parameter: Parameter) -> bool:
@@ -399,13 +400,13 @@ def check_overrides() -> None:
     problems = [
         Problem(
             "versions.override",
-            one.package,
-            f"{one.package} {version} {difference}, on which llmtrain depends. Without it: {one.why}",
-            f"pip install {one.package}=={TRIED[one.package]}",
+            override.package,
+            f"{override.package} {version} {difference}, on which llmtrain depends. Without it: {override.why}",
+            f"pip install {override.package}=={TRIED[override.package]}",
         )
-        for one in OVERRIDES
-        if (version := installed_version(one.package))  # accelerate is optional
-        for difference in one.differences()
+        for override in OVERRIDES
+        if (version := installed_version(override.package))  # accelerate is optional
+        for difference in override.differences()
     ]
     if problems:
         raise RecipeError(problems)
@@ -423,9 +424,9 @@ def untried_versions() -> Iterator[str]:
         if installed and re.findall(r"\d+", installed)[:parts] not in known:
             places = [
                 name.partition(":")[2].removeprefix(".")
-                for one in OVERRIDES
-                if one.package == package
-                for name in one.names
+                for override in OVERRIDES
+                if override.package == package
+                for name in override.names
             ]
             yield f"{package} {installed} is untested, llmtrain was tested with {tried}; check {', '.join(places)}"
 

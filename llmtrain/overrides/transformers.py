@@ -37,8 +37,8 @@ def mask_arguments(change: Change) -> Iterator[None]:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        for one in reversed(_changes):
-            embeddings, positions = one(embeddings, mask, cache, positions)
+        for inner_change in reversed(_changes):
+            embeddings, positions = inner_change(embeddings, mask, cache, positions)
         return original(config, embeddings, mask, cache, positions, *rest, **named)
 
     _changes.append(change)

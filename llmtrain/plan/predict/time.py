@@ -206,16 +206,9 @@ def waits_of(
     traffic: Traffic, links: Links, work: Work, micro_batches: int, schedule: PipelineSchedule
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
-    (
-        waited,
-        in_either_pass,
-        forward_overlapped,
-        backward_overlapped,
-        step,
-        step_forward_overlapped,
-        step_overlapped,
-        between,
-    ) = (by_kind(transfers, links.seconds) for transfers in traffic)
+    seconds = [by_kind(transfers, links.seconds) for transfers in traffic]
+    waited, in_either_pass, forward_overlapped, backward_overlapped, step, *others = seconds
+    step_forward_overlapped, step_overlapped, between = others
     forward, backward = (links.assumed.overlap * seconds for seconds in (work.forward, work.recompute + work.backward))
     gathered, hidden_gathered = _exposed(forward_overlapped, forward)
     reduced, hidden_reduced = _exposed(backward_overlapped, backward)
