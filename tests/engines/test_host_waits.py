@@ -102,7 +102,7 @@ def _fit(rank, world, fields):
             show=lambda record: None,
             busy=lambda what: nullcontext(),
         ),
-        stop=SimpleNamespace(agreed=lambda step: False, stopped_by=None),
+        stop=SimpleNamespace(should_stop=lambda step: False, stopped_by=None),
         metrics=SimpleNamespace(log_step=lambda metrics: {}, flush=lambda: None) if rank == 0 else None,
     )
     with questions, questions.of_lists():

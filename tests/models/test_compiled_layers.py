@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llmtrain.data import Documents
 from llmtrain.errors import RecipeError
-from llmtrain.models import compiled, target_loss_sum, varlen
+from llmtrain.models import compiled, cpu, target_loss_sum, varlen
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_compiler_threads
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.recipe import ParallelConfig
@@ -145,6 +145,7 @@ def test_other_documents_need_no_new_graph(again, monkeypatch):
 
     monkeypatch.setattr(compiled, "_inductor", backend)
     monkeypatch.setattr(varlen, "_attend_per_document", counted)
+    monkeypatch.setattr(cpu, "_library", None)  # another test of the process may have loaded the kernels
     torch._dynamo.reset()
     config = AutoConfig.for_model("mistral", **FIELDS | {"num_hidden_layers": 2, "sliding_window": 6})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen")

@@ -183,6 +183,7 @@ def test_a_stop_that_the_interpreter_ignores_is_raised_again(number):
 
 WRAPPED = """
 import os, signal, sys, typer
+import llmtrain.cli
 from llmtrain.cli import main
 from llmtrain.errors import UserError
 from llmtrain.system.stops import stop_by_exception
@@ -199,7 +200,8 @@ def train(kind: str):
         Part().__set_name__(None, "")
     except BaseException:
         raise UserError("a file cannot be read") from None
-main(sys.argv[1:], program)
+llmtrain.cli.app = program
+main(sys.argv[1:])
 """
 """A signal arrives where another error is raised in place of its own."""
 
