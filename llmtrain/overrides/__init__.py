@@ -80,8 +80,8 @@ def _difference(place: str) -> str:
         own = [parameter for parameter in own if parameter.name in expected or _is_required(parameter)]
     if not is_function or [parameter.name for parameter in own] == expected:
         return ""
-    found = ", ".join(parameter.name for parameter in _parameters(function))
-    return f"has {name}({found}) instead of {name}({parameters})"
+    installed = ", ".join(parameter.name for parameter in _parameters(function))
+    return f"has {name}({installed}) instead of {name}({parameters})"
 
 
 def _parameters(function: Any) -> list[Parameter]:
