@@ -112,7 +112,7 @@ def test_named_sets_are_evaluated_in_addition_to_the_held_out_documents(
     for name in schedule.eval_sets:
         batches = list(schedule.eval_batches(None, name))
         assert sum(batch.samples for batch in batches) == prepared.eval_sequences(name)
-        assert {batch.evaluated for batch in batches} == {source.name for source in prepared.evaluated(name)}
+        assert {batch.eval_source for batch in batches} == {source.name for source in prepared.evaluated(name)}
     assert len(BOOK) - 8 < schedule.eval_bytes(None, "book") < len(BOOK)  # the first token is no target
 
 
