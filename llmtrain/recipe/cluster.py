@@ -235,19 +235,27 @@ def self_test_report() -> Path:
     return expanded(named) if named else self_test_folder() / "report.json"
 
 
+NVIDIA_SMI_S = 60
+"""Without persistence mode, nvidia-smi initialises each GPU, which takes seconds."""
+
+
 @cache
 def visible_gpus() -> tuple[str, ...]:
     """Returns the product names of the NVIDIA GPUs that this process may use, without importing torch.
 
     Raises RecipeError if CUDA_VISIBLE_DEVICES has an entry that matches no GPU, or one twice: CUDA would then hide
-    other GPUs, or all.
+    other GPUs, or all. Raises it, too, if nvidia-smi does not answer: a run would otherwise train on CPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"]
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+    except subprocess.TimeoutExpired:
+        message = f"has not answered within {NVIDIA_SMI_S} s, so the GPUs of this machine are unknown"
+        fix = "repair the driver (`llmtrain doctor`); to train on CPUs, set DS_ACCELERATOR=cpu"
+        raise RecipeError(Problem("launch.devices", "nvidia-smi", message, fix)) from None
     except (OSError, subprocess.SubprocessError):
-        return ()
+        return ()  # no NVIDIA driver on this machine
     gpus = [(uuid.strip(), name.strip()) for uuid, _, name in (line.partition(",") for line in output.splitlines())]
     return tuple(name for _, name in gpus) if visible is None or not gpus else tuple(_chosen(visible, gpus))
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from llmtrain.errors import RecipeError
+from llmtrain.recipe import cluster
 from llmtrain.recipe.cluster import DEVICES, Cluster, Device, device_of, visible_gpus
 
 MINE = Device(name="h100-pcie", memory_bytes=80 * 2**30, peak_flops={"bf16": 756e12}, memory_bandwidth=2e12)
@@ -90,6 +91,13 @@ def test_missing_gpus_are_named(three_gpus, text, said):
     with pytest.raises(RecipeError, match="CUDA_VISIBLE_DEVICES") as error:
         three_gpus(text)
     assert said in str(error.value)
+
+
+def test_gpus_that_are_not_listed_in_time_are_no_cpus(three_gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "NVIDIA_SMI_S", 0.1)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(RecipeError, match=r"nvidia-smi: has not answered within 0\.1 s(.|\n)*DS_ACCELERATOR=cpu"):
+        three_gpus(None)
 
 
 def test_invalid_clusters_are_refused():
