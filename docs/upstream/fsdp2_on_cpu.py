@@ -15,6 +15,7 @@ def main(rank: int) -> None:
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.distributed.barrier()  # or the other rank loses its connections to a rank that has ended
     if rank == 0:
         print(f"distributed_type {accelerator.distributed_type}, prepared model {type(model).__name__}")
     if not isinstance(model, nn.parallel.DistributedDataParallel):

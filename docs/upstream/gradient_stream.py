@@ -56,6 +56,7 @@ def main(rank: int) -> None:
     engine.backward(engine(torch.ones(1, 16, dtype=torch.bfloat16)).sum())
     freed = sum(one.grad is None for one in model.parameters())
     kept = sum((address, reduction) in recorded for address in reduced)
+    torch.distributed.barrier()  # or the other rank loses its connections to a rank that has ended
     if rank == 0:
         print(f"{len(reduced)} gradients reduced in place, {freed} freed, {kept} recorded for the reduction's stream")
     if kept == len(reduced):
