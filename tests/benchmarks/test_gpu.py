@@ -279,23 +279,3 @@ def test_a_result_replaces_what_pages_say(monkeypatch):
     assert json.loads(files[page.IN_PACKAGE]) == {"device": "NVIDIA H100", "plans": 1, "close": 1, "within": 0.03}
     rehearsal = result | {"small": True}
     assert "10 of 10 cases ran on an emulated GPU (NVIDIA H100" in page.render(None, [rehearsal])
-
-
-@pytest.mark.slow
-def test_plans_take_steps_on_a_cpu(tmp_path):
-    """Real cases in their processes: a model of two layers, and one whose weights are in a folder, in 4 bits."""
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "gpu",
-        "--small",
-        "--out",
-        str(tmp_path),
-        "--only",
-        "1b plain,8b qlora",
-    ]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert [row["status"] for row in rows] == ["done", "done"], (rows, ended.stderr)
-    assert all(row["found"]["predicted_bytes"] > 0 for row in rows)

@@ -15,7 +15,7 @@ from llmtrain.cli import app
 from llmtrain.commands.launchers import SUPPORTED, option_name
 from llmtrain.commands.train_request import TrainRequest
 from llmtrain.errors import RecipeError
-from tests.helpers.commands import llmtrain, run
+from tests.helpers.commands import forked_llmtrain, run
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
 ON_DISK = [
@@ -61,7 +61,7 @@ def _refused(result, code: int, *words: str) -> str:
 )
 def test_an_invalid_command_line_starts_nothing(arguments, words, small_recipe, tmp_path):
     filled = [argument.format(recipe=small_recipe) for argument in arguments]
-    result = llmtrain("train", *filled, "--run-dir", tmp_path / "run")
+    result = forked_llmtrain("train", *filled, "--run-dir", tmp_path / "run")
     _refused(result, USAGE, *words)
     assert not (tmp_path / "run").exists()
 
@@ -93,7 +93,7 @@ FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
 def test_impossible_hosts_start_nothing(hostfile, arguments, words, small_recipe, tmp_path):
     (tmp_path / "hosts").write_text(hostfile)
     where = ("--launcher", "deepspeed", "--hostfile", tmp_path / "hosts", "--run-dir", tmp_path / "run")
-    _refused(llmtrain("train", small_recipe, *where, *arguments, COLUMNS="300"), USAGE, *words)
+    _refused(forked_llmtrain("train", small_recipe, *where, *arguments, COLUMNS="300"), USAGE, *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -118,7 +118,7 @@ def test_impossible_hosts_start_nothing(hostfile, arguments, words, small_recipe
     ids=" ".join,
 )
 def test_impossible_launcher_options_start_nothing(arguments, words, small_recipe, tmp_path):
-    _refused(llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run"), USAGE, *words)
+    _refused(forked_llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run"), USAGE, *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -144,7 +144,7 @@ def test_a_port_that_another_program_has_is_named(small_recipe, tmp_path):
 def test_a_worker_of_another_launcher_starts_nothing_again(small_recipe, tmp_path):
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    result = llmtrain("train", small_recipe, "--max-restarts", "2", "--run-dir", tmp_path / "run", **torchrun)
+    result = forked_llmtrain("train", small_recipe, "--max-restarts", "2", "--run-dir", tmp_path / "run", **torchrun)
     _refused(result, USAGE, "launch.restarts", "torchrun --max-restarts=2")
 
 
@@ -164,12 +164,12 @@ def test_a_worker_of_another_launcher_starts_nothing_again(small_recipe, tmp_pat
 def test_a_broken_recipe_file_is_named_with_its_line(text, words, tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(text)
-    _refused(llmtrain("train", file, "--run-dir", tmp_path / "run"), USAGE, *words)
+    _refused(forked_llmtrain("train", file, "--run-dir", tmp_path / "run"), USAGE, *words)
 
 
 def _with_source(recipe, name, tmp_path, *more: str):
     source = json.dumps([{"name": str(name)}])
-    return llmtrain("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.sources={source}", *more)
+    return forked_llmtrain("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.sources={source}", *more)
 
 
 def test_an_empty_corpus_is_refused(small_recipe, tmp_path):
@@ -202,29 +202,33 @@ def test_a_corpus_shorter_than_one_batch_is_refused(small_recipe, tmp_path):
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(small_recipe, tmp_path):
-    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", "model.config.vocab_size=300")
+    result = forked_llmtrain(
+        "train", small_recipe, "--run-dir", tmp_path / "run", "--set", "model.config.vocab_size=300"
+    )
     _refused(result, USAGE, "300", "512")
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_refused(small_recipe, tmp_path):
-    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--resume", tmp_path)
+    result = forked_llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--resume", tmp_path)
     _refused(result, CHECKPOINT, "--resume")
 
 
 @pytest.mark.parametrize("command", [["checkpoint", "list"], ["checkpoint", "verify"], ["export"]])
 def test_a_folder_that_is_not_a_run_is_refused(command, tmp_path):
     out = [tmp_path / "out"] if command == ["export"] else []
-    _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "is not a run directory")
+    _refused(forked_llmtrain(*command, tmp_path, *out), CHECKPOINT, "is not a run directory")
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_missing_tracker_is_refused(small_recipe, tmp_path):
-    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", 'logging.trackers=["wandb"]')
+    result = forked_llmtrain(
+        "train", small_recipe, "--run-dir", tmp_path / "run", "--set", 'logging.trackers=["wandb"]'
+    )
     _refused(result, USAGE, "llmtrain[wandb]")
 
 
 def test_plan_refuses_in_json(small_recipe):
-    result = llmtrain("plan", small_recipe, "--json", "--set", "batch.global_batch_size=9")
+    result = forked_llmtrain("plan", small_recipe, "--json", "--set", "batch.global_batch_size=9")
     assert result.returncode == USAGE
     answer = json.loads(result.stdout)
     assert answer["legal"] is False
@@ -252,7 +256,7 @@ PIPELINE = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_refusal_ends_with_the_nearest_legal_plans(arguments, rule, nearest, small_recipe, tmp_path):
-    result = llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run")
+    result = forked_llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run")
     _, _, plans = _refused(result, USAGE, f"[{rule}]").partition("nearest legal plans")
     assert bool(plans) == bool(nearest)
     assert nearest is None or nearest in plans
@@ -264,21 +268,21 @@ def test_a_family_that_cannot_be_split_starts_nothing(small_recipe, tmp_path):
     """Found by comparing a tiny copy, before the data is prepared and a worker started."""
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = ("--set", "model.architecture=zaya", "--set", f"model.config={json.dumps(config)}")
-    result = llmtrain("train", small_recipe, "--nproc", "2", *PIPELINE, *model, "--run-dir", tmp_path / "run")
+    result = forked_llmtrain("train", small_recipe, "--nproc", "2", *PIPELINE, *model, "--run-dir", tmp_path / "run")
     said = _refused(result, USAGE, "zaya", "[pipeline.family]", "nearest legal plans")
     assert said.endswith("    --set parallel.pipeline=1\n")
     assert not (tmp_path / "run").exists()
 
 
 def test_json_contains_the_stages(small_recipe):
-    answer = json.loads(llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--json").stdout)
+    answer = json.loads(forked_llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--json").stdout)
     stages = answer["layout"]["stages"]
     assert [stage["layers"] for stage in stages] == [[0, 0], [1, 1]]
     assert sum(stage["cost_share"] for stage in stages) == pytest.approx(1)
 
 
 def test_plan_in_json_has_the_documented_fields(small_recipe):
-    answer = json.loads(llmtrain("plan", small_recipe, "--json").stdout)
+    answer = json.loads(forked_llmtrain("plan", small_recipe, "--json").stdout)
     assert answer["legal"] is True
     assert answer["layout"] == {"dp": 1, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
     assert answer["batch"]["gradient_accumulation_steps"] == 4
@@ -286,33 +290,33 @@ def test_plan_in_json_has_the_documented_fields(small_recipe):
 
 
 def test_json_contains_the_time_of_a_plan(small_recipe):
-    told = json.loads(llmtrain("plan", small_recipe, "--json", "--device", "h100").stdout)["time"]
+    told = json.loads(forked_llmtrain("plan", small_recipe, "--json", "--device", "h100").stdout)["time"]
     assert {"compute_s", "communication_s", "bubble", "update_s", "step_s", "tokens_per_second", "mfu"} <= set(told)
     assert (
-        json.loads(llmtrain("plan", small_recipe, "--json").stdout)["time"] is None
+        json.loads(forked_llmtrain("plan", small_recipe, "--json").stdout)["time"] is None
     )  # a CPU, of which nothing is known
 
 
 def test_search_prints_the_same_plans_as_text_and_as_json(small_recipe, tmp_path):
     node = ("plan", small_recipe, "--device", "h100", "--gpus-per-node", "4", "--search")
-    told = json.loads(llmtrain(*node, "--json").stdout)
+    told = json.loads(forked_llmtrain(*node, "--json").stdout)
     first = told["best"][0]
-    assert first["set"] in llmtrain(*node).stdout
-    pasted = json.loads(llmtrain(*node[:-1], *first["set"].split(), "--json").stdout)
+    assert first["set"] in forked_llmtrain(*node).stdout
+    pasted = json.loads(forked_llmtrain(*node[:-1], *first["set"].split(), "--json").stdout)
     assert pasted["time"] == first["time"]
-    _refused(llmtrain(*node, "--write", tmp_path), USAGE, "--write", "[search.write]")
-    _refused(llmtrain("plan", small_recipe, "--search"), USAGE, "the datasheet of cpu lacks", "[search.device]")
+    _refused(forked_llmtrain(*node, "--write", tmp_path), USAGE, "--write", "[search.write]")
+    _refused(forked_llmtrain("plan", small_recipe, "--search"), USAGE, "the datasheet of cpu lacks", "[search.device]")
 
 
 def test_write_leaves_a_picture_of_the_pipeline(small_recipe, tmp_path):
-    assert llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--write", tmp_path).returncode == 0
+    assert forked_llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--write", tmp_path).returncode == 0
     assert "1F1B, 2 stages" in (tmp_path / "schedule.svg").read_text()
-    assert llmtrain("plan", small_recipe, "--write", tmp_path / "whole").returncode == 0
+    assert forked_llmtrain("plan", small_recipe, "--write", tmp_path / "whole").returncode == 0
     assert not (tmp_path / "whole/schedule.svg").exists()
 
 
 def test_plan_without_deepspeed_has_no_configuration_of_it(small_recipe):
-    answer = json.loads(llmtrain("plan", small_recipe, "--json", "--set", "parallel.backend=accelerate").stdout)
+    answer = json.loads(forked_llmtrain("plan", small_recipe, "--json", "--set", "parallel.backend=accelerate").stdout)
     assert (answer["legal"], answer["backend"], answer["strategy"]) == (True, "accelerate", "ddp")
     assert answer["ds_config"] is None
 

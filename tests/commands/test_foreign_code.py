@@ -14,7 +14,7 @@ from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
 from llmtrain.run_dir import RunDir, write_json
-from tests.helpers.commands import llmtrain
+from tests.helpers.commands import forked_llmtrain
 from tests.helpers.hand_made import make_run, seal
 from tests.helpers.small_plan import small_plan
 
@@ -143,13 +143,13 @@ def test_a_run_cannot_permit_the_code_of_its_tasks(tmp_path):
     recipe = json.loads(run.recipe_file.read_text())
     recipe["tasks"] |= {"names": ["trap"], "include_path": str(tasks)}
     write_json(run.recipe_file, recipe)
-    refused = llmtrain("eval", run.path)
+    refused = forked_llmtrain("eval", run.path)
     assert not marker.exists()
     assert refused.returncode == Exit.USAGE
     assert f"{run.recipe_file}: tasks.include_path: is '{tasks}'" in refused.stderr
     assert f"--include-path {tasks}" in refused.stderr
     assert "--trust-remote-code" in refused.stderr
     for permitted in (["--include-path", tasks], ["--trust-remote-code"]):
-        llmtrain("eval", run.path, *permitted)  # fails in the function
+        forked_llmtrain("eval", run.path, *permitted)  # fails in the function
         assert marker.exists(), permitted
         marker.unlink()

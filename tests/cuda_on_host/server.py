@@ -39,7 +39,7 @@ def on_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def main() -> None:
     assert deepspeed.get_accelerator().device_name() == "cuda"
-    harness._context = multiprocessing.get_context("fork")  # the device cannot be preloaded into a fork server
+    harness.FORK_SERVER = multiprocessing.get_context("fork")  # the device cannot be preloaded into a fork server
     connection = Connection(int(sys.argv[1]))
     while True:
         try:

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.checkpoint.folder import step_folder
 from tests.cuda_on_host.conftest import environment
-from tests.helpers.commands import llmtrain, losses, metrics
+from tests.helpers.commands import llmtrain, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def assert_one_device_each(contexts: Path, devices: int) -> None:
 
 
 def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, tmp_path):
-    """With evaluations and background saves; its losses are those of two CPUs."""
+    """With evaluations and background saves. `test_training.py` compares what is computed."""
     run_dir = tmp_path / "run"
     settings = ("--nproc", "2", "--set", "export.sample_prompt=import", "--set", "parallel.precision=fp32")
     command = ("train", small_recipe, *settings, "--run-dir")
@@ -69,11 +69,6 @@ def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, t
     assert plan["recipe"]["checkpoint"]["background"]
     assert step_folder(run_dir / "checkpoints", 8).exists()
     assert [line["step"] for line in metrics(run_dir) if "eval_loss" in line] == [6, 12]
-
-    on_cpus = llmtrain(*command, tmp_path / "cpu", DS_ACCELERATOR="cpu")
-    assert on_cpus.returncode == 0, on_cpus.stderr
-    for ours, theirs in zip(losses(run_dir), losses(tmp_path / "cpu"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_doctor_reports_the_gpus(two_gpus):

@@ -28,11 +28,12 @@ def measured(libraries: Path, out: Path, *options: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_plans_take_steps_with_the_predicted_memory(libraries, tmp_path):
-    rows = measured(libraries, tmp_path, "--only", "1b plain,1b zero3 offload")
-    assert [row["status"] for row in rows.values()] == ["done", "done"], rows
-    for row in rows.values():
-        assert "mfu" in row["found"]
-        assert abs(page.memory_error(row["found"])) < page.CLOSE
+    """The weights of the 4-bit case are read from a folder. Its small model is too small for a close prediction."""
+    rows = measured(libraries, tmp_path, "--only", "1b plain,1b zero3 offload,8b qlora")
+    assert [row["status"] for row in rows.values()] == ["done", "done", "done"], rows
+    assert all("mfu" in row["found"] for row in rows.values())
+    for name in ("1b plain", "1b zero3 offload"):
+        assert abs(page.memory_error(rows[name]["found"])) < page.CLOSE
 
 
 @pytest.mark.breadth

@@ -29,7 +29,7 @@ WINDOW = {"model.architecture": "mistral", "model.config.sliding_window": 5}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 ADAPTER = {"model.adapter": {"rank": 4, "alpha": 16.0}, "optim.name": "sgd", "optim.lr": 0.3}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
-SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}, "varlen": COMPILED | VARLEN}
+SLOW = {"ZeRO-1, varlen": COMPILED | VARLEN | {"parallel.zero_stage": 1}}
 BREADTH = {
     "stages": COMPILED | STAGES,
     "ZeRO-0, checkpointing": COMPILED | CHECKPOINTS,

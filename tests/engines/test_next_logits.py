@@ -29,7 +29,7 @@ CASES = {
     "tensor sequence": (4, {"parallel.tensor": 2, "parallel.sequence": 2, "parallel.zero_stage": 3}),
     "bf16 zero3": (2, {"parallel.precision": "bf16", "parallel.zero_stage": 3}),
 }
-SOME = ("zero3", "pipeline", "sequence", "fsdp2")
+SOME = ("pipeline", "sequence", "fsdp2")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ AGAIN = {
     "selective, every second": {"parallel.activation_checkpointing": "selective", "parallel.checkpoint_every": 2},
     "full, every second": {"parallel.activation_checkpointing": "full", "parallel.checkpoint_every": 2},
 }
-FEW = ("ZeRO-3", "LoRA, ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
+FEW = ("LoRA, ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
 """Those that run with every test."""
 
 

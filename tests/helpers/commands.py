@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.helpers.harness import FORK_SERVER
 
 BREAKABLE = f"{Path(__file__).parent / 'faulty'}:{Path(__file__).parents[2]}"
 """PYTHONPATH of a run whose ranks fail in the way that FAULT names (`faulty/sitecustomize.py`)."""
@@ -22,6 +25,33 @@ def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
 def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `llmtrain`."""
     return run(sys.executable, "-m", "llmtrain", *arguments, **env)
+
+
+def forked_llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `llmtrain` in a fork of a process that has imported torch and transformers already, which saves seconds.
+
+    For commands that start no worker: one would be a fork, too.
+    """
+    words = [str(argument) for argument in arguments]
+    with TemporaryDirectory() as output:
+        process = FORK_SERVER.Process(target=_main, args=(words, {**os.environ, **env}, Path.cwd(), Path(output)))
+        process.start()
+        process.join(300)
+        assert process.exitcode is not None, f"{words} did not end"
+        texts = [(Path(output) / name).read_text(encoding="utf-8") for name in ("1", "2")]
+    return subprocess.CompletedProcess(words, process.exitcode, *texts)
+
+
+def _main(words: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
+    """Runs the command line with the standard streams in files of a folder, named after their numbers."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(os.open(output / str(stream), os.O_WRONLY | os.O_CREAT), stream)
+    from llmtrain.cli import main
+
+    main(words)
 
 
 def workers(launcher: int) -> list[int]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from llmtrain.launch.local import reserved_port
 
-_context: BaseContext = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.helpers.preloaded"])
+FORK_SERVER: BaseContext = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 400) -> list[Any]:
@@ -29,8 +29,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
     processes = []
     with reserved_port() as port:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
+            receiver, sender = FORK_SERVER.Pipe(duplex=False)
+            process = FORK_SERVER.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
             process.start()
             sender.close()
             pipes.append(receiver)

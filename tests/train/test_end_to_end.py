@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import events, llmtrain, losses, run
+from tests.helpers.commands import events, forked_llmtrain, llmtrain, losses, run
 from tests.helpers.launching_doc import commands
 
 BIN = Path(sys.executable).parent
@@ -68,17 +68,6 @@ def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
 def test_two_workers_train_the_same_as_one(one_worker, two_workers):
     for ours, theirs in zip(losses(two_workers[0]), losses(one_worker[0]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_pipeline_trains_the_same_as_one_worker(one_worker, small_recipe, tmp_path):
-    stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--nproc", "2")
-    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages, *SAMPLES)
-    assert result.returncode == 0, result.stderr
-    for ours, theirs in zip(losses(tmp_path / "run"), losses(one_worker[0]), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "samples.jsonl").read_text() == (one_worker[0] / "samples.jsonl").read_text()
 
 
 def test_every_launcher_is_documented():
@@ -150,11 +139,9 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("of", ["run", pytest.param("export", marks=pytest.mark.slow)])
-def test_generate_continues_a_prompt(one_worker, of):
+def test_generate_continues_a_prompt(one_worker):
     run_dir, _ = one_worker
-    path = run_dir / "export" if of == "export" else run_dir
-    result = llmtrain("generate", path, "--prompt", "import ", "--tokens", 8)
+    result = forked_llmtrain("generate", run_dir, "--prompt", "import ", "--tokens", 8)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("import ")
     assert len(result.stdout) > len("import \n")
@@ -163,7 +150,7 @@ def test_generate_continues_a_prompt(one_worker, of):
 def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):
     run_dir, _ = one_worker
     before = losses(run_dir)
-    result = llmtrain("train", small_recipe, "--run-dir", run_dir)
+    result = forked_llmtrain("train", small_recipe, "--run-dir", run_dir)
     assert result.returncode == 0, result.stderr
     assert "is finished: 12 steps" in result.stdout
     assert losses(run_dir) == before

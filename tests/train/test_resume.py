@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.folder import newest
-from tests.helpers.commands import events, llmtrain, losses, metrics, workers
+from tests.helpers.commands import events, forked_llmtrain, llmtrain, losses, metrics, workers
 
 ZERO = ("--set", "parallel.zero_stage=1", "--nproc", "2")
 TENSORBOARD = ("--set", 'logging.trackers=["tensorboard"]')
@@ -87,13 +87,13 @@ def _alive(pid: int) -> bool:
 
 
 def test_another_recipe_is_refused(small_recipe, uninterrupted):
-    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--set", "optim.lr=0.5")
+    result = forked_llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--set", "optim.lr=0.5")
     assert result.returncode == 2
     assert "optim.lr" in result.stderr
 
 
 def test_resume_never_does_not_replace_checkpoints(small_recipe, uninterrupted):
-    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--resume", "never")
+    result = forked_llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--resume", "never")
     assert result.returncode == 2
     assert "--run-dir" in result.stderr
 
@@ -202,7 +202,7 @@ def test_a_run_with_unreadable_checkpoints_does_not_start_from_scratch(small_rec
 
 
 def test_checkpoints_are_listed(uninterrupted):
-    rows = json.loads(llmtrain("checkpoint", "list", uninterrupted, "--json").stdout)["checkpoints"]
+    rows = json.loads(forked_llmtrain("checkpoint", "list", uninterrupted, "--json").stdout)["checkpoints"]
     assert [(row["step"], row["samples"], row["latest"], row["world_size"]) for row in rows] == [
         (4, 32, False, 2),
         (8, 64, False, 2),
@@ -213,7 +213,7 @@ def test_checkpoints_are_listed(uninterrupted):
         line["eval_loss"] for line in metrics(uninterrupted) if line.get("eval_loss") and line["step"] == 12
     )
     assert [row["eval_loss"] for row in rows] == [None, None, evaluated]
-    table = llmtrain("checkpoint", "list", uninterrupted).stdout.splitlines()
+    table = forked_llmtrain("checkpoint", "list", uninterrupted).stdout.splitlines()
     assert len(table) == 4
     assert table[-1].startswith("step_00000012")
     assert table[-1].rstrip().endswith("latest")
@@ -234,13 +234,12 @@ def test_a_checkpoint_of_another_run_starts_a_branch_and_replaces_nothing(
     assert _weights(branch) == _weights(uninterrupted)
 
 
-@pytest.mark.slow
 def test_checkpoints_are_verified_and_exported(uninterrupted, tmp_path):
-    assert llmtrain("checkpoint", "verify", uninterrupted).returncode == 0
-    assert llmtrain("export", uninterrupted, tmp_path / "out").returncode == 0
+    assert forked_llmtrain("checkpoint", "verify", uninterrupted).returncode == 0
+    assert forked_llmtrain("export", uninterrupted, tmp_path / "out").returncode == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         uninterrupted / "export" / "model.safetensors"
     ).read_bytes()
-    again = llmtrain("export", uninterrupted, tmp_path / "out")
+    again = forked_llmtrain("export", uninterrupted, tmp_path / "out")
     assert again.returncode == 4
     assert "not empty" in again.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ from llmtrain.data.chat.template import load_template
 from llmtrain.errors import DataError
 from llmtrain.plan.facts import template_limits as limits
 from llmtrain.train.sampling import COLUMNS, Sampler
+from tests.helpers.commands import forked_llmtrain
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_plan import small_plan
 from tests.helpers.word_tokenizer import write_word_tokenizer
@@ -119,8 +118,7 @@ def test_a_template_that_cannot_render_a_prompt_is_refused(prepared, monkeypatch
 
 def test_a_prompt_without_room_is_refused_before_a_run_begins(small_recipe, tmp_path):
     changes = ["--set", "samples.every_steps=5", "--set", f'samples.prompts=["{"word " * 900}"]']
-    command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run([*command, "--nproc", "1", *changes], capture_output=True, text=True, timeout=300)
+    done = forked_llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--nproc", "1", *changes)
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("error: samples.prompts.0: it has 2,701 tokens, which leave no room")
     assert not (tmp_path / "run").exists()

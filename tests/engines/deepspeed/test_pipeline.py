@@ -31,19 +31,14 @@ ZERO_BUBBLE = {**SPLIT, "model.config.num_hidden_layers": 5}
 INTERLEAVED = {**ZERO_BUBBLE, "parallel.pipeline_schedule": "interleaved"}
 CASES = [
     # pp, dp, fields
-    (2, 1, {}),
     (2, 1, {"model": {"architecture": "opt", "config": OPT_350M}, "optim.name": "sgd", "optim.lr": 0.1}),
-    (2, 1, {"model.config.tie_word_embeddings": False}),
     (2, 1, {"parallel.activation_checkpointing": "full"}),
-    (2, 1, {"optim.name": "sgd", "optim.lr": 0.1}),
     (2, 2, {}),
     (2, 2, {"parallel.offload_optimizer": "cpu"}),
     (4, 1, {"model.config.num_hidden_layers": 5}),
     (2, 1, INTERLEAVED),
-    (2, 1, ZERO_BUBBLE),
     (2, 1, {**ZERO_BUBBLE, "parallel.activation_checkpointing": "full", "model.config.tie_word_embeddings": False}),
     (2, 1, {**SPLIT, "model": {"architecture": "gpt2", "config": GPT2}}),
-    (2, 2, ZERO_BUBBLE),
     (4, 1, {**INTERLEAVED, "model.config.num_hidden_layers": 9}),
     (4, 1, {**ZERO_BUBBLE, "model.config.num_hidden_layers": 9}),
     (2, 2, {**ZERO_BUBBLE, "parallel.offload_optimizer": "cpu"}),

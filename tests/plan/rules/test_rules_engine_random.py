@@ -17,14 +17,9 @@ def _disagreements(seed: int, count: int, worlds: list[int]) -> list[str]:
     return [told for one in cases(seed, count, worlds) if (told := disagreement(one, verdict(one)))]
 
 
-@pytest.mark.slow
-def test_rules_and_engine_agree_on_drawn_plans():
-    assert not (found := _disagreements(1, 6, [1, 2, 4])), "\n".join(found)
-
-
 @pytest.mark.breadth
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_rules_and_engine_agree_on_more_drawn_plans(seed):
+@pytest.mark.parametrize("seed", range(1, 12))
+def test_rules_and_engine_agree_on_drawn_plans(seed):
     assert not (found := _disagreements(seed, 6, [1, 2, 4])), "\n".join(found)
 
 

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from llmtrain.train.tune.choice import KERNELS
-from tests.helpers.commands import llmtrain, losses, metrics
+from tests.helpers.commands import forked_llmtrain, llmtrain, losses, metrics
 from tests.helpers.small_runs import write_small_recipe
 
 
 def test_a_recipe_that_sets_all_kernels_is_refused(tmp_path):
     named = [f"{field}={value}" for field, value in zip(KERNELS, (1, "torch", "eager", "sdpa", "whole"), strict=True)]
     words = [part for one in named for part in ("--set", one)]
-    done = llmtrain("tune", write_small_recipe(tmp_path), *words)
+    done = forked_llmtrain("tune", write_small_recipe(tmp_path), *words)
     assert done.returncode == 2
     assert "are all set in the recipe" in done.stderr
 

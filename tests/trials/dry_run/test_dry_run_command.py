@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.trials.dry_run.run import _clear
+from tests.helpers.commands import forked_llmtrain
 
 ROOT = Path(__file__).parents[3]
 USAGE, CHECKPOINT, WORKER = 2, 4, 5
@@ -125,10 +126,9 @@ def test_a_failure_names_the_rank_and_the_cause_and_keeps_the_logs(broken, how, 
     ],
     ids=lambda value: " ".join(value),
 )
-def test_an_invalid_command_line_starts_nothing(arguments, words, tmp_path):
-    command = [sys.executable, "-m", "llmtrain", "train", f"{ROOT}/recipes/tiny.py", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+def test_an_invalid_command_line_starts_nothing(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = forked_llmtrain("train", f"{ROOT}/recipes/tiny.py", *arguments)
     assert result.returncode == USAGE, result.stderr
     assert "Traceback" not in result.stderr
     assert all(word in result.stderr for word in words), result.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +13,7 @@ from llmtrain.recipe import parse_recipe
 from llmtrain.recipe.cluster import Cluster, MeasuredRates, local_cluster, measured_on, self_test_folder
 from llmtrain.train.start import offer_self_test
 from llmtrain.trials.self_test import run
+from tests.helpers.commands import forked_llmtrain
 
 
 def test_each_strategy_is_tried_once():
@@ -40,9 +39,7 @@ def test_the_self_test_is_recommended_once_on_gpus(monkeypatch, tmp_path, capfd)
 
 @pytest.mark.parametrize("option", ["--prebuild", "--hostfile=hosts", "recipes/tiny.py"])
 def test_options_of_another_task_are_refused(option):
-    done = subprocess.run(
-        [sys.executable, "-m", "llmtrain", "doctor", "--self-test", option], capture_output=True, text=True, check=False
-    )
+    done = forked_llmtrain("doctor", "--self-test", option)
     assert done.returncode == 2
     assert "cannot be combined with --self-test" in done.stderr
 
