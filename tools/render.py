@@ -61,6 +61,7 @@ GENERATORS = {
     "gpu": Generator(
         "benchmarks.gpu.page:files", (f"{REFERENCE}/gpu.md", "README.md", "llmtrain/plan/predict/measured.json")
     ),
+    "test_costs": Generator("tools.test_costs:files", ("docs/design/test_costs.md",)),
     "lint": Generator("tools.lint_pages:rules", (f"{REFERENCE}/lint.md",)),
     "lint_schema": Generator(
         "tools.lint_schema:files",

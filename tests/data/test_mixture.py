@@ -1,3 +1,5 @@
+"""Sources are mixed by their weights, each in its own order, and any position is found without reading the others."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Packed sequences have each target once, labels within their document, and positions that restart in each document."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""The permutation of samples is a bijection, differs by key, mixes well, and never changes between versions."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Prefetched batches keep their order and their errors, within bounds."""
+
 from __future__ import annotations
 
 import threading

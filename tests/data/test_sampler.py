@@ -1,3 +1,5 @@
+"""The samples of a step depend on the seed and the step alone, not on the layout, the batch or the restart."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""Tokenizers restore every text, count its bytes, and are trained, cut, read and stored as the recipe says."""
+
 from __future__ import annotations
 
 import base64

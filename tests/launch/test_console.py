@@ -1,3 +1,5 @@
+"""What a launcher shows of its workers: their own lines once, on terminals and in pipes, and no output of libraries."""
+
 import os
 import pty
 import re

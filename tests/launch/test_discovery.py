@@ -1,3 +1,5 @@
+"""Each launcher's variables give a worker its rank; impossible or contradictory ones are named."""
+
 import json
 
 import pytest

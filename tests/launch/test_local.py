@@ -1,3 +1,5 @@
+"""The launcher of one machine: its exit code, its message and its remaining processes for every end of a worker."""
+
 import json
 import os
 import signal

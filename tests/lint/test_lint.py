@@ -1,3 +1,5 @@
+"""Findings for single faults of a configuration, with their places, and none for correct files."""
+
 import json
 import random
 import re

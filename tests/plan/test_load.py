@@ -1,3 +1,5 @@
+"""Recipes with variants, assignments and clusters are loaded; faults in a user's file name its line."""
+
 from pathlib import Path
 
 import pytest

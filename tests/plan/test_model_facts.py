@@ -1,3 +1,5 @@
+"""Sizes and parameters that are computed without torch equal those of `transformers`."""
+
 import json
 import os
 import random

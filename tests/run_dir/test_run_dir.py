@@ -1,3 +1,5 @@
+"""A run directory is read back as written, and refuses another recipe, except for changes that the user permits."""
+
 import json
 import os
 import stat

@@ -1,3 +1,5 @@
+"""Other processes read the state of a rank, and how long its steps may take."""
+
 import os
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""A recipe on a cluster becomes a plan, or is refused with all faults at once and a fix for each."""
+
 import random
 
 import pytest

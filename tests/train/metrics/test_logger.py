@@ -1,3 +1,5 @@
+"""Each line of `metrics.jsonl` has its fields, with all digits and without numbers that are not finite."""
+
 import json
 import math
 import os

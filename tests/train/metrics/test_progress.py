@@ -1,3 +1,5 @@
+"""The lines that a run prints, and its summary."""
+
 import io
 import re
 

@@ -1,3 +1,5 @@
+"""TensorBoard, Weights & Biases and MLflow show the numbers of a run, and continue with it."""
+
 import errno
 import json
 import os

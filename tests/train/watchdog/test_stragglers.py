@@ -1,3 +1,5 @@
+"""A rank is named slow only if it is slow twice in a row, compared with ranks that do the same work."""
+
 import pytest
 
 from llmtrain.train.watchdog.stragglers import QUIET_S, WINDOW_S, WINDOW_STEPS, Slowest, Stragglers
