@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.forward import documents_known
+from llmtrain.engines.forward import document_masks
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
@@ -67,6 +67,6 @@ def check_documents(recipe: Recipe) -> str:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    with documents_known(MicroBatch(tokens, positions, labels=tokens)):
+    with document_masks(MicroBatch(tokens, positions, labels=tokens)):
         logits: Tensor = model(tokens, position_ids=positions, use_cache=False).logits
     return logits[0]

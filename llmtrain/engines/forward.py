@@ -51,46 +51,44 @@ from llmtrain.recipe import Recipe
 
 
 @contextmanager
-def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
-    """Makes all masks within the context keep documents apart; yields the known documents.
+def document_masks(batch: MicroBatch) -> Iterator[None]:
+    """A context in which the attention masks that a model makes keep documents apart.
 
     batch: whole sequences, as the data provided them. If its documents are unknown, as for a batch on a device, the
     context changes nothing.
     """
     if batch.documents is None:
-        yield None
+        yield
         return
     with (
-        document_indices(partial(_find, batch.documents)),
+        document_indices(partial(_document_indices, batch.documents)),
         mask_arguments(partial(_with_positions, batch.position_ids)),
     ):
-        yield batch.documents
+        yield
 
 
-def bounds_for(
-    model: PreTrainedModel, batch: MicroBatch, device: torch.device, known: Documents | None = None
-) -> dict[str, Any]:
+def varlen_arguments(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """Returns arguments of a model's forward pass by which its attention keeps documents apart; none if a mask does so.
 
-    batch: whole sequences; positions are copied from the device only if neither `known` nor the batch has documents.
+    batch: whole sequences. If its documents are unknown, its positions are copied from the device.
     """
     if not takes_cu_seq_lens(attention_of(model)):
         return {}
-    return (known or batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
+    return (batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
 
 
 def _with_positions(
-    known: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
+    position_ids: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Adds the positions that some families omit."""
-    if positions is None and mask is None and cache is None and len(embeddings) == len(known):
-        positions = known.to(embeddings.device, non_blocking=True)
+    """Adds the positions that some families omit. position_ids: [batch, T], of the whole sequences."""
+    if positions is None and mask is None and cache is None and len(embeddings) == len(position_ids):
+        positions = position_ids.to(embeddings.device, non_blocking=True)
     return embeddings, positions
 
 
-def _find(known: Documents, position_ids: Tensor) -> Tensor | None:
+def _document_indices(documents: Documents, position_ids: Tensor) -> Tensor | None:
     """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
-    if not known.several:
+    if not documents.several:
         return None
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)
@@ -188,8 +186,8 @@ def forward(
     if chunked_loss(model):
         inputs["targets"] = labels
     whole = whole or batch
-    with documents_known(whole) as documents:
-        output = call(**inputs, **bounds_for(model, whole, device, documents))
+    with document_masks(whole):
+        output = call(**inputs, **varlen_arguments(model, whole, device))
     result = output.loss_sum if "targets" in inputs else output.logits
     loss_sum = loss_of(result, labels, model, batch.completions, objective)
     auxiliary = getattr(output, "aux_loss", None)
@@ -211,20 +209,20 @@ def next_logits(
 
     whole: as for `forward`.
     """
-    place, whole = Places.of(batch.labels), whole or batch
-    with documents_known(whole) as documents:
+    positions, whole = LabeledPositions.of(batch.labels), whole or batch
+    with document_masks(whole):
         output = call(
             input_ids=batch.input_ids.to(device),
             position_ids=batch.position_ids.to(device),
             use_cache=False,
-            **place.arguments(model, device),
-            **bounds_for(model, whole, device, documents),
+            **positions.arguments(model, device),
+            **varlen_arguments(model, whole, device),
         )
-    return place.rows_of(output.logits)
+    return positions.logits_by_row(output.logits)
 
 
 @dataclass(frozen=True)
-class Places:
+class LabeledPositions:
     """The positions with a label, at most one per row; only their columns go through the head."""
 
     rows: list[int]
@@ -246,8 +244,8 @@ class Places:
         takes = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         return {"logits_to_keep": torch.tensor(self.kept, device=device)} if takes else {}
 
-    def rows_of(self, logits: Tensor) -> dict[int, Tensor]:
-        """Returns the logits of each row; of [batch, T, vocab], or of the kept columns."""
+    def logits_by_row(self, logits: Tensor) -> dict[int, Tensor]:
+        """Returns the logits [vocab] of each row. logits: [batch, T, vocab], or only the kept columns of it."""
         kept = self.kept if logits.size(1) == len(self.kept) else range(logits.size(1))
         pairs = zip(self.rows, self.columns, strict=True)
         return {row: logits[row, kept.index(column)].float() for row, column in pairs}

@@ -16,10 +16,8 @@ of terms that each stage could compute alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -123,18 +121,9 @@ class Stage(nn.Module):
     """One pipeline stage; takes a tuple of tensors and returns the arguments of the next stage.
 
     The first stage takes `(input_ids, position_ids)`, both [batch, T]. The last stage returns the logits [batch, T,
-    vocab], or `(logits, auxiliary loss)` if the configuration asks for router logits. If `targets` is set, it returns
-    the sum of the losses instead of the logits.
+    vocab], or `(logits, auxiliary loss)` if the configuration asks for router logits. Given labels as `targets`, it
+    returns the sum of the losses instead of the logits.
     """
-
-    targets: Tensor | None = None
-    """Labels [batch, T] of the next micro-batch, for a last stage whose model accepts them (`ChunkedLoss`)."""
-    kept: Mapping[str, Any] = MappingProxyType({})
-    """Arguments by which a last stage computes the logits of some columns only, in the next micro-batch."""
-    bounds: Mapping[str, Any] = MappingProxyType({})
-    """Arguments with which attention keeps the documents of the next micro-batch apart (`models.varlen`)."""
-    context: AbstractContextManager[Any] = nullcontext()
-    """The context in which the next forward pass runs."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -169,27 +158,26 @@ class Stage(nn.Module):
         lacking = sorted({1, 2} - trained)
         self.idle = nn.ParameterList(torch.zeros((1,) * size, dtype=like.dtype, device=like.device) for size in lacking)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...], **arguments: Any) -> Tensor | tuple[Tensor, ...]:
         """Runs the layers of this stage.
 
-        inputs: see the module's docstring; `hidden` is what the previous stage returned, of any shape.
+        inputs: see the module's docstring; `hidden` is what the previous stage returned, of any shape. arguments: of
+        the model's forward pass: those of `models.varlen`, and, on the last stage, `logits_to_keep` or, if its model
+        accepts them (`ChunkedLoss`), labels [batch, T] as `targets`.
         """
         states, position_ids, *extras = inputs
         tokens = states if self.is_first else self._tokens(position_ids, extras)
-        arguments = {"input_ids": tokens, "use_cache": False, **self.bounds, **self.kept}
         if self._takes_positions:
             arguments["position_ids"] = position_ids
-        if self.targets is not None:
-            arguments["targets"] = self.targets
         self._received_routers = tuple(extras[0].unbind()) if extras else ()
         for entry in self._entry:
             entry.received = states
         try:
-            with self.context:
-                output = self._run[0](**arguments)
-            return (
-                self._last_output(output) if self.is_last else self._output_for_next_stage(output, position_ids, tokens)
-            )
+            output = self._run[0](input_ids=tokens, use_cache=False, **arguments)
+            if not self.is_last:
+                return self._output_for_next_stage(output, position_ids, tokens)
+            result = self._with_idle(output.loss_sum if "targets" in arguments else output.logits)
+            return (result, output.aux_loss) if self.cut.sends_routers else result
         finally:
             self._release()
 
@@ -197,10 +185,6 @@ class Stage(nn.Module):
         """Returns the arguments of a stage but the first, from what it received: hidden states and router logits."""
         hidden, *routers = received
         return (hidden, position_ids, *([tokens] if self.cut.sends_tokens else []), *routers)
-
-    def _last_output(self, output: Any) -> Tensor | tuple[Tensor, ...]:
-        result = self._with_idle(output.logits if self.targets is None else output.loss_sum)
-        return (result, output.aux_loss) if self.cut.sends_routers else result
 
     def _output_for_next_stage(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self._with_idle(self._exit[0].result)
@@ -218,8 +202,6 @@ class Stage(nn.Module):
 
     def _release(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
-        self.targets = None
-        self.bounds, self.kept, self.context = {}, {}, nullcontext()
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None

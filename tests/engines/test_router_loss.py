@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.engines.forward import documents_known
+from llmtrain.engines.forward import document_masks
 from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import build_model
 from llmtrain.plan.rules import resolve
@@ -40,7 +40,7 @@ def test_the_router_loss_is_the_same_under_every_strategy():
     model = build_model(recipe, torch.float32, torch.device("cpu"))
     expected = []
     for batch in step_batch(0, 2, GLOBAL_BATCH // 2).micro_batches:
-        with torch.no_grad(), documents_known(batch):
+        with torch.no_grad(), document_masks(batch):
             output = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
             expected.append(output.aux_loss.item())
     mean = recipe.model.config["router_aux_loss_coef"] * sum(expected) / len(expected)

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
-from llmtrain.engines.forward import bounds_for, documents_known
+from llmtrain.engines.forward import document_masks, varlen_arguments
 from llmtrain.engines.optim import gradient_of
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.plan.schedules import KINDS, Pass, PassKind, PipelineSchedule
@@ -102,9 +102,12 @@ class PassRunner:
         if (needed := self._received(current)) is not None:
             received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
             inputs = stage.inputs(received, tokens, positions)
-        stage.context, stage.bounds = documents_known(batch), bounds_for(stage.model, batch, self._device)
-        with self._computing():
-            results = self._loss(stage, inputs, batch_slice) if stage.is_last else _floating(stage(inputs))
+        arguments = varlen_arguments(stage.model, batch, self._device)
+        with document_masks(batch), self._computing():
+            if stage.is_last:
+                results = self._loss(stage, inputs, arguments, batch_slice)
+            else:
+                results = _floating(stage(inputs, **arguments))
         if torch.is_grad_enabled():
             self._saved[current.stage, current.micro_batch] = _Saved(received, results)
         if not stage.is_last:
@@ -127,8 +130,9 @@ class PassRunner:
                 accumulate()
 
 
-Loss = Callable[[Stage, Tensors, MicroBatch], Tensors]
-"""Runs the last stage and returns its loss; called with the stage, its inputs and this rank's micro-batch."""
+Loss = Callable[[Stage, Tensors, dict[str, Any], MicroBatch], Tensors]
+"""Runs the last stage and returns its loss; called with the stage, its inputs and arguments, and this rank's
+micro-batch."""
 
 
 def _floating(output: Tensor | Tensors) -> Tensors:
@@ -201,16 +205,16 @@ class PipeLinks:
 
     def expect(self, message: Pass) -> None:
         """Begins to receive the results of a pass, unless this rank has to send something first."""
-        if self._is_own(message):
+        if self._is_local(message):
             return
-        while message not in self._receiving and not self._is_own(self._due[0]):
+        while message not in self._receiving and not self._is_local(self._due[0]):
             if self._described_as(self._due[0]) not in self._shapes:
                 return  # Its sizes are not known yet, and waiting for them would block.
             self._receive()
 
     def take(self, message: Pass) -> Tensors:
         """Returns the results of a pass."""
-        if self._is_own(message):
+        if self._is_local(message):
             return self._local_results.pop(message)
         while message not in self._receiving:
             self._receive()
@@ -219,7 +223,7 @@ class PipeLinks:
             work.wait()
         return tuple(part for _, part in receiving)
 
-    def _is_own(self, message: Pass) -> bool:
+    def _is_local(self, message: Pass) -> bool:
         return self._schedule.rank_of(message.stage) == self.rank
 
     def _described_as(self, message: Pass) -> tuple[int, torch.Size]:

@@ -25,7 +25,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
 from llmtrain.engines.engine import Accumulated, with_router_loss
-from llmtrain.engines.forward import Places, loss_of
+from llmtrain.engines.forward import LabeledPositions, loss_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.engines.state.shards import ReplicaIndex
@@ -137,13 +137,12 @@ class PipelineAxis(SlicedAxis):
 
     def next_logits(self, batch: MicroBatch, batch_slice: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
-        places = Places.of(batch_slice.labels)
+        positions = LabeledPositions.of(batch_slice.labels)
         logits_by_row: dict[int, Tensor] = {}
 
-        def run_last_stage(stage: Stage, inputs: Tensors, _: MicroBatch) -> Tensors:
-            stage.kept = places.arguments(stage.model, self.device)
-            output = stage(inputs)
-            logits_by_row.update(places.rows_of(output if isinstance(output, Tensor) else output[0]))
+        def run_last_stage(stage: Stage, inputs: Tensors, arguments: dict[str, Any], _: MicroBatch) -> Tensors:
+            output = stage(inputs, **arguments, **positions.arguments(stage.model, self.device))
+            logits_by_row.update(positions.logits_by_row(output if isinstance(output, Tensor) else output[0]))
             return ()
 
         self.passes.evaluate([batch], [batch_slice], run_last_stage)
@@ -204,15 +203,22 @@ class PipelineAxis(SlicedAxis):
         stage: Any = self.model[0]
         self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
 
-    def _loss(self, objective: Objective | None, stage: Stage, inputs: Tensors, batch: MicroBatch) -> Tensors:
+    def _loss(
+        self,
+        objective: Objective | None,
+        stage: Stage,
+        inputs: Tensors,
+        arguments: dict[str, Any],
+        batch: MicroBatch,
+    ) -> Tensors:
         """Runs the last stage; returns the loss whose gradients DeepSpeed averages, scaled if the engine scales it.
 
         Adds the router's loss, as `forward` does.
         """
         labels = batch.labels.to(self.device, non_blocking=True)
         if chunked_loss(stage.model):
-            stage.targets = labels
-        output = stage(inputs)
+            arguments["targets"] = labels
+        output = stage(inputs, **arguments)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
         self._total += loss_sum.detach()

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
-from llmtrain.engines.forward import documents_known
+from llmtrain.engines.forward import document_masks
 from llmtrain.engines.optim import gradient_of
 from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import is_alone
@@ -91,13 +91,13 @@ def compare_sliced_sequences(
             tokens, positions = packed_input(config)
             batch = MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
         split = copy.deepcopy(whole)
-        with documents_known(batch):
+        with document_masks(batch):
             expected = _forward(whole, batch)
         _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
     except MODEL_ERRORS as error:
         return f"its tiny copy does not run ({type(error).__name__}: {error})"
     try:
-        with documents_known(batch):
+        with document_masks(batch):
             return _deviation(split, whole, expected, batch, Ulysses(split, group))
     except MODEL_ERRORS as error:
         # Any error that a family's forward raises for a slice is a reason to reject the family.
