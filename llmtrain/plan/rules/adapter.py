@@ -138,5 +138,3 @@ def nf4(draft: Draft) -> Iterator[Fault]:
 
 WHOLE = assignment(model__quantize="none")
 STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"
-
-RULES = (dora, experts, targets, without_experts, nf4)

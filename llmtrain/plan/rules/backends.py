@@ -165,6 +165,3 @@ def hierarchical(draft: Draft) -> Iterator[Fault]:
         message = f"must be 1, not {parallel.hierarchical_partition}: {parallel.strategy} does not support hpZ"
         fix = assignment(parallel__hierarchical_partition=1)
         yield Fault("parallel.hierarchical_partition", message, f"{fix}, or {_DEEPSPEED}")
-
-
-RULES = (accelerate, degrees, zero_stage, precision, grad_accum, offload, hierarchical, devices, slow)

@@ -55,6 +55,9 @@ def _divides(axis: Axis) -> Rule:
     return divides
 
 
+DIVISIBILITY = tuple(_divides(axis) for axis in CHOSEN if axis.reason)
+
+
 @rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic", axis=EXPERT)
 def expert(draft: Draft) -> Iterator[Fault]:
     """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
@@ -127,6 +130,3 @@ def divides(draft: Draft) -> Iterator[Fault]:
 
 def _or(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
-
-
-RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.reason), expert, tensor_node, divides)

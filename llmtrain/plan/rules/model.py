@@ -7,7 +7,6 @@ from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS, TEXT_PARTS
-from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -126,15 +125,6 @@ def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
             f"{assignment(model__config__tie_word_embeddings='false')}, since adapters cannot train tied tables; {fix}"
         )
     yield Fault("model.new_tokens", f"need a trained embedding and head, but {frozen} would be frozen", fix)
-
-
-@rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
-def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses a chunked loss if the engine needs all logits."""
-    loss = draft.recipe.kernels.loss
-    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
-        message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
-        yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
 
 
 @rule("model.positions", "A sequence is at most as long as the table of learned positions.", "arithmetic")
@@ -342,26 +332,3 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
             f"({EXPERT_ROW_BYTES} bytes)"
         )
         yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
-
-
-RULES = (
-    vocabulary,
-    pretrained_tokenizer,
-    quantized,
-    weights_twice,
-    new_tokens,
-    new_tokens_trained,
-    positions,
-    rotary_length,
-    rotary_follows,
-    without_gradient,
-    router_loss,
-    text_part,
-    documents_mixed,
-    conversations_mixed,
-    attention_device,
-    attention_precision,
-    attention_heads,
-    experts_aligned,
-    loss_in_chunks,
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 from llmtrain.errors import Problem
@@ -53,8 +54,13 @@ class Rule:
 def rule(
     id_: str, reason: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True
 ) -> Callable[[Check], Rule]:
-    """Returns a decorator that turns a check into a rule. Each module lists its rules in `RULES`."""
+    """Returns a decorator that turns a check into a rule."""
     return lambda check: Rule(id_, reason, evidence, check, axis, refuses)
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """Returns every rule of some modules, in the order of their definitions."""
+    return tuple(item for module in modules for item in vars(module).values() if isinstance(item, Rule))
 
 
 def assignment(**fields: object) -> str:

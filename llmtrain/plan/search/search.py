@@ -19,19 +19,9 @@ from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import Shortage
 from llmtrain.plan.predict.time import StepTime, TimeBound, predict, unknown
-from llmtrain.plan.rules import (
-    LEGALITY,
-    allowed,
-    assemble,
-    backends,
-    broken,
-    kernels,
-    layout,
-    pipeline,
-    precision,
-    recompute,
-    zero,
-)
+from llmtrain.plan.rules import DEEPSPEED_RULES, LEGALITY, allowed, assemble, backends, broken, kernels, layout
+from llmtrain.plan.rules.deepspeed import pipeline_interleaved
+from llmtrain.plan.rules.rule import rules_of
 from llmtrain.plan.search.nearest import as_arguments
 from llmtrain.plan.search.variants import (
     CHECKPOINT_EVERY,
@@ -65,14 +55,14 @@ MAX_CHECKED = 1000
 """Number of plans whose shortage is computed, at a millisecond each. After that, plans that cannot fit are skipped."""
 MAX_SIZES = 16
 """Number of micro-batch sizes that are tried (the smallest ones), in addition to the recipe's own."""
-MICRO_BATCH_RULES = (kernels.fp8, layout.divides, pipeline.interleaved)
+MICRO_BATCH_RULES = (kernels.fp8, layout.divides, pipeline_interleaved)
 """Rules that depend on the size of a micro-batch, and on no recomputation. Of what is stored where, they depend on the
 ZeRO stage only."""
-RECOMPUTATION_RULES = recompute.RULES
+RECOMPUTATION_RULES = tuple(rule for rule in rules_of(kernels) if rule.id.startswith("recompute."))
 """Rules that depend on the recomputation. They do not depend on the micro-batch size."""
-SPLIT_RULES = tuple(rule for rule in layout.RULES if rule not in MICRO_BATCH_RULES)
+SPLIT_RULES = tuple(rule for rule in (*rules_of(layout), *layout.DIVISIBILITY) if rule not in MICRO_BATCH_RULES)
 """Rules that are checked once for the degrees and the schedule."""
-FIRST_RULES = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
+FIRST_RULES = (*DEEPSPEED_RULES, *rules_of(backends))
 """Rules that refuse most layouts. They are checked first."""
 LAYOUT_RULES = tuple(
     rule for rule in dict.fromkeys((*FIRST_RULES, *LEGALITY)) if rule not in (*MICRO_BATCH_RULES, *RECOMPUTATION_RULES)
