@@ -1,4 +1,4 @@
-"""Serves the page of active runs on the loopback interface. Of their files, it only reads what was added."""
+"""Serves the page of active runs on the loopback interface."""
 
 from __future__ import annotations
 
