@@ -53,7 +53,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     )
 
 
-@rule("memory.fits", "The memory of the rank that needs the most, by component, must fit into a device.", "arithmetic")
+@rule("memory.fits", "arithmetic")
 def fits(draft: Draft) -> Iterator[Fault]:
     """Refuses plans whose fullest rank needs more memory than a device has, if capacity and all degrees are known."""
     facts, stages = draft.facts, draft.parallel.stages

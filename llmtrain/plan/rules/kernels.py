@@ -19,34 +19,28 @@ ROWS = 16
 """Each dimension of a matrix product in fp8 must be a multiple of this (`torch._scaled_mm`)."""
 
 
-@rule(
-    "kernels.compiled_experts",
-    "The number of rows that each expert multiplies depends on the data, but a compiled graph has fixed shapes.",
-    "run",
-)
+@rule("kernels.compiled_experts", "run")
 def compiled_experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses compiled layers with experts (`transformers/integrations/moe.py:grouped_mm_experts_forward`)."""
+    """Refuses compiled layers with experts (`transformers/integrations/moe.py:grouped_mm_experts_forward`). The number
+    of rows that each expert multiplies depends on the data, but a compiled graph has fixed shapes."""
     facts = draft.facts
     if facts is not None and facts.experts and draft.recipe.kernels.blocks == "compiled":
         message = f"'compiled' is not supported for '{facts.model_type}': its layers have experts"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
-@rule(
-    "kernels.compiled_copies",
-    "nn.DataParallel copies modules to each device, but a copy would call the compiled layer of the first device.",
-    "read",
-)
+@rule("kernels.compiled_copies", "read")
 def compiled_copies(draft: Draft) -> Iterator[Fault]:
-    """Refuses compiled layers if the engine copies modules (`torch/nn/parallel/replicate.py`)."""
+    """Refuses compiled layers under nn.DataParallel (`torch/nn/parallel/replicate.py`): the copy of a module would call
+    the compiled layer of the first device."""
     if draft.parallel.strategy == "data_parallel" and draft.recipe.kernels.blocks == "compiled":
         message = "'compiled' is not supported with nn.DataParallel, which does not copy the compiled code of a layer"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
-@rule("kernels.liger_device", "Liger's kernels are written in Triton, which compiles for GPUs.", "read")
+@rule("kernels.liger_device", "read")
 def liger_device(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's kernels on CPUs."""
+    """Refuses Liger's kernels on CPUs. They are written in Triton, which compiles for GPUs."""
     kernels = draft.recipe.kernels
     for field, instead in (("blocks", "eager"), ("loss", "chunked")):
         if getattr(kernels, field) == "liger" and draft.cluster.spec.on_cpu:
@@ -54,14 +48,10 @@ def liger_device(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"kernels.{field}", message, assignment(**{f"kernels__{field}": instead}))
 
 
-@rule(
-    "kernels.liger_blocks",
-    "nn.DataParallel copies a module's attributes, including the methods that Liger replaces, "
-    "which stay bound to the first device's weights.",
-    "read",
-)
+@rule("kernels.liger_blocks", "read")
 def liger_blocks(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's layers if the engine copies modules."""
+    """Refuses Liger's layers under nn.DataParallel, which copies a module's attributes, including the methods that
+    Liger replaces, which stay bound to the first device's weights."""
     if draft.recipe.kernels.blocks == "liger" and draft.parallel.strategy == "data_parallel":
         message = (
             "'liger' is not supported with nn.DataParallel, which does not correctly copy the methods "
@@ -70,22 +60,20 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))
 
 
-@rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
+@rule("kernels.loss", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses a chunked loss if the engine needs all logits."""
+    """Refuses a chunked loss if the engine needs all logits. Some engines need the logits themselves, or never hold the
+    whole head."""
     loss = draft.recipe.kernels.loss
     if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
         message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
         yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
 
 
-@rule(
-    "kernels.liger_loss",
-    "Liger's loss reads the whole weight of the head, and computes gradients during the forward pass.",
-    "read",
-)
+@rule("kernels.liger_loss", "read")
 def liger_loss(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's loss if the head is sharded or split, or if its gradients depend on a weight not yet known."""
+    """Refuses Liger's loss if the head is sharded or split, or if its gradients depend on a weight not yet known.
+    Liger's loss reads the whole weight of the head, and computes gradients during the forward pass."""
     if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
         return
     reasons = []
@@ -102,15 +90,11 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
         yield Fault("kernels.loss", message, assignment(kernels__loss="chunked"))
 
 
-@rule(
-    "kernels.fp8",
-    "torchao replaces the linear layers of whole models or pipeline stages in bf16. It saves "
-    "the weights of the forward pass for the backward pass, and multiplies matrices whose "
-    "dimensions are multiples of 16.",
-    "read",
-)
+@rule("kernels.fp8", "read")
 def fp8(draft: Draft) -> Iterator[Fault]:
-    """Refuses fp8 if the device, the precision or the layout does not support it."""
+    """Refuses fp8 if the device, the precision or the layout does not support it. torchao replaces the linear layers of
+    whole models or pipeline stages in bf16. It saves the weights of the forward pass for the backward pass, and
+    multiplies matrices whose dimensions are multiples of 16."""
     kind, parallel, facts = draft.recipe.kernels.fp8, draft.parallel, draft.facts
     if kind == "off":
         return
@@ -138,13 +122,10 @@ def _uneven_tokens(draft: Draft) -> int:
     return tokens if tokens % ROWS else 0
 
 
-@rule(
-    "kernels.matmul",
-    "oneDNN's products replace those of torch in fp32 on CPUs; torch uses oneDNN itself in bf16.",
-    "read",
-)
+@rule("kernels.matmul", "read")
 def matmul(draft: Draft) -> Iterator[Fault]:
-    """Refuses a choice of matrix products that would have no effect."""
+    """Refuses a choice of matrix products that would have no effect. oneDNN's products replace those of torch in fp32
+    on CPUs; torch uses oneDNN itself in bf16."""
     if draft.recipe.kernels.matmul != "onednn":
         return
     reasons = []
@@ -160,24 +141,20 @@ def matmul(draft: Draft) -> Iterator[Fault]:
 FULL = assignment(parallel__activation_checkpointing="full")
 
 
-@rule("recompute.every", "Without activation checkpointing, there are no layers to choose from.", "arithmetic")
+@rule("recompute.every", "arithmetic")
 def recompute_every(draft: Draft) -> Iterator[Fault]:
-    """Refuses `checkpoint_every` if nothing is recomputed."""
+    """Refuses `checkpoint_every` without activation checkpointing, where there are no layers to choose from."""
     parallel = draft.parallel
     if parallel.checkpoint_every > 1 and parallel.activation_checkpointing == "none":
         message = f"{parallel.checkpoint_every} has no effect: activation_checkpointing is 'none'"
         yield Fault("parallel.checkpoint_every", message, f"{FULL}, or {assignment(parallel__checkpoint_every=1)}")
 
 
-@rule(
-    "recompute.selective",
-    "Selective checkpoints keep what torch's own operations return. Liger's rotation overwrites it, a break in a "
-    "compiled layer's graph hides it, and nn.DataParallel copies the layer's method, which stays bound to the original "
-    "layer.",
-    "run",
-)
+@rule("recompute.selective", "run")
 def recompute_selective(draft: Draft) -> Iterator[Fault]:
-    """Refuses selective checkpointing together with options that change or hide the results to be kept."""
+    """Refuses selective checkpointing together with options that change or hide the results to be kept. Selective
+    checkpoints keep what torch's own operations return. Liger's rotation overwrites it, a break in a compiled layer's
+    graph hides it, and nn.DataParallel copies the layer's method, which stays bound to the original layer."""
     if draft.parallel.activation_checkpointing != "selective":
         return
     reasons, kernels, attention = [], draft.recipe.kernels, draft.recipe.model.attention_kernel
@@ -191,14 +168,11 @@ def recompute_selective(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.activation_checkpointing", f"'selective' cannot be used: {'; '.join(reasons)}", FULL)
 
 
-@rule(
-    "recompute.offload",
-    "Only the inputs of fully recomputed layers are few enough to be copied while layers compute. nn.DataParallel runs "
-    "its copies of a layer in threads, which would share one stream of copies.",
-    "read",
-)
+@rule("recompute.offload", "read")
 def recompute_offload(draft: Draft) -> Iterator[Fault]:
-    """Refuses activation offload without full checkpointing, which keeps layer inputs, or if threads run layers."""
+    """Refuses activation offload without full checkpointing, which keeps layer inputs, or if threads run layers. Only
+    the inputs of fully recomputed layers are few enough to be copied while layers compute. nn.DataParallel runs its
+    copies of a layer in threads, which would share one stream of copies."""
     parallel = draft.parallel
     if not parallel.offload_activations:
         return
@@ -210,14 +184,11 @@ def recompute_offload(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.offload_activations", message, assignment(parallel__offload_activations="false"))
 
 
-@rule(
-    "recompute.tiles",
-    "Tiles call the feed-forward part of a layer, which must give each token's result alone. Each family is tried on a "
-    "tiny copy when the engine is built.",
-    "run",
-)
+@rule("recompute.tiles", "run")
 def recompute_tiles(draft: Draft) -> Iterator[Fault]:
-    """Refuses tiled feed-forward layers for experts, and with options that change how a layer is called."""
+    """Refuses tiled feed-forward layers for experts, and with options that change how a layer is called. Tiles call the
+    feed-forward part of a layer, which must give each token's result alone. Each family is tried on a tiny copy when
+    the engine is built."""
     parallel = draft.parallel
     if not parallel.tiled_mlp:
         return

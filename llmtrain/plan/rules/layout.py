@@ -18,13 +18,10 @@ def divisors_near(number: int, value: int) -> list[int]:
     return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
 
 
-@rule(
-    "layout.world",
-    "pipeline × tensor × sequence ranks share one replica, so their product must divide the number of devices.",
-    "arithmetic",
-)
+@rule("layout.world", "arithmetic")
 def world(draft: Draft) -> Iterator[Fault]:
-    """Refuses degrees that do not divide the number of devices."""
+    """Refuses degrees whose product does not divide the number of devices: pipeline × tensor × sequence ranks share one
+    replica."""
     if draft.data_parallel_size:
         return
     parallel, cluster, product = draft.parallel, draft.cluster, model_parallel_size(draft.parallel)
@@ -44,23 +41,24 @@ def world(draft: Draft) -> Iterator[Fault]:
 def _divides(axis: Axis) -> Rule:
     """Returns the rule that an axis' degree must divide each size which the axis splits."""
 
-    @rule(f"layout.{axis.name}_divides", axis.reason, "arithmetic", axis=axis)
-    def divides(draft: Draft) -> Iterator[Fault]:
+    def check(draft: Draft) -> Iterator[Fault]:
         degree = axis.degree(draft.parallel)
         for what, number in axis.limits(draft.recipe, draft.facts, draft.data_parallel_size or 0):
             if number % degree:
                 message = f"{degree} does not divide {what}"
                 yield Fault(axis.field, message, f"use {_or(divisors_near(number, degree))}")
 
-    return divides
+    text = f"Refuses degrees that do not divide what they split. {axis.reason}"
+    return Rule(f"layout.{axis.name}_divides", text, "arithmetic", check, axis)
 
 
 DIVISIBILITY = tuple(_divides(axis) for axis in CHOSEN if axis.reason)
 
 
-@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic", axis=EXPERT)
+@rule("layout.expert", "arithmetic", axis=EXPERT)
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
+    """Refuses expert parallelism of dense models and of families that AutoEP does not support. Only some families have
+    experts that the engine can distribute."""
     degree, facts = draft.parallel.expert, draft.facts
     if facts is None:
         return
@@ -72,15 +70,9 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-@rule(
-    "layout.tensor_node",
-    "A tensor parallel group communicates in every layer.",
-    "arithmetic",
-    axis=TENSOR,
-    refuses=False,
-)
+@rule("layout.tensor_node", "arithmetic", axis=TENSOR, refuses=False)
 def tensor_node(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for tensor parallel groups that span nodes."""
+    """Gives a note for tensor parallel groups that span nodes. A tensor parallel group communicates in every layer."""
     parallel, cluster = draft.parallel, draft.cluster
     if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
         message = (
@@ -102,13 +94,10 @@ def _links(device: Device) -> str:
     )
 
 
-@rule(
-    "batch.divides",
-    "Every replica runs the same number of equal micro-batches; a rounded accumulation trains another batch size.",
-    "arithmetic",
-)
+@rule("batch.divides", "arithmetic")
 def divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none."""
+    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none. Every replica runs
+    the same number of equal micro-batches; a rounded accumulation trains another batch size."""
     batch, dp = draft.recipe.batch, draft.data_parallel_size
     total, micro = batch.global_batch_size, batch.micro_batch_size
     if dp is None or draft.accumulation is not None:

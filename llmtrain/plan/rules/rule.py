@@ -31,10 +31,11 @@ Check = Callable[[Draft], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its reason and evidence. `check` yields the faults of a draft to which the rule applies."""
+    """A rule and its evidence. `check` yields the faults of a draft to which the rule applies."""
 
     id: str
-    reason: str
+    text: str
+    """What it refuses, and why."""
     evidence: Evidence
     check: Check
     axis: Axis | None = None
@@ -51,11 +52,9 @@ class Rule:
         return [Problem(self.id, fault.field, fault.message, fault.fix) for fault in self.faults(draft)]
 
 
-def rule(
-    id_: str, reason: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True
-) -> Callable[[Check], Rule]:
-    """Returns a decorator that turns a check into a rule."""
-    return lambda check: Rule(id_, reason, evidence, check, axis, refuses)
+def rule(id_: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True) -> Callable[[Check], Rule]:
+    """Returns a decorator that turns a check into a rule, whose text is the docstring of the check."""
+    return lambda check: Rule(id_, " ".join((check.__doc__ or "").split()), evidence, check, axis, refuses)
 
 
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:

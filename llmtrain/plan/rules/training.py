@@ -16,9 +16,10 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import DataConfig
 
 
-@rule("objective.whole_pairs", "A part of a completion has another log-probability than the whole completion.", "read")
+@rule("objective.whole_pairs", "read")
 def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`)."""
+    """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`). A part of a completion
+    has another log-probability than the whole completion."""
     data = draft.recipe.data
     if not draft.recipe.objective.is_preference:
         return
@@ -33,21 +34,19 @@ def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.too_long", message, assignment(data__too_long="drop"))
 
 
-@rule("objective.completions", "The loss depends on the probability of a completion, given its prompt.", "arithmetic")
+@rule("objective.completions", "arithmetic")
 def objective_completions(draft: Draft) -> Iterator[Fault]:
-    """Refuses losses that include the prompt's tokens."""
+    """Refuses losses that include the prompt's tokens: they depend on the probability of a completion, given its
+    prompt."""
     if draft.recipe.objective.is_preference and draft.recipe.data.train_on == "all":
         message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
 
-@rule(
-    "objective.documents",
-    "One sequence contains several completions: each would depend on the previous one.",
-    "read",
-)
+@rule("objective.documents", "read")
 def objective_documents(draft: Draft) -> Iterator[Fault]:
-    """Refuses attention across documents, and families that carry state from one document to the next."""
+    """Refuses attention across documents, and families that carry state from one document to the next. One sequence
+    contains several completions: each would depend on the previous one."""
     facts = draft.facts
     if not draft.recipe.objective.is_preference or draft.recipe.data.packing == "none":
         return
@@ -62,9 +61,10 @@ def objective_documents(draft: Draft) -> Iterator[Fault]:
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
 
 
-@rule("objective.dropout", "The reference's log-probabilities are computed without dropout.", "read", refuses=False)
+@rule("objective.dropout", "read", refuses=False)
 def objective_dropout(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`)."""
+    """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`). The
+    reference's log-probabilities are computed without dropout."""
     objective, facts = draft.recipe.objective, draft.facts
     if facts is None or not objective.is_preference:
         return
@@ -75,9 +75,10 @@ def objective_dropout(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.config", message, fix)
 
 
-@rule("optim.options", "Each optimizer has options of its own; an unknown one would be ignored.", "arithmetic")
+@rule("optim.options", "arithmetic")
 def optim_options(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that the optimizer does not have, and values that they cannot have."""
+    """Refuses options that the optimizer does not have, and values that they cannot have. Each optimizer has options of
+    its own; an unknown one would be ignored."""
     optim = draft.recipe.optim
     model = optimizer_of(optim).options
     known = tuple(model.model_fields)
@@ -96,27 +97,20 @@ def optim_options(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"optim.options.{name}", message, fix)
 
 
-@rule(
-    "optim.schedule_free_mean",
-    "Schedule-free AdamW computes the averaged weights from the trained ones, in which they have the share `betas[0]`.",
-    "arithmetic",
-)
+@rule("optim.schedule_free_mean", "arithmetic")
 def optim_schedule_free_mean(draft: Draft) -> Iterator[Fault]:
-    """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones."""
+    """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones. Schedule-free AdamW
+    computes the averaged weights from the trained ones, in which they have the share `betas[0]`."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and not optim.betas[0]:
         message = f"the first must be greater than 0 with 'schedule_free_adamw', not {format_value(optim.betas[0])}"
         yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
 
 
-@rule(
-    "optim.schedule_free_kto",
-    "KTO estimates its divergence in evaluation passes, which read the averaged weights of schedule-free AdamW "
-    "instead of the trained ones.",
-    "read",
-)
+@rule("optim.schedule_free_kto", "read")
 def optim_schedule_free_kto(draft: Draft) -> Iterator[Fault]:
-    """Refuses KTO with schedule-free AdamW."""
+    """Refuses KTO with schedule-free AdamW. It estimates its divergence in evaluation passes, which read the averaged
+    weights instead of the trained ones."""
     recipe = draft.recipe
     if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
         message = (
@@ -125,51 +119,38 @@ def optim_schedule_free_kto(draft: Draft) -> Iterator[Fault]:
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
-@rule(
-    "optim.schedule_free_rate",
-    "The averaging of schedule-free AdamW replaces a decaying learning rate; with both, it averages too little.",
-    "read",
-    refuses=False,
-)
+@rule("optim.schedule_free_rate", "read", refuses=False)
 def optim_schedule_free_rate(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for a decaying learning rate with schedule-free AdamW."""
+    """Gives a note for a decaying learning rate with schedule-free AdamW. The averaging of schedule-free AdamW replaces
+    a decaying learning rate; with both, it averages too little."""
     optim = draft.recipe.optim
     if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
         message = f"'{optim.schedule}' is not recommended with 'schedule_free_adamw', which needs no decay"
         yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
 
 
-@rule(
-    "optim.muon_experts", "With experts distributed over ranks, Muon trained other weights than the reference.", "run"
-)
+@rule("optim.muon_experts", "run")
 def optim_muon_experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses Muon for mixtures of experts."""
+    """Refuses Muon for mixtures of experts. With experts distributed over ranks, Muon trained other weights than the
+    reference."""
     if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
         message = "'muon' has not been certified for mixtures of experts"
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
 
-@rule(
-    "optim.adafactor_experts",
-    "Adafactor takes sums over whole weights. Gate and up projections of distributed experts are one weight in two "
-    "tensors, which DeepSpeed may update one after the other.",
-    "run",
-    axis=EXPERT,
-)
+@rule("optim.adafactor_experts", "run", axis=EXPERT)
 def optim_adafactor_experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses Adafactor for distributed experts."""
+    """Refuses Adafactor for distributed experts. Adafactor takes sums over whole weights. Gate and up projections of
+    distributed experts are one weight in two tensors, which DeepSpeed may update one after the other."""
     if draft.recipe.optim.name == "adafactor":
         message = f"must be 1, not {draft.parallel.expert}: 'adafactor' needs sums over whole weights of experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-@rule(
-    "optim.adamw_8bit_nvme",
-    "DeepSpeed swaps optimizer states through fp32 buffers, in which each byte becomes a number of four bytes.",
-    "run",
-)
+@rule("optim.adamw_8bit_nvme", "run")
 def optim_adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
-    """Refuses states on disks for 8-bit moments."""
+    """Refuses states on disks for 8-bit moments. DeepSpeed swaps optimizer states through fp32 buffers, in which each
+    byte becomes a number of four bytes."""
     if optimizer_of(draft.recipe.optim).codes and draft.recipe.parallel.offload_optimizer == "nvme":
         message = (
             f"'nvme' is not supported with '{draft.recipe.optim.name}': its moments are bytes, "
@@ -178,13 +159,10 @@ def optim_adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))
 
 
-@rule(
-    "checkpoint.keeps_all",
-    "Without `keep_last`, all checkpoints are kept, so the other options have no effect.",
-    "arithmetic",
-)
+@rule("checkpoint.keeps_all", "arithmetic")
 def checkpoint_keeps_all(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that keep some checkpoints longer if all checkpoints are kept anyway."""
+    """Refuses options that keep some checkpoints longer if all checkpoints are kept anyway. Without `keep_last`, all
+    checkpoints are kept, so the other options have no effect."""
     policy = draft.recipe.checkpoint
     if policy.keep_last is not None:
         return
@@ -195,13 +173,10 @@ def checkpoint_keeps_all(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
 
 
-@rule(
-    "checkpoint.never_saved",
-    "Only steps after which a checkpoint is written can be kept: the multiples of `every_steps`, and the last one.",
-    "arithmetic",
-)
+@rule("checkpoint.never_saved", "arithmetic")
 def checkpoint_never_saved(draft: Draft) -> Iterator[Fault]:
-    """Refuses a `keep_every_steps` with multiples at which no checkpoint is saved."""
+    """Refuses a `keep_every_steps` with multiples at which no checkpoint is saved. Only steps after which a checkpoint
+    is written can be kept: the multiples of `every_steps`, and the last one."""
     policy = draft.recipe.checkpoint
     keep, every = policy.keep_every_steps, policy.every_steps
     if keep is None or (every and keep % every == 0):
@@ -215,14 +190,10 @@ def checkpoint_never_saved(draft: Draft) -> Iterator[Fault]:
     yield Fault("checkpoint.keep_every_steps", f"{keep} {what}", fix)
 
 
-@rule(
-    "checkpoint.never_evaluated",
-    "A checkpoint can only rank among the best if its own weights were evaluated, right after "
-    "the step of the checkpoint.",
-    "arithmetic",
-)
+@rule("checkpoint.never_evaluated", "arithmetic")
 def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
-    """Refuses `keep_best` if no checkpoint other than the last one coincides with an evaluation."""
+    """Refuses `keep_best` if no checkpoint other than the last one coincides with an evaluation. A checkpoint can only
+    rank among the best if its own weights were evaluated, right after the step of the checkpoint."""
     recipe = draft.recipe
     saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
     if recipe.checkpoint.keep_best is None:
@@ -239,9 +210,9 @@ def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
 DEFAULT_FRACTION = DataConfig.model_fields["eval_fraction"].default
 
 
-@rule("evaluation.never", "With `every_steps` 0, nothing is ever evaluated.", "arithmetic")
+@rule("evaluation.never", "arithmetic")
 def evaluation_never(draft: Draft) -> Iterator[Fault]:
-    """Refuses evaluation options if there is no evaluation."""
+    """Refuses evaluation options if `every_steps` is 0, so that nothing is ever evaluated."""
     evaluation = draft.recipe.evaluation
     if evaluation.every_steps:
         return
@@ -251,27 +222,30 @@ def evaluation_never(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"evaluation.{field}", "has no effect: evaluation.every_steps is 0", fix)
 
 
-@rule("evaluation.fraction", "If `evaluation.sources` are given, no training data are held out.", "arithmetic")
+@rule("evaluation.fraction", "arithmetic")
 def evaluation_fraction(draft: Draft) -> Iterator[Fault]:
-    """Refuses a held-out fraction together with separate evaluation sources."""
+    """Refuses a held-out fraction together with separate evaluation sources. If `evaluation.sources` are given, no
+    training data are held out."""
     given = draft.recipe.data.eval_fraction
     if draft.recipe.evaluation.sources and given not in (0, DEFAULT_FRACTION):
         message = f"{given} has no effect: with evaluation.sources no training data are held out"
         yield Fault("data.eval_fraction", message, assignment(data__eval_fraction=0))
 
 
-@rule("evaluation.weight", "An evaluation reads each source separately, so weights have no effect.", "arithmetic")
+@rule("evaluation.weight", "arithmetic")
 def evaluation_weight(draft: Draft) -> Iterator[Fault]:
-    """Refuses weights of sources that are only used for evaluation."""
+    """Refuses weights of sources that are only used for evaluation. An evaluation reads each source separately, so
+    weights have no effect."""
     for field, source in draft.recipe.evaluation.all_sources.items():
         if source.weight != 1:
             message = f"{source.weight} has no effect: weights only mix the training data"
             yield Fault(f"{field}.weight", message, "leave it out")
 
 
-@rule("samples.never", "Samples need both prompts and steps after which they are written.", "arithmetic")
+@rule("samples.never", "arithmetic")
 def samples_never(draft: Draft) -> Iterator[Fault]:
-    """Refuses prompts that are never continued, and samples without prompts."""
+    """Refuses prompts that are never continued, and samples without prompts. Samples need both prompts and steps after
+    which they are written."""
     samples = draft.recipe.samples
     if samples.prompts and not samples.every_steps:
         fix = assignment(samples__every_steps=draft.recipe.train.max_steps or 100)
@@ -281,11 +255,10 @@ def samples_never(draft: Draft) -> Iterator[Fault]:
         yield Fault("samples.every_steps", message, """--set 'samples.prompts=["Once upon a time"]'""")
 
 
-@rule(
-    "tasks.never", "Tasks are scored on the checkpoints that a run writes, the last of which is exported.", "arithmetic"
-)
+@rule("tasks.never", "arithmetic")
 def tasks_never(draft: Draft) -> Iterator[Fault]:
-    """Refuses tasks that are never scored, and steps without a checkpoint or a task."""
+    """Refuses tasks that are never scored, and steps without a checkpoint or a task. Tasks are scored on the
+    checkpoints that a run writes, the last of which is exported."""
     tasks, saved = draft.recipe.tasks, draft.recipe.checkpoint.every_steps
     if not tasks.names:
         for field in ("every_steps", "include_path", "limit"):
