@@ -37,12 +37,7 @@ def experts(draft: Draft) -> Iterator[Fault]:
         return
     if facts is None or facts.weights is None:
         return
-    names = (
-        f"model.layers.{index}.{weight.name}"
-        for index in range(facts.weights.layers)
-        for weight in facts.weights.layer(index)
-        if weight.is_expert
-    )
+    names = (name for name, weight in facts.weights.in_layers() if weight.is_expert)
     patterns = [f"*{module}.*" for module in model.adapter.modules_to_save] if model.adapter else model.trainable
     if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
         message = f"ZeRO-{parallel.zero_stage} cannot be set up if all distributed experts are frozen"
@@ -57,9 +52,8 @@ def targets(draft: Draft) -> Iterator[Fault]:
     if adapter is None or weights is None or adapter.targets == "all-linear":
         return
     layers = {
-        f"{weights.prefix}.{index}.{weight.name.removesuffix('.weight')}"
-        for index in range(weights.layers)
-        for weight in weights.layer(index)
+        name.removesuffix(".weight")
+        for name, weight in weights.in_layers()
         if len(weight.shape) == 2 and not weight.is_adapter
     }
     ends = {weight.name.removesuffix(".weight") for weight in (*weights.embedding, *weights.outside, *weights.head)}
@@ -77,13 +71,8 @@ def without_experts(draft: Draft) -> Iterator[Fault]:
     adapter, facts = draft.recipe.model.adapter, draft.facts
     if adapter is None or adapter.pretrained or adapter.targets != "all-linear" or facts is None or not facts.weights:
         return
-    weights = facts.weights
-    experts = sum(
-        weight.elements
-        for index in range(weights.layers)
-        for weight in weights.layer(index)
-        if weight.is_expert and len(weight.shape) > 2
-    )
+    weights = (weight for _, weight in facts.weights.in_layers())
+    experts = sum(weight.elements for weight in weights if weight.is_expert and len(weight.shape) > 2)
     if experts:
         message = f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts"
         yield Fault("model.adapter.targets", message, "train other layers, or the experts as a whole (model.trainable)")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmtrain.plan.axes import TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.kernels import TRACED, needs_whole_loss, recomputes_loss
-from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 
 WITHOUT_FP8 = {
     "cpu": "CPUs do not multiply in fp8",
@@ -76,18 +76,15 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
     Liger's loss reads the whole weight of the head, and computes gradients during the forward pass."""
     if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
         return
-    reasons = []
-    if draft.parallel.zero_stage == 3:
-        reasons.append("ZeRO-3 gathers the head's weight only while its module runs")
-    if draft.recipe.objective.is_preference:
-        reasons.append("the weight of a token is only known once all tokens of its completion are")
-    elif draft.parallel.zero_stage < 3 and recomputes_loss(draft.recipe):
-        reasons.append(f"the loss scale of {draft.parallel.precision} is applied after its gradients are computed")
-    if TENSOR in used(draft.parallel):
-        reasons.append("tensor parallel ranks hold slices of the head")
-    if reasons:
-        message = f"'liger' cannot be used: {'; '.join(reasons)}"
-        yield Fault("kernels.loss", message, assignment(kernels__loss="chunked"))
+    is_preference, is_zero3 = draft.recipe.objective.is_preference, draft.parallel.zero_stage == 3
+    is_scaled = recomputes_loss(draft.recipe) and not is_preference and not is_zero3
+    reasons = {
+        "ZeRO-3 gathers the head's weight only while its module runs": is_zero3,
+        "the weight of a token is only known once all tokens of its completion are": is_preference,
+        f"the loss scale of {draft.parallel.precision} is applied after its gradients are computed": is_scaled,
+        "tensor parallel ranks hold slices of the head": TENSOR in used(draft.parallel),
+    }
+    yield from fault_for(reasons, "kernels.loss", "'liger' cannot be used", assignment(kernels__loss="chunked"))
 
 
 @rule("kernels.fp8", "read")
@@ -98,47 +95,36 @@ def fp8(draft: Draft) -> Iterator[Fault]:
     kind, parallel, facts = draft.recipe.kernels.fp8, draft.parallel, draft.facts
     if kind == "off":
         return
-    reasons = [why for name, why in WITHOUT_FP8.items() if name == draft.cluster.device]
-    if parallel.precision != "bf16":
-        reasons.append(f"the weights must be in bf16, but parallel.precision is '{parallel.precision}'")
-    if parallel.strategy not in ("deepspeed", "horovod"):
-        reasons.append(f"{parallel.strategy} wraps weights in its own way, which has not been compared")
-    if parallel.zero_stage == 3:
-        reasons.append("the weights that ZeRO-3 gathers would be kept from the forward pass to the backward pass")
-    if TENSOR in used(parallel):
-        reasons.append("tensor parallelism replaces or wraps the linear layers itself")
-    if facts is not None and facts.experts:
-        reasons.append("in a mixture of experts it would convert the routers, but not the experts")
-    if tokens := _uneven_tokens(draft):
-        reasons.append(f"the {tokens:,} tokens of a micro-batch are not a multiple of {ROWS}")
-    if reasons:
-        yield Fault("kernels.fp8", f"'{kind}' cannot be used: {'; '.join(reasons)}", assignment(kernels__fp8="off"))
-
-
-def _uneven_tokens(draft: Draft) -> int:
-    """Returns the tokens of a micro-batch on one device, or 0 if they are a multiple of `ROWS`."""
-    recipe = draft.recipe
-    tokens = recipe.batch.micro_batch_size * recipe.data.sequence_length // recipe.parallel.sequence
-    return tokens if tokens % ROWS else 0
+    recipe, precision, is_zero3 = draft.recipe, parallel.precision, parallel.zero_stage == 3
+    is_wrapped = parallel.strategy not in ("deepspeed", "horovod")
+    tokens = recipe.batch.micro_batch_size * recipe.data.sequence_length // parallel.sequence
+    reasons = {
+        WITHOUT_FP8.get(draft.cluster.device, ""): draft.cluster.device in WITHOUT_FP8,
+        f"the weights must be in bf16, but parallel.precision is '{precision}'": precision != "bf16",
+        f"{parallel.strategy} wraps weights in its own way, which has not been compared": is_wrapped,
+        "the weights that ZeRO-3 gathers would be kept from the forward pass to the backward pass": is_zero3,
+        "tensor parallelism replaces or wraps the linear layers itself": TENSOR in used(parallel),
+        "in a mixture of experts it would convert the routers, but not the experts": bool(facts and facts.experts),
+        f"the {tokens:,} tokens of a micro-batch are not a multiple of {ROWS}": tokens % ROWS > 0,
+    }
+    yield from fault_for(reasons, "kernels.fp8", f"'{kind}' cannot be used", assignment(kernels__fp8="off"))
 
 
 @rule("kernels.matmul", "read")
 def matmul(draft: Draft) -> Iterator[Fault]:
     """Refuses a choice of matrix products that would have no effect. oneDNN's products replace those of torch in fp32
     on CPUs; torch uses oneDNN itself in bf16."""
-    if draft.recipe.kernels.matmul != "onednn":
-        return
-    reasons = []
-    if not draft.cluster.spec.on_cpu:
-        reasons.append(f"the device is '{draft.cluster.device}'")
-    if draft.parallel.precision != "fp32":
-        reasons.append(f"parallel.precision is '{draft.parallel.precision}'")
-    if reasons:
-        message = f"'onednn' needs fp32 on a CPU, but {' and '.join(reasons)}"
-        yield Fault("kernels.matmul", message, assignment(kernels__matmul="auto"))
+    if draft.recipe.kernels.matmul == "onednn":
+        reasons = {
+            f"the device is '{draft.cluster.device}'": not draft.cluster.spec.on_cpu,
+            f"parallel.precision is '{draft.parallel.precision}'": draft.parallel.precision != "fp32",
+        }
+        fix = assignment(kernels__matmul="auto")
+        yield from fault_for(reasons, "kernels.matmul", "'onednn' needs fp32 on a CPU", fix)
 
 
 FULL = assignment(parallel__activation_checkpointing="full")
+_NOT_COPIED = "nn.DataParallel does not copy the replaced methods of layers correctly"
 
 
 @rule("recompute.every", "arithmetic")
@@ -157,15 +143,13 @@ def recompute_selective(draft: Draft) -> Iterator[Fault]:
     graph hides it, and nn.DataParallel copies the layer's method, which stays bound to the original layer."""
     if draft.parallel.activation_checkpointing != "selective":
         return
-    reasons, kernels, attention = [], draft.recipe.kernels, draft.recipe.model.attention_kernel
-    if kernels.blocks == "liger":
-        reasons.append("Liger's rotation overwrites the products that are kept (kernels.blocks=liger)")
-    if kernels.blocks == "compiled" and attention not in TRACED:
-        reasons.append(f"'{attention}' breaks the graph of a compiled layer")
-    if draft.parallel.strategy == "data_parallel":
-        reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
-    if reasons:
-        yield Fault("parallel.activation_checkpointing", f"'selective' cannot be used: {'; '.join(reasons)}", FULL)
+    kernels, attention = draft.recipe.kernels, draft.recipe.model.attention_kernel
+    reasons = {
+        "Liger's rotation overwrites the products that are kept (kernels.blocks=liger)": kernels.blocks == "liger",
+        f"'{attention}' breaks the graph of a compiled layer": kernels.blocks == "compiled" and attention not in TRACED,
+        _NOT_COPIED: draft.parallel.strategy == "data_parallel",
+    }
+    yield from fault_for(reasons, "parallel.activation_checkpointing", "'selective' cannot be used", FULL)
 
 
 @rule("recompute.offload", "read")
@@ -192,15 +176,11 @@ def recompute_tiles(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     if not parallel.tiled_mlp:
         return
-    reasons = []
-    if draft.facts is not None and draft.facts.experts:
-        reasons.append("routers choose experts for all tokens of a micro-batch together")
-    if draft.recipe.kernels.blocks == "compiled":
-        reasons.append("the graph of a compiled layer would contain each tile")
-    if parallel.activation_checkpointing == "selective":
-        reasons.append("selective checkpoints would keep the products of all tiles")
-    if parallel.strategy == "data_parallel":
-        reasons.append("nn.DataParallel does not copy the replaced methods of layers correctly")
-    if reasons:
-        message = f"cannot be used: {'; '.join(reasons)}"
-        yield Fault("parallel.tiled_mlp", message, assignment(parallel__tiled_mlp="false"))
+    reasons = {
+        "routers choose experts for all tokens of a micro-batch together": bool(draft.facts and draft.facts.experts),
+        "the graph of a compiled layer would contain each tile": draft.recipe.kernels.blocks == "compiled",
+        "selective checkpoints would keep the products of all tiles": parallel.activation_checkpointing == "selective",
+        _NOT_COPIED: parallel.strategy == "data_parallel",
+    }
+    fix = assignment(parallel__tiled_mlp="false")
+    yield from fault_for(reasons, "parallel.tiled_mlp", "cannot be used", fix)

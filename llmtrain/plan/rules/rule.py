@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -55,6 +55,12 @@ class Rule:
 def rule(id_: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True) -> Callable[[Check], Rule]:
     """Returns a decorator that turns a check into a rule, whose text is the docstring of the check."""
     return lambda check: Rule(id_, " ".join((check.__doc__ or "").split()), evidence, check, axis, refuses)
+
+
+def fault_for(reasons: Mapping[str, bool], field: str, message: str, fix: str) -> Iterator[Fault]:
+    """Yields a fault with those of several reasons that hold, if any does."""
+    if any(reasons.values()):
+        yield Fault(field, f"{message}: {'; '.join(reason for reason, holds in reasons.items() if holds)}", fix)
 
 
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
