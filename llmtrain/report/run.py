@@ -178,6 +178,8 @@ class RunReader:
         samples = self._current(self._dir.samples_file, partial(_entries, TextSample), ())
         checkpoints = self._current(self._dir.checkpoints, _checkpoints, ())
         recipe = self._document(self._dir.recipe_file, dict[str, Any], {})
+        latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
+        state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
         age = _age(self._dir.metrics_file)
         return RunData(
             path=self._dir.path,
@@ -190,7 +192,7 @@ class RunReader:
             events=events,
             samples=samples,
             checkpoints=checkpoints,
-            data_key=self._data_key(checkpoints),
+            data_key=str(state.get("data", "")),
             profiles=self._profiles(),
             scores=self._scores(),
             status=self._status(events, age),
@@ -224,11 +226,6 @@ class RunReader:
     def _document(self, file: Path, kind: Any, missing: Any) -> Any:
         """Returns the content of a JSON file."""
         return self._current(file, lambda file: (read_json(file, kind, MAX_DOCUMENT_BYTES), ""), missing)
-
-    def _data_key(self, checkpoints: tuple[SavedCheckpoint, ...]) -> str:
-        latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
-        state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
-        return str(state.get("data", ""))
 
     def _profiles(self) -> tuple[ProfiledWindow, ...]:
         def windows(file: Path, step: int) -> ProfiledWindow | None:

@@ -8,7 +8,6 @@ from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.facts.families import EXPERT_PRESETS
 from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
-from llmtrain.recipe.cluster import Device
 
 
 def divisors_near(number: int, value: int) -> list[int]:
@@ -75,23 +74,14 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
     """Gives a note for tensor parallel groups that span nodes. A tensor parallel group communicates in every layer."""
     parallel, cluster = draft.parallel, draft.cluster
     if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
-        message = (
-            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
-            "every layer waits for "
-        )
-        message += _links(cluster.spec)
+        node, network, links = cluster.spec.node_bandwidth, cluster.spec.network_bandwidth, "the network"
+        if node and network:
+            times = f"{node / network:.0f} times that"
+            links = f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({times})"
+        spanned = f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices"
+        message = f"{spanned}: every layer waits for {links}"
         fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
         yield Fault("parallel.tensor", message, fix)
-
-
-def _links(device: Device) -> str:
-    """Describes the links between nodes, compared with those within a node if both are known."""
-    node, network = device.node_bandwidth, device.network_bandwidth
-    if node is None or network is None:
-        return "the network"
-    return (
-        f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({node / network:.0f} times that)"
-    )
 
 
 @rule("batch.divides", "arithmetic")

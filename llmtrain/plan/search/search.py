@@ -128,14 +128,13 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     slower: list[RankedPlan] = []
     kinds, distinct = set[Kind](), set[Kind]()
 
-    def counts_misses() -> bool:
-        return not best and len(too_large) < MAX_CHECKED
-
     def is_skipped(fields: Fields, draft: Draft) -> bool:
         is_known = _kind(fields) in kinds if len(best) == MOST else _without_savings(fields) in distinct
         if is_known:
             return True
-        return fit_checker is not None and not counts_misses() and not fit_checker.fits(draft, fields[MICRO_BATCH])
+        if fit_checker is None or (not best and len(too_large) < MAX_CHECKED):  # it counts even if it does not fit
+            return False
+        return not fit_checker.fits(draft, fields[MICRO_BATCH])
 
     for time, fields, draft in timed_plans(found, is_skipped):
         if len(best) == MOST and len(slower) == MAX_SLOWER:
@@ -150,7 +149,9 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         distinct.add(_without_savings(fields))
     misses = tuple(_found(recipe, cluster, facts, fields, time, why) for why, (time, fields, _) in _nearest(too_large))
     if not best:
-        raise RecipeError(_too_large(recipe, misses))
+        tried = "; ".join(f"{miss.arguments or 'as it is'}: {miss.why}" for miss in misses[:3])
+        message = f"no legal plan of {recipe.name} fits: {tried}"
+        raise RecipeError(Problem("search.fits", "parallel", message, "use more devices"))
     return SearchResult(tuple(best), misses, tuple(slower), legal, fits is not None)
 
 
@@ -253,14 +254,16 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
         if not allowed(draft, SPLIT_RULES):
             continue
         assert draft.data_parallel_size is not None, "the rules of layout have refused the rest"
-        micro_batches, of_stage = _micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
+        every_size, of_stage = micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
+        # The smallest sizes, and the recipe's own.
+        tried = (*every_size[:MAX_SIZES], *{recipe.batch.micro_batch_size} & {*every_size[MAX_SIZES:]})
         for stored in zero_placements(recipe, groups):
             draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
             if not allowed(draft, LAYOUT_RULES):
                 continue
             stage = draft.parallel.zero_stage
             if stage not in of_stage:
-                each = ((size, _with_micro_batch(draft, size)) for size in micro_batches)
+                each = ((size, _with_micro_batch(draft, size)) for size in tried)
                 of_stage[stage] = tuple(size for size, sized in each if allowed(sized, MICRO_BATCH_RULES))
             sizes = of_stage[stage]
             kinds = (
@@ -270,12 +273,6 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
             again = tuple(kind for kind in kinds if allowed(kind[1], RECOMPUTATION_RULES))
             if sizes and again:
                 yield LegalLayout({**split, **stored}, sizes, again)
-
-
-def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
-    """Returns the smallest micro-batch sizes and the recipe's own."""
-    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
-    return tuple(size for number, size in enumerate(sizes) if number < MAX_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
@@ -331,12 +328,6 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
         return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search reports why")
     fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
     return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
-
-
-def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
-    """Returns the problem that no legal plan fits."""
-    tried = "; ".join(f"{miss.arguments or 'as it is'}: {miss.why}" for miss in misses[:3])
-    return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")
 
 
 class FitChecker:
