@@ -351,17 +351,15 @@ class FitChecker:
         The smallest size has the fewest activations. The largest size has no gradients at the same time. Every other
         variant needs more memory than one of these two.
         """
-        if draft.parallel not in self._hopeless:
+        plain = {CHECKPOINTING: "full", CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
+        leanest = Draft(changed(draft.recipe, plain), draft.cluster, draft.facts)
+        if leanest.parallel not in self._hopeless:
             share = draft.recipe.batch.global_batch_size // (draft.data_parallel_size or 1)
-            plain = {CHECKPOINTING: "full", CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
-            leanest = Draft(changed(draft.recipe, plain), draft.cluster, draft.facts)
-            if leanest.parallel not in self._hopeless:
-                least = self.shortage(_with_micro_batch(leanest, 1))
-                self._hopeless[leanest.parallel] = least is not None and (
-                    least.for_any_batch or self.shortage(_with_micro_batch(leanest, share)) is not None
-                )
-            self._hopeless[draft.parallel] = self._hopeless[leanest.parallel]
-        return self._hopeless[draft.parallel]
+            least = self.shortage(_with_micro_batch(leanest, 1))
+            self._hopeless[leanest.parallel] = least is not None and (
+                least.for_any_batch or self.shortage(_with_micro_batch(leanest, share)) is not None
+            )
+        return self._hopeless[leanest.parallel]
 
     def fits(self, draft: Draft, micro_batch: int | None = None) -> bool:
         """Whether a legal draft fits. micro_batch: another size of its micro-batch."""
