@@ -33,6 +33,7 @@ from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
 from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, supports_sequence_parallel
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
+from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.plan.stages import StageBounds
 from tools.page import ROOT, Files, filled, paragraph, table
 
@@ -60,6 +61,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """Fields that a family's defaults leave unset or that must have a specific value."""
 
 DATA = "llmtrain/plan/facts/families.json"
+DEFAULTS = "llmtrain/plan/facts/defaults.json"
 KINDS = ("works", "wrong", "refused", "not built", "out of scope")
 
 
@@ -127,6 +129,23 @@ def with_lists(lists: dict[str, Any]) -> Files:
     """Returns the data file with some of its lists replaced."""
     known = json.loads((ROOT / DATA).read_text(encoding="utf-8"))
     return {DATA: json.dumps({**known, **lists}, indent=1, sort_keys=True) + "\n"}
+
+
+def defaults() -> Files:
+    """Returns the defaults of the keys that the configurations of known families declare.
+
+    Left out: keys of heads other than the causal LM's, and of cross-attention.
+    """
+    of_family = {}
+    for family in FAMILIES:
+        declared = CONFIG_MAPPING[family]
+        fields = {name: declared.__dataclass_fields__[name] for name in declared.__annotations__}
+        of_family[family] = {
+            name: field.default_factory() if callable(field.default_factory) else field.default
+            for name, field in fields.items()
+            if not name.startswith(("summary_", "add_cross_attention"))
+        }
+    return {DEFAULTS: json.dumps(of_family, indent=1) + "\n"}
 
 
 def without_size(refusal: FamilyError) -> str:

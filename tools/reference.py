@@ -122,9 +122,10 @@ def type_name(annotation: Any) -> str:
 
 def rules() -> Files:
     """Returns the page of the rules of legality."""
-    rows = ((f"`{rule.id}`{'' if rule.refuses else ' (note)'}", rule.reason, EVIDENCE[rule.evidence]) for rule in RULES)
+    rows = ((f"`{rule.id}`{'' if rule.refuses else ' (note)'}", rule.text, EVIDENCE[rule.evidence]) for rule in RULES)
     observed = f"The engine's behaviour was observed on {ENGINE}.\n\n"
-    return filled("docs/reference/rules.md", rules=observed + table(("Rule", "Why", "Evidence"), rows))
+    listed = table(("Rule", "What it refuses, and why", "Evidence"), rows)
+    return filled("docs/reference/rules.md", rules=observed + listed)
 
 
 def overrides() -> Files:

@@ -163,9 +163,12 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         # A partition has to fit in one buffer.
         partition = -(-plan.model.largest_parameter // plan.data_parallel_size)
         offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
+    # Blocks to gather as a whole, since ranks may reach the experts within in different orders.
+    family = FAMILIES.get(plan.model.model_type)
+    leaves = [family.moe_block] if family and family.moe_block and parallel.expert == 1 else []
     return {
         "offload_param": offload_param,
-        "leaf_module": {"classes": _leaf_classes(plan), "names": [], "name_suffixes": []},
+        "leaf_module": {"classes": leaves, "names": [], "name_suffixes": []},
         "sub_group_size": SUB_GROUP_SIZE,
         "stage3_prefetch_bucket_size": bucket,
         "stage3_param_persistence_threshold": persistence_threshold(plan),
@@ -179,12 +182,6 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
     }
-
-
-def _leaf_classes(plan: Plan) -> list[str]:
-    """Returns blocks to gather as a whole, since ranks may reach the experts within in different orders."""
-    family = FAMILIES.get(plan.model.model_type)
-    return [family.moe_block] if family and family.moe_block and plan.parallel.expert == 1 else []
 
 
 def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import Literal, NamedTuple, get_args
 
 from llmtrain.recipe import ParallelConfig
@@ -67,9 +67,10 @@ class PipelineSchedule:
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.splits_backward and turn % 2 else place
 
+    @lru_cache(maxsize=4096)  # noqa: B019  (of instances, there are few)
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a rank in ascending order."""
-        return _stages(self)[rank]
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def needs(self, action: Pass) -> Pass | None:
         """Returns the pass that a pass waits for; None for the first forward passes."""
@@ -87,17 +88,22 @@ class PipelineSchedule:
         stage = action.stage + {"forward": 1, "backward": -1, "weights": self.stages}[action.kind]
         return self.rank_of(stage) if 0 <= stage < self.stages else None
 
+    @lru_cache(maxsize=256)  # noqa: B019
     def passes(self, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
         """Returns the passes of each rank in order."""
-        return _passes(self, micro_batches)
+        if self.name == "zero_bubble":
+            return _zero_bubble(self, micro_batches, *_best_order(self, min(micro_batches, self._enough)))
+        return tuple(tuple(_alternating(self, rank, micro_batches)) for rank in range(self.ranks))
 
+    @lru_cache(maxsize=16)  # noqa: B019
     def messages(self, micro_batches: int) -> tuple[Pass, ...]:
         """Returns the passes whose results go to another rank, in the order in which they end.
 
         Whatever a pass waits for ends before it. If each rank sends and receives its messages in this order, no two
         ranks wait for each other, however long the passes take.
         """
-        return _messages(self, micro_batches)
+        slots = sorted(self.slots(micro_batches, lengths(self)), key=lambda slot: slot.end)
+        return tuple(slot.action for slot in slots if self.receiver(slot.action) not in (None, slot.rank))
 
     def slots(self, micro_batches: int, lengths: Mapping[PassKind, float], message: float = 0.0) -> Iterator[Slot]:
         """Yields every pass with its times. A rank starts a pass when it is free and the input has arrived.
@@ -106,12 +112,21 @@ class PipelineSchedule:
         """
         return _slots(self, self.passes(micro_batches), lengths, message)
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def bubble(self, micro_batches: int) -> float:
         """Returns the share of a step in which a rank waits for the others, if all stages take equally long."""
-        if self.splits_backward:
-            return _bubble(self, micro_batches)
-        # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
-        return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
+        if not self.splits_backward:
+            # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
+            return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
+        shown = min(micro_batches, self._enough)
+        end = max(slot.end for slot in self.slots(shown, lengths(self)))
+        idle = end - 3.0 * self.chunks * shown
+        return idle / (idle + 3.0 * self.chunks * micro_batches)
+
+    @property
+    def _enough(self) -> int:
+        """A number of micro-batches beyond which each further one adds little but its own passes."""
+        return 4 * self.ranks
 
     @property
     def least_idle(self) -> float:
@@ -135,11 +150,13 @@ class PipelineSchedule:
             waited += self.chunks * micro_batches * max(0.0, message - forward)
         return waited
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def in_flight(self, rank: int, micro_batches: int) -> int:
         """Returns the largest number of forward passes of a rank whose activations are held at once."""
-        if self.splits_backward:
-            return _in_flight(self, rank, micro_batches)
-        return min(self.forwards_ahead(rank), self.chunks * micro_batches)
+        if not self.splits_backward:
+            return min(self.forwards_ahead(rank), self.chunks * micro_batches)
+        passes = self.passes(min(micro_batches, self._enough))[rank]
+        return max(accumulate((action.kind == "forward") - (action.kind == "weights") for action in passes))
 
     def forwards_ahead(self, rank: int) -> int:
         """Returns the number of warm-up forward passes of a rank: those before its first backward pass.
@@ -148,13 +165,6 @@ class PipelineSchedule:
         """
         ahead = self.ranks - rank
         return ahead if self.chunks == 1 else 2 * ahead - 1 + (self.chunks - 1) * self.ranks
-
-
-@lru_cache(maxsize=256)
-def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank."""
-    stages = range(schedule.stages)
-    return tuple(tuple(stage for stage in stages if schedule.rank_of(stage) == rank) for rank in range(schedule.ranks))
 
 
 def _slots(
@@ -187,14 +197,6 @@ def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Ma
     """Returns the share of a step in which a rank waits if it runs its passes in an order."""
     end = max(slot.end for slot in _slots(schedule, orders, pace))
     return 1 - sum(pace[action.kind] for action in orders[0]) / end
-
-
-@lru_cache(maxsize=256)
-def _passes(schedule: PipelineSchedule, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
-    if schedule.name == "zero_bubble":
-        shown = min(micro_batches, _enough(schedule))
-        return _zero_bubble(schedule, micro_batches, *_best_order(schedule, shown))
-    return tuple(tuple(_alternating(schedule, rank, micro_batches)) for rank in range(schedule.ranks))
 
 
 @lru_cache(maxsize=256)
@@ -236,12 +238,6 @@ def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> I
         yield from forward[ahead + number : ahead + number + 1]
 
 
-@lru_cache(maxsize=16)
-def _messages(schedule: PipelineSchedule, micro_batches: int) -> tuple[Pass, ...]:
-    slots = sorted(schedule.slots(micro_batches, lengths(schedule)), key=lambda slot: slot.end)
-    return tuple(slot.action for slot in slots if schedule.receiver(slot.action) not in (None, slot.rank))
-
-
 class _ZeroBubble:
     """A simulation in which a rank that is free runs the most urgent pass.
 
@@ -277,28 +273,24 @@ class _ZeroBubble:
 
     def _choose(self, rank: int) -> Pass | None:
         for stage in self._stages[rank]:
-            micro_batch = len(self._ends["backward"][stage])
-            if micro_batch < len(self._ends["forward"][stage]) and self._has_gradient(stage, micro_batch):
-                return Pass("backward", stage, micro_batch)
+            backward = Pass("backward", stage, len(self._ends["backward"][stage]))
+            if self._is_ready(backward):
+                return backward
         for later, stage in enumerate(self._stages[rank]):
             if self._held[rank] + later * self.reserve >= self.schedule.stages:
                 break
-            micro_batch = len(self._ends["forward"][stage])
-            if micro_batch < self.micro_batches and self._has_input(stage, micro_batch):
-                return Pass("forward", stage, micro_batch)
+            forward = Pass("forward", stage, len(self._ends["forward"][stage]))
+            if forward.micro_batch < self.micro_batches and self._is_ready(forward):
+                return forward
         return self._delayed[rank][0] if self._delayed[rank] else None
 
-    def _has_gradient(self, stage: int, micro_batch: int) -> bool:
-        if stage == self.schedule.stages - 1:
-            return self._has_ended("forward", stage, micro_batch)
-        return self._has_ended("backward", stage + 1, micro_batch)
-
-    def _has_input(self, stage: int, micro_batch: int) -> bool:
-        return stage == 0 or self._has_ended("forward", stage - 1, micro_batch)
-
-    def _has_ended(self, kind: PassKind, stage: int, micro_batch: int) -> bool:
-        ends = self._ends[kind][stage]
-        return micro_batch < len(ends) and ends[micro_batch] <= self._now
+    def _is_ready(self, action: Pass) -> bool:
+        """Whether the pass that a pass waits for has ended."""
+        needed = self.schedule.needs(action)
+        if needed is None:
+            return True
+        ends = self._ends[needed.kind][needed.stage]
+        return needed.micro_batch < len(ends) and ends[needed.micro_batch] <= self._now
 
     def _run(self, rank: int, action: Pass) -> float:
         """Returns when the pass ends."""
@@ -327,19 +319,6 @@ def lengths(schedule: PipelineSchedule) -> Mapping[PassKind, float]:
     return UNITS if schedule.splits_backward else {**UNITS, "backward": 2.0}
 
 
-def _enough(schedule: PipelineSchedule) -> int:
-    """Returns a number of micro-batches beyond which each further one adds little but its own passes."""
-    return 4 * schedule.ranks
-
-
-@lru_cache(maxsize=4096)
-def _bubble(schedule: PipelineSchedule, micro_batches: int) -> float:
-    shown = min(micro_batches, _enough(schedule))
-    end = max(slot.end for slot in schedule.slots(shown, lengths(schedule)))
-    idle = end - 3.0 * schedule.chunks * shown
-    return idle / (idle + 3.0 * schedule.chunks * micro_batches)
-
-
 @lru_cache(maxsize=4096)
 def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> float:
     """Returns the number of messages on the longest path through a step, if they are shorter than passes."""
@@ -350,7 +329,7 @@ def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> floa
         return 2.0 * (schedule.stages - 1)
     if schedule.name == "1f1b":
         return 2.0 * (micro_batches - micro_batches // ranks + ranks - 2)
-    shown, message = min(micro_batches, _enough(schedule)), 0.125
+    shown, message = min(micro_batches, schedule._enough), 0.125
 
     def waits(count: int) -> float:
         with_messages, without = (
@@ -361,13 +340,3 @@ def _messages_waited_for(schedule: PipelineSchedule, micro_batches: int) -> floa
     if micro_batches == shown:
         return waits(shown)
     return waits(shown) + (waits(shown + ranks) - waits(shown)) * (micro_batches - shown) / ranks
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(schedule: PipelineSchedule, rank: int, micro_batches: int) -> int:
-    shown = min(micro_batches, _enough(schedule))
-    held = most = 0
-    for action in schedule.passes(shown)[rank]:
-        held += (action.kind == "forward") - (action.kind == "weights")
-        most = max(most, held)
-    return most

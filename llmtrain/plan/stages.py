@@ -165,7 +165,8 @@ def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[S
 def describe_stages(stages: Sequence[StagePlan]) -> list[str]:
     """Returns a line for each stage; neighbouring stages that are equal share one."""
     lines = []
-    for (layers, parameters, work), alike in groupby(enumerate(stages), key=lambda item: _looks(item[1])):
+    shown = [(stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}") for stage in stages]
+    for (layers, parameters, work), alike in groupby(enumerate(stages), key=lambda item: shown[item[0]]):
         members = list(alike)
         (number, first), (last_number, last) = members[0], members[-1]
         name = f"stage {number}" if len(members) == 1 else f"stages {number} to {last_number}"
@@ -173,11 +174,6 @@ def describe_stages(stages: Sequence[StagePlan]) -> list[str]:
         held = f"layers {first.layers[0]} to {last.layers[1]}{each}, {parameters:,} parameters"
         lines.append(f"{name:<15} {held}, {work} of the work")
     return lines
-
-
-def _looks(stage: StagePlan) -> tuple[int, int, str]:
-    """Returns what is shown of a stage, except for its number."""
-    return stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}"
 
 
 def is_recomputed(parallel: ParallelConfig, layer: int) -> bool:

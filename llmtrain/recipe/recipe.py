@@ -158,8 +158,6 @@ def _json_or_text(text: str) -> tuple[Any, str | None]:
     return value, json_fault(value)
 
 
-MAX_PROBLEMS = 50
-"""Largest number of wrong fields that are described one by one."""
 # A part that a recipe file creates on its own does not know its place in the recipe, but its class does.
 _PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer", "LoraConfig": "model.adapter"}
 
@@ -178,11 +176,7 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
         for details in errors
         if not (details["loc"][-1:] == ("str",) and isinstance(details["input"], (dict, Part)))
     ]
-    faults = relevant or errors
-    problems = [_problem(details, places.get(error.title, "")) for details in faults[:MAX_PROBLEMS]]
-    if len(faults) > MAX_PROBLEMS:
-        problems.append(Problem("recipe.more", "recipe", f"{len(faults) - MAX_PROBLEMS:,} more fields are wrong"))
-    return problems
+    return [_problem(details, places.get(error.title, "")) for details in relevant or errors]
 
 
 def _problem(details: Any, place: str) -> Problem:
@@ -208,7 +202,7 @@ def _unknown_field(path: str) -> Problem:
     alias = FIELD_OF_ALIAS.get(name) or _only_place_of(name)
     hint = f"; the field for that is '{alias}'" if alias else did_you_mean(name, known)
     names = parent.split(".")
-    parts = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
+    parts = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1) if parent)
     listing = next((f"fields of {part}: {', '.join(_fields_of(part))}" for part in parts if _fields_of(part)), "")
     if not listing:
         listing = f"a field has the form PART.NAME; the parts are {', '.join(Recipe.model_fields)}"
@@ -255,34 +249,21 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
-    """Sets `values` at a dotted path.
+    """Sets `values` at a dotted path. Fields that do not exist are added, so that validation reports them.
 
-    `model.config`, `evaluation.sets` and `optim.options` accept any name, other parts only fields.
+    Returns a problem if the path leads to no field or item.
     """
-    *parents, name = path.split(".")
     target: Any = values
-    for depth, parent in enumerate(parents):
-        if isinstance(target, list):
-            target = target[index] if (index := _index(parent, target)) is not None else None
-        elif isinstance(target, dict):
-            if target.get(parent, 0) is None and _fields_of(".".join(parents[: depth + 1])):
-                target[parent] = {}  # an optional part, of which this is the first field
-            target = target.get(parent)
-        if not isinstance(target, (dict, list)):
-            return _unknown_field(".".join(parents[: depth + 1]) or path)
-    if isinstance(target, list):
-        index = _index(name, target)
-        if index is None:
+    names = path.split(".")
+    for depth, name in enumerate(names, 1):
+        if isinstance(target, list) and name not in map(str, range(len(target))):
             return Problem("recipe.field", truncate(path), f"has {len(target)} items, numbered from 0")
-        target[index] = value
-        return None
-    is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"], ["optim", "options"])
-    if not is_open and name not in target and name not in _fields_of(".".join(parents)):
-        return _unknown_field(path)
-    target[name] = value
+        if not isinstance(target, (dict, list)):
+            return _unknown_field(".".join(names[:depth]))
+        key: Any = int(name) if isinstance(target, list) else name
+        if depth == len(names):
+            target[key] = value
+        elif isinstance(target, dict) and target.get(key) is None:
+            target[key] = {}  # an optional part, of which this is the first field
+        target = target[key]
     return None
-
-
-def _index(name: str, items: list[Any]) -> int | None:
-    """Returns the index of an item from a path component, or None if there is no such item."""
-    return next((number for number in range(len(items)) if str(number) == name), None)

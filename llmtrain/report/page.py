@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +54,10 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
     views = [_view(run, name) for run, name in zip(runs, names, strict=True)]
     script = Markup((WEB / "report.js").read_text("utf-8"))
     library = Markup((WEB / "uPlot.iife.min.js").read_text("utf-8"))
-    text: str = _template().render(
+    environment = Environment(
+        autoescape=True, loader=FileSystemLoader(WEB), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.jinja").render(
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         runs=views,
         figures=compare_figures(runs),
@@ -67,7 +69,6 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
         license=Markup((WEB / "uPlot.LICENSE").read_text("utf-8")),
         script=script,
     )
-    return text
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
@@ -167,11 +168,3 @@ def _policy(scripts: Sequence[str], is_live: bool) -> str:
         "form-action": "'none'",
     }
     return "; ".join(f"{name} {value}" for name, value in rules.items())
-
-
-@cache
-def _template() -> Any:
-    environment = Environment(
-        autoescape=True, loader=FileSystemLoader(WEB), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html.jinja")

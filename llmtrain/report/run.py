@@ -5,29 +5,34 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from llmtrain.checkpoint.folder import STATE_FILE, find, newest, step_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan.plan import Plan
-from llmtrain.report.lines import GrowingLines
 from llmtrain.report.table import MetricsTable, as_number
 from llmtrain.run_dir import RunDir
 from llmtrain.run_dir.lock import is_held
-from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
+from llmtrain.system.untrusted import UNREADABLE, file_fault, open_regular, read_json
 
 T = TypeVar("T")
-MOST_ENTRIES = 10_000
+MAX_LINE_BYTES = 1 << 20
+"""Size limit of a line in bytes. Longer lines are skipped."""
+MAX_ENTRIES = 10_000
 """Number of events and of samples of a run that are kept (the newest ones)."""
-MOST_PROFILES = 64
+MAX_PROFILES = 64
 """Number of profiled windows that are read (the newest ones)."""
-MOST_PROFILE_BYTES = 1 << 20
-MOST_DOCUMENT_BYTES = 16 << 20
+MAX_PROFILE_BYTES = 1 << 20
+MAX_DOCUMENT_BYTES = 16 << 20
 """Size limit in bytes of a JSON document. The plan of a large model lists all of its weights."""
 STILL_S = 120.0
 """Seconds without a new line after which a run without a lock is considered to have ended."""
@@ -147,7 +152,7 @@ def read_run(path: str | Path) -> RunData:
 
 
 class RunReader:
-    """Reads a run directory repeatedly. Of growing files, it only reads what was added."""
+    """Reads a run directory repeatedly. Of its files, it only reads those that have changed."""
 
     def __init__(self, path: Path) -> None:
         """Raises RecipeError if the folder is not that of a run."""
@@ -156,33 +161,25 @@ class RunReader:
             why_not = "is not a run directory: it has no recipe.json and no metrics.jsonl"
             message = why_not if os.path.lexists(path) else "does not exist"
             raise RecipeError(Problem("run_dir.missing", str(path), message))
-        self._metrics, self._evaluations = MetricsTable(), MetricsTable()
-        self._metric_lines = GrowingLines(self._dir.metrics_file)
-        self._events: list[RunEvent] = []
-        self._event_lines = GrowingLines(self._dir.events_file)
-        self._samples: list[TextSample] = []
-        self._sample_lines = GrowingLines(self._dir.samples_file)
-        self._kept: dict[Path, tuple[tuple[int, int], Any]] = {}
+        self._contents: dict[Path, _Content] = {}
         self._problems: list[str] = []
 
     @property
     def stamp(self) -> str:
         """A value that changes whenever one of the files that were read changes."""
-        kept = {str(file): stamp for file, (stamp, _) in self._kept.items()}
-        return repr((self.bytes_read, kept, self._problems))
-
-    @property
-    def bytes_read(self) -> int:
-        """Number of bytes read so far from growing files."""
-        return sum(lines.bytes_read for lines in (self._metric_lines, self._event_lines, self._sample_lines))
+        stamps = {str(path): content.stamp for path, content in self._contents.items()}
+        return repr((stamps, self._problems))
 
     def read(self) -> RunData:
         """Returns the current state of the run. Unreadable files and lines are left out and listed in `problems`."""
         self._problems = []
-        self._read_metrics()
-        self._events = self._grown(self._event_lines, self._events, RunEvent)
-        self._samples = self._grown(self._sample_lines, self._samples, TextSample)
+        metrics, evaluations = self._current(self._dir.metrics_file, _tables, (MetricsTable(), MetricsTable()))
+        events = self._current(self._dir.events_file, partial(_entries, RunEvent), ())
+        samples = self._current(self._dir.samples_file, partial(_entries, TextSample), ())
+        checkpoints = self._current(self._dir.checkpoints, _checkpoints, ())
         recipe = self._document(self._dir.recipe_file, dict[str, Any], {})
+        latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
+        state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
         age = _age(self._dir.metrics_file)
         return RunData(
             path=self._dir.path,
@@ -190,81 +187,45 @@ class RunReader:
             plan=self._document(self._dir.plan_file, Plan, None),
             environment=self._document(self._dir.environment_file, dict[str, Any], {}),
             launch=self._document(self._dir.launch_file, dict[str, Any], {}),
-            metrics=self._metrics,
-            evaluations=self._evaluations,
-            events=tuple(self._events),
-            samples=tuple(self._samples),
-            checkpoints=(checkpoints := self._checkpoints()),
-            data_key=self._data_key(checkpoints),
+            metrics=metrics,
+            evaluations=evaluations,
+            events=events,
+            samples=samples,
+            checkpoints=checkpoints,
+            data_key=str(state.get("data", "")),
             profiles=self._profiles(),
             scores=self._scores(),
-            status=self._status(age),
+            status=self._status(events, age),
             seconds_since_line=age,
             problems=tuple(self._problems),
         )
 
-    def _read_metrics(self) -> None:
-        lines = self._metric_lines
-        if lines.is_replaced():
-            self._metrics, self._evaluations = MetricsTable(), MetricsTable()
-        try:
-            for record in lines.new():
-                table = self._evaluations if "eval_loss" in record else self._metrics
-                lines.damaged += not table.add(record)
-        except OSError as error:
-            self._cannot_read(lines.path, error)
-        if lines.damaged:
-            self._problems.append(f"{lines.path}: {lines.damaged:,} lines are damaged, or too many, and left out")
+    def _current(self, path: Path, read: Callable[[Path], tuple[Any, str]], missing: Any) -> Any:
+        """Returns the content of a file or a folder, which is read again only if it has changed.
 
-    def _grown(self, lines: GrowingLines, known: list[T], kind: type[T]) -> list[T]:
-        """Returns the newest entries of a growing file. known: the entries that were read before."""
-        if lines.is_replaced():
-            known = []
-        adapter = TypeAdapter(kind)
+        If that fails, returns what was read before. read: returns the content, and what is wrong with it.
+        """
         try:
-            for record in lines.new():
-                try:
-                    known.append(adapter.validate_python(record))
-                except ValidationError:
-                    lines.damaged += 1
-        except OSError as error:
-            self._cannot_read(lines.path, error)
-        if lines.damaged:
-            self._problems.append(f"{lines.path}: {lines.damaged:,} lines are damaged, and left out")
-        return known[-MOST_ENTRIES:]
-
-    def _document(self, file: Path, kind: type[T], missing: Any) -> Any:
-        """Returns the content of a JSON file, and rereads the file only if it has changed."""
-        try:
-            status = file.stat()
-            stamp = (status.st_mtime_ns, status.st_size)
-            if self._kept.get(file, (None,))[0] != stamp:
-                self._kept[file] = stamp, read_json(file, kind, MOST_DOCUMENT_BYTES)
+            status = path.stat()
+            stamp = status.st_mtime_ns, status.st_size
+            if path not in self._contents or self._contents[path].stamp != stamp:
+                self._contents[path] = _Content(stamp, *read(path))
         except FileNotFoundError:
             return missing
-        except UNREADABLE as error:
-            self._cannot_read(file, error)
-            return missing
-        return self._kept[file][1]
-
-    def _checkpoints(self) -> tuple[SavedCheckpoint, ...]:
-        folder = self._dir.checkpoints
-        try:
-            stamp = (folder.stat().st_mtime_ns, 0)
-            if self._kept.get(folder, (None,))[0] != stamp:
-                self._kept[folder] = stamp, _checkpoints(folder)
-        except FileNotFoundError:
-            return ()
-        except (OSError, CheckpointError) as error:
+        except CheckpointError as error:
             self._problems.append(str(error))
-            return ()
-        saved: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
-        return saved
+        except UNREADABLE as error:
+            self._problems.append(f"{path}: cannot be read: {file_fault(error)}")
+        if path not in self._contents:
+            return missing
+        content = self._contents[path]
+        if content.fault:
+            self._problems.append(f"{path}: {content.fault}")
+        return content.value
 
-    def _data_key(self, checkpoints: tuple[SavedCheckpoint, ...]) -> str:
-        latest = next((checkpoint.folder for checkpoint in checkpoints if checkpoint.is_latest), None)
-        state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
-        return str(state.get("data", ""))
+    def _document(self, file: Path, kind: Any, missing: Any) -> Any:
+        """Returns the content of a JSON file."""
+        return self._current(file, lambda file: (read_json(file, kind, MAX_DOCUMENT_BYTES), ""), missing)
 
     def _profiles(self) -> tuple[ProfiledWindow, ...]:
         def windows(file: Path, step: int) -> ProfiledWindow | None:
@@ -291,26 +252,69 @@ class RunReader:
         try:
             for file in folder.glob(pattern):
                 digits = file.relative_to(folder).parts[0].removeprefix("step_").removesuffix(".json")
-                if digits.isdecimal() and len(digits) <= 15 and file.stat().st_size <= MOST_PROFILE_BYTES:
+                if digits.isdecimal() and len(digits) <= 15 and file.stat().st_size <= MAX_PROFILE_BYTES:
                     files.append((int(digits), file))
         except OSError as error:
-            self._cannot_read(folder, error)
-        one_by_one = (read(file, step) for step, file in sorted(files)[-MOST_PROFILES:])
+            self._problems.append(f"{folder}: cannot be read: {file_fault(error)}")
+        one_by_one = (read(file, step) for step, file in sorted(files)[-MAX_PROFILES:])
         return [entry for entry in one_by_one if entry is not None]
 
-    def _status(self, age: float | None) -> str:
-        last = next((event.event for event in reversed(self._events) if event.event in _STATUS), None)
+    def _status(self, events: Sequence[RunEvent], age: float | None) -> str:
+        last = next((event.event for event in reversed(events) if event.event in _STATUS), None)
         if last in ("stopped", "died", "finished"):
             return last
         if is_held(self._dir.path) or (age is not None and age < STILL_S):
             return "running"
         return "interrupted" if age is not None or last else "new"
 
-    def _cannot_read(self, file: Path, error: Exception) -> None:
-        self._problems.append(f"{file}: cannot be read: {file_fault(error)}")
+
+class _Content(NamedTuple):
+    """What was read from a file or a folder."""
+
+    stamp: tuple[int, int]
+    """Time of its last change, in nanoseconds, and its size."""
+    value: Any
+    fault: str
+    """What is wrong with it; empty if nothing is."""
 
 
 _STATUS = ("started", "stopped", "died", "finished")
+
+
+def _tables(file: Path) -> tuple[tuple[MetricsTable, MetricsTable], str]:
+    """Returns the logged steps and the evaluations in a file."""
+    metrics, evaluations, damaged = MetricsTable(), MetricsTable(), 0
+    for record in _records(file):
+        table = evaluations if "eval_loss" in record else metrics
+        damaged += not table.add(record)
+    return (metrics, evaluations), _damage(damaged)
+
+
+def _entries(kind: type[T], file: Path) -> tuple[tuple[T, ...], str]:
+    """Returns the newest objects of a type in a file."""
+    adapter, damaged, entries = TypeAdapter(kind), 0, deque[T](maxlen=MAX_ENTRIES)
+    for record in _records(file):
+        try:
+            entries.append(adapter.validate_python(record))
+        except ValidationError:
+            damaged += 1
+    return tuple(entries), _damage(damaged)
+
+
+def _damage(lines: int) -> str:
+    return f"{lines:,} lines are damaged, or too many, and left out" if lines else ""
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the JSON object of each line, or an empty one if there is none. An unfinished last line is left out."""
+    with BufferedReader(open_regular(file)) as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            if line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                try:
+                    value = from_json(line, allow_inf_nan=True)
+                except ValueError:
+                    value = None
+                yield value if isinstance(value, dict) else {}
 
 
 def dotted(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -331,9 +335,9 @@ def _age(file: Path) -> float | None:
         return None
 
 
-def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
+def _checkpoints(folder: Path) -> tuple[tuple[SavedCheckpoint, ...], str]:
     latest = newest(folder)
-    return tuple(
+    saved = tuple(
         SavedCheckpoint(
             folder=checkpoint.folder,
             step=checkpoint.manifests[0].step if checkpoint.manifests else step_of(checkpoint.folder.name),
@@ -345,6 +349,7 @@ def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
         )
         for checkpoint in find(folder)
     )
+    return saved, ""
 
 
 def _scores(results: Any) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Serves the page of active runs on the loopback interface. Of their files, it only reads what was added."""
+"""Serves the page of active runs on the loopback interface."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from llmtrain.report.page import page
 from llmtrain.report.run import RunReader
 
-HOSTS = ("127.0.0.1", "localhost")
-"""Host names that requests may use. Another name may be a foreign site's that resolves to this machine."""
+HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
+"""Hosts that requests may name. Another name may be a foreign site's that resolves to this machine."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        if not _is_own(self.headers.get("Host", "")):
+        if not HOST.fullmatch(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"this page is for 127.0.0.1 and localhost only\n")
         elif urlsplit(self.path).path != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page, /\n")
@@ -93,8 +93,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Logs nothing, because a live page sends a request every two seconds."""
-
-
-def _is_own(host: str) -> bool:
-    """Whether a request's host is this machine: a name with a port or without, and nothing else."""
-    return re.fullmatch(rf"({'|'.join(map(re.escape, HOSTS))})(:[0-9]{{1,5}})?", host.lower()) is not None

@@ -42,10 +42,10 @@ def test_file_that_does_not_exist(tmp_path):
     assert problem.rule == "recipe.file"
     assert "did you mean 'tiny.py'" in problem.message
     assert "llama3_70b" in problem.fix
-    assert "no folder" in refusal(tmp_path / "gone/tiny.py")[0].message
+    assert refusal(tmp_path / "gone/tiny.py")[0].message == "does not exist"
     assert "is a folder" in refusal(TINY.parent)[0].message
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    assert refusal(tmp_path / "loop.yaml")[0].message == "is a link that leads to no file"
+    assert refusal(tmp_path / "loop.yaml")[0].message == "is not a regular file, nor a link to one"
     (tmp_path / "recipe.json").write_text("{}")
     assert "neither a Python file" in refusal(tmp_path / "recipe.json")[0].message
 

@@ -165,11 +165,9 @@ def test_invalid_recipe_files_are_refused(written, text, where, what):
     assert what in message
 
 
-def test_a_binary_or_huge_file_is_refused(tmp_path):
+def test_a_binary_file_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_bytes(b"name: \xff\n")
     assert "is not UTF-8 text" in str(faults(tmp_path / "mine.yaml"))
-    (tmp_path / "large.yaml").write_text("#" * (2**20 + 1))
-    assert "is longer than" in str(faults(tmp_path / "large.yaml"))
 
 
 def test_launchers_run_the_module_not_the_file(written):
@@ -197,19 +195,3 @@ def test_the_line_for_torchrun_trains(written, tmp_path):
     trained = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], **environment)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
-
-
-def test_chains_of_files_that_extend_one_another_have_an_end(tmp_path):
-    for number in range(300):
-        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
-    (tmp_path / "300.yaml").write_text("name: last\n")
-    with pytest.raises(RecipeError, match="at most 32 may"):
-        load_recipe(str(tmp_path / "0.yaml"), [])
-
-
-def test_many_wrong_fields_are_counted(tmp_path):
-    lines = "".join(f"field{number}: 1\n" for number in range(1000))
-    (tmp_path / "recipe.yaml").write_text(f"extends: {TINY}\n{lines}")
-    with pytest.raises(RecipeError, match="950 more fields are wrong") as error:
-        load_recipe(str(tmp_path / "recipe.yaml"), [])
-    assert len(error.value.problems) == 51

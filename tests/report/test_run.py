@@ -9,6 +9,7 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.report import RunReader, read_run
 from llmtrain.report.facts import facts, figures, saved_steps, time_spent
+from llmtrain.report.run import MAX_LINE_BYTES
 from llmtrain.run_dir.lock import RunLock
 
 
@@ -44,15 +45,43 @@ def test_lines_become_columns(folder):
     assert run.metrics.last("loss") == 2.5
 
 
-def test_new_lines_of_an_active_run_are_read(folder):
+def test_lines_of_an_active_run_are_read_when_they_are_complete(folder):
     reader = RunReader(folder)
     assert len(reader.read().metrics) == 2
-    before = reader.bytes_read
-    line = json.dumps({"step": 30, "loss": 1.5}) + "\n"
-    with (folder / "metrics.jsonl").open("a") as more:
-        more.write(line)
-    assert reader.read().metrics["loss"][-1] == 1.5
-    assert reader.bytes_read - before == len(line)
+    for text, steps in (('{"step": 30, "lo', [10, 20]), ('ss": 1.5}\n', [10, 20, 30])):
+        stamp = reader.stamp
+        with (folder / "metrics.jsonl").open("a") as more:
+            more.write(text)
+        run = reader.read()
+        assert run.metrics["step"].tolist() == steps
+        assert run.problems == ()
+        assert reader.stamp != stamp
+    _write(folder, "metrics.jsonl", {"step": 10, "loss": 2.5})  # by a run that continues from a checkpoint
+    assert reader.read().metrics["step"].tolist() == [10]
+
+
+def test_a_file_is_only_read_again_if_it_has_changed(folder):
+    reader = RunReader(folder)
+    assert reader.read().metrics is reader.read().metrics
+
+
+def test_what_was_read_is_kept_while_a_disk_fails(folder):
+    reader = RunReader(folder)
+    reader.read()
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    run = reader.read()
+    assert len(run.metrics) == 2
+    assert run.problems == (f"{folder / 'metrics.jsonl'}: cannot be read: is a FIFO, not a file",)
+
+
+def test_damaged_lines_are_left_out_and_counted(folder):
+    deep, long = b"[" * 100_000, b"x" * (MAX_LINE_BYTES * 3 // 2)
+    content = b'{"step": 1}\n\xff\xfe\n[]\n12\n' + deep + b"\n" + long + b'\n{"step": 2}\n'
+    (folder / "metrics.jsonl").write_bytes(content)
+    run = read_run(folder)
+    assert run.metrics["step"].tolist() == [1, 2]
+    assert "6 lines are damaged" in run.problems[0]  # the long one counts as two
 
 
 def test_events_and_samples_are_read(folder):
@@ -63,7 +92,7 @@ def test_events_and_samples_are_read(folder):
     run = read_run(folder)
     assert [one.event for one in run.events] == ["started"]
     assert run.samples[0].prompt == "<b>"
-    assert run.problems == (f"{folder / 'events.jsonl'}: 1 lines are damaged, and left out",)
+    assert run.problems == (f"{folder / 'events.jsonl'}: 1 lines are damaged, or too many, and left out",)
 
 
 @pytest.mark.parametrize(

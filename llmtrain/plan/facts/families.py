@@ -1,14 +1,15 @@
 """The decoder families whose weights are known without the model, their configurations, and what families can do.
 
 `transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that nothing reads. The
-keys are therefore listed here, and a test compares them with the library's own classes.
+keys that its classes declare are therefore known here, in `defaults.json`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 COMMON_KEYS = frozenset({"architectures", "dtype", "model_type", "name_or_path", "transformers_version", "use_cache"})
 # Written by older versions of the library; rotary models still read them.
 LEGACY_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling"})
-
-TOKEN_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+"""For each family, the default of every key that its configuration declares. `tools/families.py` writes the file."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Family:
-    """The keys that a `model_type` declares, and its weights."""
+    """A `model_type` of `transformers`, and its weights."""
 
-    defaults: dict[str, Any]
-    """Default of every key that the family declares."""
+    model_type: str
     weights: Callable[[dict[str, Any], Shape, Experts], Weights]
     """Returns the weights of a configuration with its defaults filled in."""
     experts: Callable[[dict[str, Any]], Experts] = lambda config: Experts()
@@ -76,9 +76,15 @@ class Family:
     moe_block: str | None = None
     """Class of the module that contains a layer's router and experts; None for dense families."""
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The default of every key that the family declares."""
+        defaults: dict[str, Any] = _DEFAULTS[self.model_type]
+        return defaults
+
     @property
     def keys(self) -> frozenset[str]:
-        """Returns every key that a recipe may set."""
+        """Every key that a recipe may set."""
         rotary = LEGACY_ROPE_KEYS if "rope_parameters" in self.defaults else frozenset()
         return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
 
@@ -184,182 +190,62 @@ def _qwen3_experts(config: dict[str, Any]) -> Experts:
     )
 
 
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-    "attention_dropout": 0.0,
-    **TOKEN_IDS,
-}
-_SLIDING = {"use_sliding_window": False, "sliding_window": 4096}
-_QWEN = {
-    **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
-    **_SLIDING,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_GEMMA = {
-    **_LLAMA,
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "use_bidirectional_attention": None,
-}
-_MIXTRAL = {
-    **_LLAMA,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0,
-}
-_QWEN3_MOE = {
-    **{key: value for key, value in _QWEN.items() if key not in ("max_window_layers", "layer_types")},
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-    "norm_topk_prob": False,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "mlp_only_layers": None,
-}
-_OLMO2_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-_GEMMA2_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA2 = {
-    **{key: value for key, value in _GEMMA.items() if key != "hidden_act"},
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_GPT2 = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "tie_word_embeddings": True,
-    **TOKEN_IDS,
-}
+_ATTENTION_BIAS = RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")
+_READS_HEAD_DIM = frozenset({"head_dim"})
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        {**_LLAMA, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
-        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    ),
-    "mistral": Family(
-        {
-            **_LLAMA,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
-        RotaryDecoder(),
-    ),
-    "qwen2": Family(_QWEN, RotaryDecoder(qkv_bias=True), extra_keys=frozenset({"head_dim"})),
-    "qwen3": Family(
-        {**_QWEN, "head_dim": 128, "attention_bias": False},
-        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="head"),
-    ),
-    "olmo2": Family(
-        {
-            **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
-            "vocab_size": 50304,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-        },
-        RotaryDecoder(
-            qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="full", norms=_OLMO2_NORMS
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", replace(_ATTENTION_BIAS, mlp_bias="mlp_bias")),
+        Family("mistral", RotaryDecoder()),
+        Family("qwen2", RotaryDecoder(qkv_bias=True), extra_keys=_READS_HEAD_DIM),
+        Family("qwen3", replace(_ATTENTION_BIAS, query_key_norm="head")),
+        Family(
+            "olmo2",
+            replace(
+                _ATTENTION_BIAS, query_key_norm="full", norms=("post_attention_layernorm", "post_feedforward_layernorm")
+            ),
+            extra_keys=_READS_HEAD_DIM,
         ),
-        extra_keys=frozenset({"head_dim"}),
-    ),
-    "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
-    "gemma2": Family(
-        _GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=_GEMMA2_NORMS)
-    ),
-    "mixtral": Family(
-        _MIXTRAL,
-        RotaryDecoder(router_first=True),
-        experts=_mixtral_experts,
-        aliases={"num_experts": "num_local_experts"},
-        moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-    ),
-    "qwen3_moe": Family(
-        _QWEN3_MOE,
-        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="head"),
-        experts=_qwen3_experts,
-        aliases={"num_local_experts": "num_experts"},
-        extra_keys=frozenset({"head_dim", "max_window_layers"}),
-        moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-    ),
-    "gpt2": Family(
-        _GPT2,
-        gpt2_weights,
-        aliases={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
-        inner_key="n_inner",
-        learned_positions=True,
-    ),
+        Family("gemma", _ATTENTION_BIAS),
+        Family(
+            "gemma2",
+            replace(
+                _ATTENTION_BIAS,
+                norms=(
+                    *("input_layernorm", "post_attention_layernorm"),
+                    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+                ),
+            ),
+        ),
+        Family(
+            "mixtral",
+            RotaryDecoder(router_first=True),
+            experts=_mixtral_experts,
+            aliases={"num_experts": "num_local_experts"},
+            moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        ),
+        Family(
+            "qwen3_moe",
+            replace(_ATTENTION_BIAS, query_key_norm="head"),
+            experts=_qwen3_experts,
+            aliases={"num_local_experts": "num_experts"},
+            extra_keys=_READS_HEAD_DIM | {"max_window_layers"},
+            moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+        ),
+        Family(
+            "gpt2",
+            gpt2_weights,
+            aliases={
+                "hidden_size": "n_embd",
+                "max_position_embeddings": "n_positions",
+                "num_attention_heads": "n_head",
+                "num_hidden_layers": "n_layer",
+            },
+            inner_key="n_inner",
+            learned_positions=True,
+        ),
+    )
 }
 
 _TRIED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))

@@ -85,7 +85,11 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if model.pretrained is not None:
         model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
-            return _own_code_facts(model, model_type)
+            own = pretrained_configuration(model, {})
+            known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
+            if problems := _unknown_keys(model.config, known, model_type):
+                raise RecipeError(problems)
+            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
         if problems := _ineffective_rotary(model, declared):
             raise RecipeError(problems)
         facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
@@ -94,15 +98,6 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
         return facts.model_copy(update={"quantization": method})
     assert model.architecture is not None  # ModelConfig requires one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
-
-
-def _own_code_facts(model: ModelConfig, model_type: str) -> ModelFacts:
-    """Returns the facts of a pretrained model that comes with its own code."""
-    own = pretrained_configuration(model, {})
-    known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
-    if problems := _unknown_keys(model.config, known, model_type):
-        raise RecipeError(problems)
-    return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
 
 
 def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:

@@ -132,7 +132,8 @@ def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> 
         has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
             own = list(group)
-            saved = _within_saved(prefix + module, adapter.saved)
+            names = (prefix + module).split(".")
+            saved = any(matches(".".join(names[:end]), adapter.saved) for end in range(1, len(names) + 1))
             matrix = own[0]
             linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
             is_router = has_experts and module.endswith(".gate")
@@ -144,11 +145,6 @@ def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> 
                 yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
 
     return change
-
-
-def _within_saved(module: str, patterns: Sequence[str]) -> bool:
-    parts = module.split(".")
-    return any(matches(".".join(parts[: end + 1]), patterns) for end in range(len(parts)))
 
 
 def _added(module: str, matrix: Weight, rank: int, dora: bool) -> Iterator[Weight]:

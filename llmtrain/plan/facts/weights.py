@@ -135,6 +135,11 @@ class Weights(Part):
         """Returns the weights of one layer."""
         return self.runs[self.runs_of_layers[index]].weights
 
+    def in_layers(self) -> Iterator[tuple[str, Weight]]:
+        """Yields the weights of all layers, with their names in the whole model."""
+        for index in range(self.layers):
+            yield from ((f"{self.prefix}.{index}.{weight.name}", weight) for weight in self.layer(index))
+
 
 def runs_of(layers: Iterable[Sequence[Weight]]) -> tuple[LayerRun, ...]:
     """Returns the layers, with equal neighbours joined."""

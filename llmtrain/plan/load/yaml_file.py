@@ -22,10 +22,6 @@ from llmtrain_lint.yaml_text import KeyPositions, YamlError, parse_yaml
 
 OWN_KEYS = ("extends", "variants", "cluster")
 """Top-level keys in addition to the fields of a recipe."""
-MOST_EXTENDED = 32
-"""Length of the longest chain of files that extend one another."""
-LARGEST_FILE = 2**18
-"""Size limit of a file in bytes. A recipe has a few hundred."""
 
 
 class CoreLoader(yaml.SafeLoader):  # type: ignore[misc]
@@ -111,9 +107,6 @@ class YamlRecipe:
             raise RecipeError(Problem("recipe.value", place, "is not the path of a recipe", "extends: tiny.py:zero3"))
         name, _, variant = spec.partition(":")
         path = self.path.parent / name
-        if len(extending) > MOST_EXTENDED:
-            message = f"is the {MOST_EXTENDED + 1}th file that extends another; at most {MOST_EXTENDED} may"
-            raise RecipeError(Problem("recipe.extends", place, message, "merge some of them into one"))
         if path.resolve() in extending:
             raise RecipeError(Problem("recipe.extends", place, f"'{spec}' itself extends this file"))
         try:
@@ -145,7 +138,7 @@ def _merged(values: Any, given: Any) -> Any:
 def read_with_places(path: Path) -> tuple[dict[str, Any], KeyPositions]:
     """Returns the content of a file, and the positions of its keys. Raises RecipeError."""
     try:
-        values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
+        values, places = parse_yaml(read_text(path), CoreLoader, dict)
     except YamlError as error:
         at = f":{error.line}:{error.column}" if error.line else ""
         raise RecipeError(Problem("recipe.yaml", f"{path}{at}", str(error))) from None

@@ -126,7 +126,9 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         elements = plan.model.hidden_size * tokens
         saved += _of_norm(plan, widths, any(weight.trained for weight in norm)) * elements // plan.megatron_sp_ranks
         saved += _input(widths) * plan.model.trains_head * elements + autocast_copies(plan, weights, weights.head)
-    saved += passes * _rotations(plan, weights, tokens)
+    if not any("wpe" in weight.name for weight in weights.outside):
+        # The cosines and sines that rotate queries and keys, which all layers share.
+        saved += passes * 2 * widths.stream * plan.model.head_dim * tokens
     if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.has_document_mask:
         saved += passes * _mask_elements(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     lowest, others = saved + working, saved
@@ -138,7 +140,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
             # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
             lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
             lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
-    loss = _loss(plan, tokens) if is_last else 0
+    loss, head = _loss(plan, tokens) if is_last else 0, head_parameters(plan.model) // plan.parts("matrices")
     gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
     return Activations(
         saved=saved,
@@ -148,7 +150,8 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         casts=sum(autocast_copies(plan, weights, weights.layer(index)) for index in again),
         logits=loss,
         gradient=min(loss, gradient),
-        head=_head_gradient(plan) if is_last else 0,
+        # With a loss in chunks, the loss counts it.
+        head=widths.computed * head if is_last and plan.model.trains_head and not chunks_loss(plan) else 0,
         # The output of each pass waits for its gradient, and one message is received meanwhile.
         sent=(passes + 1) * stream if plan.stages else 0,
         host=host,
@@ -160,14 +163,6 @@ def lowest_kept_layer(plan: Plan, rank: int) -> int | None:
     lowest = [stage[0] for stage in _backward_layers_of_stages(plan, rank) if stage]
     are_kept = not feeds_in_tiles(plan) and not any(is_recomputed(plan.parallel, index) for index in lowest)
     return lowest[0] if lowest and are_kept else None
-
-
-def _head_gradient(plan: Plan) -> int:
-    """Returns the bytes of the head's gradient of one micro-batch; with a loss in chunks, the loss counts it."""
-    if chunks_loss(plan) or not plan.model.trains_head:
-        return 0
-    widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
-    return widths.computed * (head_parameters(plan.model) // plan.parts("matrices"))
 
 
 def pinned(size: int) -> int:
@@ -338,14 +333,6 @@ def _of_norm(plan: Plan, widths: ElementBytes, is_trained: bool) -> int:
     return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
 
 
-def _of_fused_norms(widths: ElementBytes) -> int:
-    """Returns the bytes per element that both norms of a fused layer keep: the layer's input, and what is added to it.
-
-    Under autocast, the second norm's input is computed again from the first one's, and from the product in between.
-    """
-    return widths.stream + widths.computed
-
-
 def _input(widths: ElementBytes) -> int:
     """Returns the bytes per element of the input of the projections after a norm."""
     return widths.norm - 4 - widths.stream
@@ -357,7 +344,9 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> Bytes
     A LayerNorm always saves its input only.
     """
     width = plan.model.hidden_size
-    fused = _of_fused_norms(widths) * width if is_fused(plan) else None
+    # Both norms of a fused layer keep the layer's input, and what is added to it. Under autocast, the second norm's
+    # input is computed again from the first one's, and from the product in between.
+    fused = (widths.stream + widths.computed) * width if is_fused(plan) else None
     if any(weight.name.startswith("ln_1") for weight in layer):
         inputs = _saved_inputs(plan, layer, "c_attn", "c_fc")
         own = fused or 2 * widths.stream * width
@@ -407,16 +396,12 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> i
         if not _saved_inputs(plan, layer, "o_proj"):
             saved -= widths.computed * queries  # a fused kernel keeps its output itself
         return saved + probabilities * heads * recipe.data.sequence_length
-    if _is_unfused(plan):
+    # torch has no fused kernel on GPUs in fp32 for keys that several queries share, without a mask.
+    is_shared = facts.kv_heads < facts.heads and not recipe.data.has_document_mask
+    is_sdpa = recipe.model.attention_kernel == "sdpa" and not plan.cluster.spec.on_cpu
+    if is_sdpa and widths.computed == 4 and is_shared:
         return saved + widths.computed * heads * recipe.data.sequence_length
     return saved + 4 * heads  # log-sum-exp
-
-
-def _is_unfused(plan: Plan) -> bool:
-    """Whether torch has no fused kernel: on GPUs in fp32, for keys that several queries share, without a mask."""
-    is_fp32 = ELEMENT_BYTES[plan.recipe.parallel.precision].computed == 4
-    is_shared = plan.model.kv_heads < plan.model.heads and not plan.recipe.data.has_document_mask
-    return plan.recipe.model.attention_kernel == "sdpa" and is_fp32 and is_shared and not plan.cluster.spec.on_cpu
 
 
 def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
@@ -474,13 +459,6 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> By
 def _mask_elements(plan: Plan) -> int:
     """Returns the elements of a mask between packed documents: all queries by all keys, on every sequence rank."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
-
-
-def _rotations(plan: Plan, weights: Weights, tokens: int) -> int:
-    """Returns the bytes of the cosines and sines that rotate queries and keys, which all layers share."""
-    if any("wpe" in weight.name for weight in weights.outside):
-        return 0
-    return 2 * ELEMENT_BYTES[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
 
 
 def _per_layer(

@@ -206,24 +206,23 @@ def waits_of(
     traffic: Traffic, links: Links, work: Work, micro_batches: int, schedule: PipelineSchedule
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Returns the seconds of waiting for each micro-batch and once per step, by kind, and those hidden in a step."""
-    seconds = [by_kind(transfers, links.seconds) for transfers in traffic]
-    waited, in_either_pass, forward_overlapped, backward_overlapped, step, *others = seconds
-    step_forward_overlapped, step_overlapped, between = others
-    forward, backward = (links.assumed.overlap * seconds for seconds in (work.forward, work.recompute + work.backward))
-    gathered, hidden_gathered = _exposed(forward_overlapped, forward)
-    reduced, hidden_reduced = _exposed(backward_overlapped, backward)
-    exposed, hidden = _exposed(in_either_pass, (forward - hidden_gathered) + (backward - hidden_reduced))
+    seconds = {name: by_kind(transfers, links.seconds) for name, transfers in traffic._asdict().items()}
+    forward, backward = links.assumed.overlap * work.forward, links.assumed.overlap * (work.recompute + work.backward)
+    gathered, hidden_gathered = _exposed(seconds["forward_overlapped"], forward)
+    reduced, hidden_reduced = _exposed(seconds["backward_overlapped"], backward)
+    exposed, hidden = _exposed(seconds["overlapped"], (forward - hidden_gathered) + (backward - hidden_reduced))
     hidden += hidden_gathered + hidden_reduced
     # ZeRO-3 gathers from other nodes in the first forward pass, if neighbours keep what they gathered.
-    first, hidden_first = _exposed(step_forward_overlapped, forward)
+    first, hidden_first = _exposed(seconds["step_forward_overlapped"], forward)
     # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
-    last, hidden_last = _exposed(step_overlapped, backward)
+    last, hidden_last = _exposed(seconds["step_overlapped"], backward)
     # Half of a rank's messages are received.
-    message = sum(between.values()) / sum(transfer.times for transfer in traffic.between_stages)
+    between = sum(seconds["between_stages"].values())
+    message = between / sum(transfer.times for transfer in traffic.between_stages)
     sent = schedule.message_waits(micro_batches, message, work.forward / schedule.chunks)
-    hidden_sent = max(0.0, micro_batches * sum(between.values()) / 2 - sent)
-    overlapped = hidden * micro_batches + hidden_first + hidden_last + hidden_sent
-    return summed(waited, gathered, reduced, exposed), summed(step, first, last, {"p2p": sent}), overlapped
+    overlapped = hidden * micro_batches + hidden_first + hidden_last + max(0.0, micro_batches * between / 2 - sent)
+    each = summed(seconds["exposed"], gathered, reduced, exposed)
+    return each, summed(seconds["step"], first, last, {"p2p": sent}), overlapped
 
 
 def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], float]:

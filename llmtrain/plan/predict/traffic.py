@@ -123,8 +123,13 @@ class CommunicationGroups:
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
         found.between_stages.append(Transfer("p2p", ((self.residual, self.groups.pipeline),), messages))
-        self._tied(found)
-        strategy = self.plan.recipe.parallel.strategy
+        facts, strategy = self.plan.model, self.plan.recipe.parallel.strategy
+        if self.plan.stages and facts.tied_embeddings and facts.trains_embedding:
+            # The first and the last stage sum the gradients of a tied embedding.
+            size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
+            pipe = self.groups.pipeline
+            ends = RankGroup(2, pipe.stride * (pipe.size - 1))
+            found.step.append(Transfer("all_reduce", ((size, ends),)))
         if strategy == "deepspeed":
             self._zero(held, found)
         elif strategy == "fsdp2":
@@ -263,15 +268,6 @@ class CommunicationGroups:
     def _passes(self, held: StageParameters) -> int:
         return 2 * held.layers + self.share.recomputed_layers(held)
 
-    def _tied(self, found: Traffic) -> None:
-        """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
-        facts = self.plan.model
-        if self.plan.stages and facts.tied_embeddings and facts.trains_embedding:
-            size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
-            pipe = self.groups.pipeline
-            ends = RankGroup(2, pipe.stride * (pipe.size - 1))
-            found.step.append(Transfer("all_reduce", ((size, ends),)))
-
     def _zero(self, held: StageParameters, found: Traffic) -> None:
         """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
         stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
@@ -283,7 +279,9 @@ class CommunicationGroups:
             reduction = self._gradients("reduce_scatter", held)
             _split_transfer(reduction, self._last(held), found.exposed, found.backward_overlapped)
         else:
-            self._reduced(held, found)
+            last = self._last(held) if overlaps_reduction(self.plan) else 1.0
+            each_pass, once = (found.exposed, found.backward_overlapped), (found.step, found.step_overlapped)
+            _split_transfer(self._gradients("all_reduce", held), last, *(each_pass if stage == 2 else once))
             if stage:
                 found.step.append(self._weights(held, part=held.trained))
         if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
@@ -298,15 +296,6 @@ class CommunicationGroups:
         if parallel.offload_param != "none":
             weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
             found.overlapped.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
-
-    def _reduced(self, held: StageParameters, found: Traffic) -> None:
-        """Adds the all-reduces of gradients below ZeRO-3."""
-        last = self._last(held) if overlaps_reduction(self.plan) else 1.0
-        each_pass = self.plan.parallel.zero_stage == 2
-        exposed, overlapped = (
-            (found.exposed, found.backward_overlapped) if each_pass else (found.step, found.step_overlapped)
-        )
-        _split_transfer(self._gradients("all_reduce", held), last, exposed, overlapped)
 
     def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights for a micro-batch: in its forward pass, and again in its backward pass."""

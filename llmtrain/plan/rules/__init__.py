@@ -13,47 +13,18 @@ from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
 from llmtrain.plan.plan import Batch, Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.memory import LABELS, by_part
-from llmtrain.plan.rules import (
-    adapter,
-    backends,
-    checkpoint,
-    expert,
-    kernels,
-    layout,
-    model,
-    objective,
-    optimizer,
-    pipeline,
-    precision,
-    recompute,
-    tensor,
-    zero,
-)
-from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule
+from llmtrain.plan.rules import adapter, backends, deepspeed, kernels, layout, model, training
+from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule, rules_of
 from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import GIB, Cluster
 
-DEEPSPEED_RULES: tuple[Rule, ...] = (
-    *precision.RULES,
-    *zero.RULES,
-    *pipeline.RULES,
-    *tensor.RULES,
-    *expert.RULES,
-)
-"""Rules against plans that DeepSpeed does not run correctly. Other engines have rules of their own."""
-
+DEEPSPEED_RULES = rules_of(deepspeed)
 LEGALITY: tuple[Rule, ...] = (
-    *model.RULES,
-    *adapter.RULES,
-    *objective.RULES,
-    *optimizer.RULES,
-    *kernels.RULES,
-    *recompute.RULES,
-    *layout.RULES,
-    *checkpoint.RULES,
+    *rules_of(model, adapter, training, kernels, layout),
+    *layout.DIVISIBILITY,
     *DEEPSPEED_RULES,
-    *backends.RULES,
+    *rules_of(backends),
 )
 """Rules that do not depend on the amount of memory."""
 
@@ -82,7 +53,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     )
 
 
-@rule("memory.fits", "The memory of the rank that needs the most, by component, must fit into a device.", "arithmetic")
+@rule("memory.fits", "arithmetic")
 def fits(draft: Draft) -> Iterator[Fault]:
     """Refuses plans whose fullest rank needs more memory than a device has, if capacity and all degrees are known."""
     facts, stages = draft.facts, draft.parallel.stages

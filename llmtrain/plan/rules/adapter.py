@@ -12,14 +12,11 @@ from llmtrain.plan.facts.trained import matches
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
-@rule(
-    "adapter.dora",
-    "DoRA reads the whole matrix of a layer in each pass. ZeRO-3 has freed it by then, and tensor parallel ranks hold "
-    "only a part, whose rows have other norms.",
-    "run",
-)
+@rule("adapter.dora", "run")
 def dora(draft: Draft) -> Iterator[Fault]:
-    """Refuses DoRA if ranks do not hold whole matrices (`peft/tuners/lora/dora.py:forward`)."""
+    """Refuses DoRA if ranks do not hold whole matrices (`peft/tuners/lora/dora.py:forward`). DoRA reads the whole
+    matrix of a layer in each pass. ZeRO-3 has freed it by then, and tensor parallel ranks hold only a part, whose rows
+    have other norms."""
     adapter, parallel = draft.recipe.model.adapter, draft.parallel
     if adapter is None or not adapter.dora:
         return
@@ -31,45 +28,32 @@ def dora(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.adapter.dora", message, f"{assignment(parallel__zero_stage=2)}, or train without DoRA")
 
 
-@rule(
-    "adapter.experts",
-    "DeepSpeed's ZeRO requires a group of trained experts wherever experts are distributed.",
-    "run",
-    axis=EXPERT,
-)
+@rule("adapter.experts", "run", axis=EXPERT)
 def experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`)."""
+    """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`). DeepSpeed's
+    ZeRO requires a group of trained experts wherever experts are distributed."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
     if parallel.zero_stage not in (1, 2) or not model.is_partly_frozen:
         return
     if facts is None or facts.weights is None:
         return
-    names = (
-        f"model.layers.{index}.{weight.name}"
-        for index in range(facts.weights.layers)
-        for weight in facts.weights.layer(index)
-        if weight.is_expert
-    )
+    names = (name for name, weight in facts.weights.in_layers() if weight.is_expert)
     patterns = [f"*{module}.*" for module in model.adapter.modules_to_save] if model.adapter else model.trainable
     if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
         message = f"ZeRO-{parallel.zero_stage} cannot be set up if all distributed experts are frozen"
         yield Fault("parallel.zero_stage", message, STAGES)
 
 
-@rule(
-    "adapter.targets",
-    "A pattern that matches no linear layer adapts nothing. If no pattern matches, nothing is trained.",
-    "run",
-)
+@rule("adapter.targets", "run")
 def targets(draft: Draft) -> Iterator[Fault]:
-    """Refuses patterns without a linear layer, before workers do (`llmtrain/models/adapter.py:_adapted_modules`)."""
+    """Refuses patterns that match no linear layer, before workers do (`llmtrain/models/adapter.py:_adapted_modules`).
+    If no pattern matches, nothing is trained."""
     adapter, weights = draft.recipe.model.adapter, draft.facts.weights if draft.facts else None
     if adapter is None or weights is None or adapter.targets == "all-linear":
         return
     layers = {
-        f"{weights.prefix}.{index}.{weight.name.removesuffix('.weight')}"
-        for index in range(weights.layers)
-        for weight in weights.layer(index)
+        name.removesuffix(".weight")
+        for name, weight in weights.in_layers()
         if len(weight.shape) == 2 and not weight.is_adapter
     }
     ends = {weight.name.removesuffix(".weight") for weight in (*weights.embedding, *weights.outside, *weights.head)}
@@ -80,39 +64,26 @@ def targets(draft: Draft) -> Iterator[Fault]:
             yield Fault("model.adapter.targets", message, f"its linear layers are {', '.join(known)}")
 
 
-@rule(
-    "adapter.without_experts",
-    "Adapters are added to linear layers. Experts that a model stores as one tensor for each layer are none, so they "
-    "stay as they are; PEFT's `all-linear` adapts them.",
-    "run",
-    refuses=False,
-)
+@rule("adapter.without_experts", "run", refuses=False)
 def without_experts(draft: Draft) -> Iterator[Fault]:
-    """Gives a note if the default targets leave out the experts."""
+    """Gives a note if the default targets leave out the experts. Adapters are added to linear layers. Experts that a
+    model stores as one tensor for each layer are none, so they stay as they are; PEFT's `all-linear` adapts them."""
     adapter, facts = draft.recipe.model.adapter, draft.facts
     if adapter is None or adapter.pretrained or adapter.targets != "all-linear" or facts is None or not facts.weights:
         return
-    weights = facts.weights
-    experts = sum(
-        weight.elements
-        for index in range(weights.layers)
-        for weight in weights.layer(index)
-        if weight.is_expert and len(weight.shape) > 2
-    )
+    weights = (weight for _, weight in facts.weights.in_layers())
+    experts = sum(weight.elements for weight in weights if weight.is_expert and len(weight.shape) > 2)
     if experts:
         message = f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts"
         yield Fault("model.adapter.targets", message, "train other layers, or the experts as a whole (model.trainable)")
 
 
-@rule(
-    "adapter.nf4",
-    "4-bit weights are blocks of a whole matrix, with scales for 64 and for 16,384 elements, in buffers. ZeRO-3 and "
-    "FSDP2 shard parameters only, so every rank would hold all buffers, as at ZeRO-2. The slice of a tensor parallel "
-    "rank would have other blocks, with other values.",
-    "run",
-)
+@rule("adapter.nf4", "run")
 def nf4(draft: Draft) -> Iterator[Fault]:
-    """Refuses 4-bit weights if the engine would split them, or if they are multiplied in fp8."""
+    """Refuses 4-bit weights if the engine would split them, or if they are multiplied in fp8. 4-bit weights are blocks
+    of a whole matrix, with scales for 64 and for 16,384 elements, in buffers. ZeRO-3 and FSDP2 shard parameters only,
+    so every rank would hold all buffers, as at ZeRO-2. The slice of a tensor parallel rank would have other blocks,
+    with other values."""
     model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
     if model.quantize == "none":
         return
@@ -138,5 +109,3 @@ def nf4(draft: Draft) -> Iterator[Fault]:
 
 WHOLE = assignment(model__quantize="none")
 STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"
-
-RULES = (dora, experts, targets, without_experts, nf4)

@@ -28,13 +28,9 @@ STRATEGIES = {
 _DEEPSPEED = assignment(parallel__backend="deepspeed")
 
 
-@rule(
-    "backend.accelerate",
-    "`parallel.accelerate` chooses what accelerate runs, and has no effect under another backend.",
-    "run",
-)
+@rule("backend.accelerate", "run")
 def accelerate(draft: Draft) -> Iterator[Fault]:
-    """Refuses `parallel.accelerate` under another backend."""
+    """Refuses `parallel.accelerate`, which chooses what accelerate runs, under another backend."""
     parallel = draft.parallel
     if parallel.backend != "accelerate" and parallel.accelerate != "ddp":
         message = f"'{parallel.accelerate}' has no effect: parallel.backend is '{parallel.backend}'"
@@ -42,9 +38,10 @@ def accelerate(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.accelerate", message, fix)
 
 
-@rule("backend.degrees", "Other backends receive the whole model: each device holds a replica.", "run")
+@rule("backend.degrees", "run")
 def degrees(draft: Draft) -> Iterator[Fault]:
-    """Refuses every degree other than data parallelism (`Accelerator.prepare`)."""
+    """Refuses every degree other than data parallelism (`Accelerator.prepare`). Other backends receive the whole model:
+    each device holds a replica."""
     parallel = draft.parallel
     if parallel.backend == "deepspeed":
         return
@@ -55,9 +52,10 @@ def degrees(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"parallel.{name}", message, f"{assignment(**{f'parallel__{name}': 1})}, or {_DEEPSPEED}")
 
 
-@rule("backend.zero_stage", "FSDP2 always shards parameters; the others keep all of them on each device.", "run")
+@rule("backend.zero_stage", "run")
 def zero_stage(draft: Draft) -> Iterator[Fault]:
-    """Refuses ZeRO stages that the strategy does not support."""
+    """Refuses ZeRO stages that the strategy does not support. FSDP2 always shards parameters; the others keep all of
+    them on each device."""
     strategy, stage = draft.parallel.strategy, draft.parallel.zero_stage
     able = STRATEGIES.get(strategy)
     if able and stage not in able.stages:
@@ -68,16 +66,12 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.zero_stage", message, f"{assignment(parallel__zero_stage=able.stages[0])}, or {other}")
 
 
-@rule(
-    "backend.precision",
-    "DistributedDataParallel and nn.DataParallel train the weights that they are given: in "
-    "bf16, without fp32 master weights, small updates are lost. Accelerate ignores fp16 on "
-    "CPUs, and on GPUs its loss scale is not in our checkpoints; the plain loop of the other "
-    "backends has no loss scale.",
-    "run",
-)
+@rule("backend.precision", "run")
 def precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses precisions in which a strategy does not give the results of the reference."""
+    """Refuses precisions in which a strategy does not give the results of the reference. DistributedDataParallel and
+    nn.DataParallel train the weights that they are given: in bf16, without fp32 master weights, small updates are lost.
+    Accelerate ignores fp16 on CPUs, and on GPUs its loss scale is not in our checkpoints; the plain loop of the other
+    backends has no loss scale."""
     parallel = draft.parallel
     able = STRATEGIES.get(parallel.strategy)
     if able is None or parallel.precision in able.precisions:
@@ -89,23 +83,20 @@ def precision(draft: Draft) -> Iterator[Fault]:
     yield Fault("parallel.precision", message, f"{assignment(parallel__precision='autocast_bf16')}, or {other}")
 
 
-@rule("backend.grad_accum", "Other backends sum gradients in fp32; another type would be ignored.", "run")
+@rule("backend.grad_accum", "run")
 def grad_accum(draft: Draft) -> Iterator[Fault]:
-    """Refuses gradient accumulation in less precision than fp32."""
+    """Refuses gradient accumulation in less precision than fp32. Other backends sum gradients in fp32; another type
+    would be ignored."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.grad_accum_dtype != "fp32":
         message = f"'{parallel.grad_accum_dtype}' has no effect: {parallel.strategy} sums gradients in fp32"
         yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype="fp32"))
 
 
-@rule(
-    "backend.offload",
-    "Among the other backends only FSDP2 can offload, and only parameters, gradients and optimizer together, which has "
-    "not been compared with the reference.",
-    "run",
-)
+@rule("backend.offload", "run")
 def offload(draft: Draft) -> Iterator[Fault]:
-    """Refuses offload, which would be ignored."""
+    """Refuses offload, which would be ignored. Among the other backends only FSDP2 can offload, and only parameters,
+    gradients and optimizer together, which has not been compared with the reference."""
     parallel = draft.parallel
     if parallel.strategy not in STRATEGIES:
         return
@@ -117,13 +108,10 @@ def offload(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"parallel.{name}", message, f"{fix}, or {_DEEPSPEED}")
 
 
-@rule(
-    "data_parallel.devices",
-    "nn.DataParallel is a single process that spreads its work over the GPUs of one machine.",
-    "run",
-)
+@rule("data_parallel.devices", "run")
 def devices(draft: Draft) -> Iterator[Fault]:
-    """Refuses several machines, and several CPU devices."""
+    """Refuses several machines, and several CPU devices. nn.DataParallel is a single process that spreads its work over
+    the GPUs of one machine."""
     cluster = draft.cluster
     if draft.parallel.strategy != "data_parallel":
         return
@@ -137,17 +125,12 @@ def devices(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.backend", message, f"{_DEEPSPEED}, or use one device")
 
 
-@rule(
-    "data_parallel.slow",
-    "PyTorch recommends DistributedDataParallel instead: nn.DataParallel copies the weights to "
-    "every device in each forward pass, sums gradients and updates on the first device alone, "
-    "and drives all devices from one interpreter. How much slower it is has not been measured, "
-    "since that takes several GPUs.",
-    "read",
-    refuses=False,
-)
+@rule("data_parallel.slow", "read", refuses=False)
 def slow(draft: Draft) -> Iterator[Fault]:
-    """Gives a note on the advantages of one process per device."""
+    """Gives a note on the advantages of one process per device. PyTorch recommends DistributedDataParallel instead:
+    nn.DataParallel copies the weights to every device in each forward pass, sums gradients and updates on the first
+    device alone, and drives all devices from one interpreter. How much slower it is has not been measured, since that
+    takes several GPUs."""
     if draft.parallel.strategy == "data_parallel" and draft.cluster.devices_per_node > 1:
         message = (
             "nn.DataParallel copies the weights to each device in every pass, updates on the first "
@@ -157,14 +140,11 @@ def slow(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.backend", message, _DEEPSPEED)
 
 
-@rule("backend.hierarchical", "hpZ is a part of DeepSpeed's ZeRO 3; other strategies ignore it.", "run")
+@rule("backend.hierarchical", "run")
 def hierarchical(draft: Draft) -> Iterator[Fault]:
-    """Refuses hpZ, which would be ignored."""
+    """Refuses hpZ, a part of DeepSpeed's ZeRO 3 that other strategies ignore."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.hierarchical_partition > 1:
         message = f"must be 1, not {parallel.hierarchical_partition}: {parallel.strategy} does not support hpZ"
         fix = assignment(parallel__hierarchical_partition=1)
         yield Fault("parallel.hierarchical_partition", message, f"{fix}, or {_DEEPSPEED}")
-
-
-RULES = (accelerate, degrees, zero_stage, precision, grad_accum, offload, hierarchical, devices, slow)

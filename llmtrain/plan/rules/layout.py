@@ -8,7 +8,6 @@ from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.facts.families import EXPERT_PRESETS
 from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
-from llmtrain.recipe.cluster import Device
 
 
 def divisors_near(number: int, value: int) -> list[int]:
@@ -18,13 +17,10 @@ def divisors_near(number: int, value: int) -> list[int]:
     return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
 
 
-@rule(
-    "layout.world",
-    "pipeline × tensor × sequence ranks share one replica, so their product must divide the number of devices.",
-    "arithmetic",
-)
+@rule("layout.world", "arithmetic")
 def world(draft: Draft) -> Iterator[Fault]:
-    """Refuses degrees that do not divide the number of devices."""
+    """Refuses degrees whose product does not divide the number of devices: pipeline × tensor × sequence ranks share one
+    replica."""
     if draft.data_parallel_size:
         return
     parallel, cluster, product = draft.parallel, draft.cluster, model_parallel_size(draft.parallel)
@@ -44,20 +40,24 @@ def world(draft: Draft) -> Iterator[Fault]:
 def _divides(axis: Axis) -> Rule:
     """Returns the rule that an axis' degree must divide each size which the axis splits."""
 
-    @rule(f"layout.{axis.name}_divides", axis.reason, "arithmetic", axis=axis)
-    def divides(draft: Draft) -> Iterator[Fault]:
+    def check(draft: Draft) -> Iterator[Fault]:
         degree = axis.degree(draft.parallel)
         for what, number in axis.limits(draft.recipe, draft.facts, draft.data_parallel_size or 0):
             if number % degree:
                 message = f"{degree} does not divide {what}"
                 yield Fault(axis.field, message, f"use {_or(divisors_near(number, degree))}")
 
-    return divides
+    text = f"Refuses degrees that do not divide what they split. {axis.reason}"
+    return Rule(f"layout.{axis.name}_divides", text, "arithmetic", check, axis)
 
 
-@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic", axis=EXPERT)
+DIVISIBILITY = tuple(_divides(axis) for axis in CHOSEN if axis.reason)
+
+
+@rule("layout.expert", "arithmetic", axis=EXPERT)
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
+    """Refuses expert parallelism of dense models and of families that AutoEP does not support. Only some families have
+    experts that the engine can distribute."""
     degree, facts = draft.parallel.expert, draft.facts
     if facts is None:
         return
@@ -69,43 +69,25 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-@rule(
-    "layout.tensor_node",
-    "A tensor parallel group communicates in every layer.",
-    "arithmetic",
-    axis=TENSOR,
-    refuses=False,
-)
+@rule("layout.tensor_node", "arithmetic", axis=TENSOR, refuses=False)
 def tensor_node(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for tensor parallel groups that span nodes."""
+    """Gives a note for tensor parallel groups that span nodes. A tensor parallel group communicates in every layer."""
     parallel, cluster = draft.parallel, draft.cluster
     if cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
-        message = (
-            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
-            "every layer waits for "
-        )
-        message += _links(cluster.spec)
+        node, network, links = cluster.spec.node_bandwidth, cluster.spec.network_bandwidth, "the network"
+        if node and network:
+            times = f"{node / network:.0f} times that"
+            links = f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({times})"
+        spanned = f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices"
+        message = f"{spanned}: every layer waits for {links}"
         fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
         yield Fault("parallel.tensor", message, fix)
 
 
-def _links(device: Device) -> str:
-    """Describes the links between nodes, compared with those within a node if both are known."""
-    node, network = device.node_bandwidth, device.network_bandwidth
-    if node is None or network is None:
-        return "the network"
-    return (
-        f"{network / 1e9:g} GB/s between nodes, but {node / 1e9:g} GB/s within a node ({node / network:.0f} times that)"
-    )
-
-
-@rule(
-    "batch.divides",
-    "Every replica runs the same number of equal micro-batches; a rounded accumulation trains another batch size.",
-    "arithmetic",
-)
+@rule("batch.divides", "arithmetic")
 def divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none."""
+    """Refuses batch sizes that leave a remainder, and suggests the nearest sizes that leave none. Every replica runs
+    the same number of equal micro-batches; a rounded accumulation trains another batch size."""
     batch, dp = draft.recipe.batch, draft.data_parallel_size
     total, micro = batch.global_batch_size, batch.micro_batch_size
     if dp is None or draft.accumulation is not None:
@@ -127,6 +109,3 @@ def divides(draft: Draft) -> Iterator[Fault]:
 
 def _or(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
-
-
-RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.reason), expert, tensor_node, divides)

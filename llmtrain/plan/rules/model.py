@@ -7,7 +7,6 @@ from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS, TEXT_PARTS
-from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -25,9 +24,10 @@ EXPERT_ROW_BYTES = 16
 """Rows of the experts' matrices must be multiples of this many bytes."""
 
 
-@rule("model.vocabulary", "A token without a row in the embedding is an index out of range.", "arithmetic")
+@rule("model.vocabulary", "arithmetic")
 def vocabulary(draft: Draft) -> Iterator[Fault]:
-    """Refuses an embedding smaller than the tokenizer that the recipe trains."""
+    """Refuses an embedding smaller than the tokenizer that the recipe trains. A token without a row in the embedding is
+    an index out of range."""
     tokenizer, facts = draft.recipe.data.tokenizer, draft.facts
     if facts is None or not isinstance(tokenizer, TrainedTokenizer) or facts.vocab_size >= tokenizer.vocab_size:
         return
@@ -36,26 +36,19 @@ def vocabulary(draft: Draft) -> Iterator[Fault]:
     yield Fault("data.tokenizer.vocab_size", message, fix)
 
 
-@rule(
-    "model.pretrained_tokenizer",
-    "Pretrained weights only work with the token ids of their own tokenizer.",
-    "arithmetic",
-)
+@rule("model.pretrained_tokenizer", "arithmetic")
 def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
-    """Refuses to train a new tokenizer for pretrained weights."""
+    """Refuses to train a new tokenizer for pretrained weights, which only work with the token ids of their own."""
     model, tokenizer = draft.recipe.model, draft.recipe.data.tokenizer
     if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
         message = "a tokenizer would be trained, but pretrained weights need the one they were trained with"
         yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
 
 
-@rule(
-    "model.quantized",
-    "Quantized weights have no gradient. From some kinds `transformers` makes plain weights, but of whole models only.",
-    "read",
-)
+@rule("model.quantized", "read")
 def quantized(draft: Draft) -> Iterator[Fault]:
-    """Refuses pretrained weights that are quantized, unless `transformers` can load them as plain weights."""
+    """Refuses pretrained weights that are quantized, unless `transformers` can load them as plain weights. Quantized
+    weights have no gradient. From some kinds `transformers` makes plain weights, but of whole models only."""
     facts, parallel, model = draft.facts, draft.parallel, draft.recipe.model
     if facts is None or not facts.quantization:
         return
@@ -75,14 +68,10 @@ def quantized(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.pretrained", message, fix)
 
 
-@rule(
-    "model.weights_twice",
-    "`transformers` reads a single file of weights even if there is an index of several.",
-    "read",
-    refuses=False,
-)
+@rule("model.weights_twice", "read", refuses=False)
 def weights_twice(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for a local folder that has both."""
+    """Gives a note for a local folder with a single file of weights and an index of several: `transformers` reads the
+    former."""
     pretrained = draft.recipe.model.pretrained
     folder = expanded(pretrained or "")
     if pretrained is not None and is_file(folder / SINGLE) and is_file(folder / INDEX):
@@ -90,9 +79,10 @@ def weights_twice(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.pretrained", message, f"remove {SINGLE} if it is out of date, or the index")
 
 
-@rule("model.new_tokens", "Only pretrained weights have rows to keep; a new model has the rows that it needs.", "read")
+@rule("model.new_tokens", "read")
 def new_tokens(draft: Draft) -> Iterator[Fault]:
-    """Refuses new tokens for a new model, and rows to keep if there are no new tokens."""
+    """Refuses new tokens for a new model, and rows to keep if there are no new tokens. Only pretrained weights have
+    rows to keep; a new model has the rows that it needs."""
     model = draft.recipe.model
     if model.new_tokens and model.pretrained is None:
         message = "are only supported with pretrained weights: a new model has model.config.vocab_size rows"
@@ -105,13 +95,10 @@ def new_tokens(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.kept_rows", "has an effect only with model.new_tokens", assignment(model__kept_rows="null"))
 
 
-@rule(
-    "model.new_tokens_trained",
-    "New rows of embedding and head are equal until they are trained: the model could not tell their tokens apart.",
-    "arithmetic",
-)
+@rule("model.new_tokens_trained", "arithmetic")
 def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
-    """Refuses new tokens whose rows are frozen."""
+    """Refuses new tokens whose rows are frozen. New rows of embedding and head are equal until they are trained: the
+    model could not tell their tokens apart."""
     model, facts = draft.recipe.model, draft.facts
     if facts is None or not model.kept_rows or model.kept_rows >= facts.vocab_size:
         return
@@ -128,16 +115,7 @@ def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
     yield Fault("model.new_tokens", f"need a trained embedding and head, but {frozen} would be frozen", fix)
 
 
-@rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
-def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses a chunked loss if the engine needs all logits."""
-    loss = draft.recipe.kernels.loss
-    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
-        message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
-        yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
-
-
-@rule("model.positions", "A sequence is at most as long as the table of learned positions.", "arithmetic")
+@rule("model.positions", "arithmetic")
 def positions(draft: Draft) -> Iterator[Fault]:
     """Refuses sequences longer than the table of learned positions."""
     facts, length = draft.facts, draft.recipe.data.sequence_length
@@ -148,22 +126,20 @@ def positions(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.sequence_length", message, assignment(data__sequence_length=facts.max_positions))
 
 
-@rule("model.rotary_length", "A checkpoint declares the length that it was trained for.", "arithmetic", refuses=False)
+@rule("model.rotary_length", "arithmetic", refuses=False)
 def rotary_length(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for sequences longer than the configuration declares; rotary positions continue beyond that."""
+    """Gives a note for sequences longer than the configuration declares; rotary positions continue beyond that. A
+    checkpoint declares the length that it was trained for."""
     facts, length = draft.facts, draft.recipe.data.sequence_length
     if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
         message = f"{length} exceeds max_position_embeddings = {facts.max_positions}, which the export will declare"
         yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
 
 
-@rule(
-    "model.rotary_follows",
-    "The frequencies depend on the longest position of each forward pass, so a run would depend on its micro-batches.",
-    "run",
-)
+@rule("model.rotary_follows", "run")
 def rotary_follows(draft: Draft) -> Iterator[Fault]:
-    """Refuses `dynamic` rotary embeddings beyond the declared length, and `longrope` beyond its original length."""
+    """Refuses `dynamic` rotary embeddings beyond the declared length, and `longrope` beyond its original length. The
+    frequencies depend on the longest position of each forward pass, so a run would depend on its micro-batches."""
     facts, length = draft.facts, draft.recipe.data.sequence_length
     if facts is None or facts.rotary_follows is None or length <= facts.rotary_follows[1]:
         return
@@ -179,15 +155,11 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
     yield Fault("data.sequence_length", message, ", or ".join(fixes))
 
 
-@rule(
-    "model.without_gradient",
-    "Plain PyTorch does not change a parameter without a gradient. ZeRO and pipelines reduce "
-    "zeros for it and apply weight decay; DistributedDataParallel waits for its gradient.",
-    "run",
-    refuses=False,
-)
+@rule("model.without_gradient", "run", refuses=False)
 def without_gradient(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unused`)."""
+    """Gives a note for parameters that the loss of texts does not depend on, which are frozen (`freeze_unused`). Plain
+    PyTorch does not change a parameter without a gradient. ZeRO and pipelines reduce zeros for it and apply weight
+    decay; DistributedDataParallel waits for its gradient."""
     names = draft.facts.without_gradient if draft.facts is not None else ()
     if names:
         parts: dict[tuple[str, ...], list[str]] = {}
@@ -201,14 +173,10 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
         yield Fault("model", message)
 
 
-@rule(
-    "model.router_loss",
-    "`transformers` computes the load balance loss only if the configuration asks for router logits.",
-    "read",
-    refuses=False,
-)
+@rule("model.router_loss", "read", refuses=False)
 def router_loss(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for a mixture of experts whose router's loss is not trained, unless the recipe says so itself."""
+    """Gives a note for a mixture of experts whose router's loss is not trained, unless the recipe says so itself.
+    `transformers` computes the load balance loss only if the configuration asks for router logits."""
     facts, key = draft.facts, "output_router_logits"
     if facts is not None and facts.router_loss_off and key not in draft.recipe.model.config:
         message = (
@@ -219,14 +187,10 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
         yield Fault(f"model.config.{key}", message, fix)
 
 
-@rule(
-    "model.text_part",
-    "For some models of several modalities, the causal LM of transformers is only their text model.",
-    "read",
-    refuses=False,
-)
+@rule("model.text_part", "read", refuses=False)
 def text_part(draft: Draft) -> Iterator[Fault]:
-    """Notes that the towers for images, sound or video are neither trained nor exported."""
+    """Notes that the towers for images, sound or video are neither trained nor exported. For some models of several
+    modalities, the causal LM of transformers is only their text model."""
     if draft.recipe.model.pretrained is not None and draft.facts is not None and draft.facts.model_type in TEXT_PARTS:
         message = (
             f"{draft.facts.model_type} has parts for other inputs than text, which are not loaded; checkpoints and "
@@ -235,14 +199,10 @@ def text_part(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.pretrained", message, "use the export as a text model")
 
 
-@rule(
-    "data.documents_mixed",
-    "A recurrence, a convolution or an indexer lets packed documents influence each other, under any mask.",
-    "run",
-    refuses=False,
-)
+@rule("data.documents_mixed", "run", refuses=False)
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`."""
+    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`. A
+    recurrence, a convolution or an indexer lets packed documents influence each other, under any mask."""
     facts = draft.facts
     if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.has_document_mask:
         message = (
@@ -256,16 +216,11 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
         )
 
 
-@rule(
-    "data.conversations_mixed",
-    "A recurrence, a convolution or an indexer lets packed conversations influence each other, under any mask.",
-    "run",
-)
+@rule("data.conversations_mixed", "run")
 def conversations_mixed(draft: Draft) -> Iterator[Fault]:
-    """Refuses to pack conversations for families in which packed conversations influence each other.
-
-    If only the data tell whether a source holds conversations, the data preparation refuses this instead.
-    """
+    """Refuses to pack conversations for families in which packed conversations influence each other. If only the data
+    tell whether a source holds conversations, the data preparation refuses this instead. A recurrence, a convolution or
+    an indexer lets packed conversations influence each other, under any mask."""
     facts, recipe = draft.facts, draft.recipe
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.is_preference
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
@@ -280,13 +235,10 @@ def packed_conversations(family: str | None) -> Iterator[Fault]:
         yield Fault("data.packing", message, assignment(data__packing="none"))
 
 
-@rule(
-    "model.attention_device",
-    "Flash attention needs a GPU that it is compiled for, and torch has no backward pass of FlexAttention for CPUs.",
-    "run",
-)
+@rule("model.attention_device", "run")
 def attention_device(draft: Draft) -> Iterator[Fault]:
-    """Refuses GPU kernels on a CPU, and on GPUs for which they are not compiled."""
+    """Refuses GPU kernels on a CPU, and on GPUs for which they are not compiled. Flash attention needs a GPU that it is
+    compiled for, and torch has no backward pass of FlexAttention for CPUs."""
     attention = draft.recipe.model.attention_kernel
     if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
         message = f"'{attention}' is compiled for Ampere and Hopper only, not for this Blackwell GPU"
@@ -296,9 +248,10 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.attention", f"'{attention}' cannot train on CPUs", fix)
 
 
-@rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
+@rule("model.attention_precision", "read")
 def attention_precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes in any data type."""
+    """Refuses fp32 for kernels without fp32. On a CPU, `varlen` computes in any data type. The kernels compute in 16
+    bits only; autocast is enough."""
     attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
     takes_less = attention == "varlen" or attention.startswith("flash")
     if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
@@ -309,9 +262,10 @@ def attention_precision(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.attention", message, fix)
 
 
-@rule("model.attention_heads", "The kernels hold a row of a head in registers: at most 256 numbers.", "read")
+@rule("model.attention_heads", "read")
 def attention_heads(draft: Draft) -> Iterator[Fault]:
-    """Refuses too large heads on GPUs for flash-attn's kernels and for torch's copy of them (`varlen_attn`)."""
+    """Refuses too large heads on GPUs for flash-attn's kernels and for torch's copy of them (`varlen_attn`). The
+    kernels hold a row of a head in registers: at most 256 numbers."""
     attention, facts = draft.recipe.model.attention_kernel, draft.facts
     if facts is None or draft.cluster.spec.on_cpu or not (attention == "varlen" or attention.startswith("flash")):
         return
@@ -320,13 +274,10 @@ def attention_heads(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.attention", message, assignment(model__attention="sdpa"))
 
 
-@rule(
-    "model.experts_aligned",
-    "torch's grouped matrix products, which compute the experts, need rows that are multiples of 16 bytes.",
-    "run",
-)
+@rule("model.experts_aligned", "run")
 def experts_aligned(draft: Draft) -> Iterator[Fault]:
-    """Refuses experts whose width is not a multiple of 16 bytes on each rank (`torch._grouped_mm`)."""
+    """Refuses experts whose rows on a rank are not multiples of 16 bytes, as torch's grouped matrix products need them
+    (`torch._grouped_mm`)."""
     facts = draft.facts
     if facts is None or facts.weights is None:
         return
@@ -342,26 +293,3 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
             f"({EXPERT_ROW_BYTES} bytes)"
         )
         yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
-
-
-RULES = (
-    vocabulary,
-    pretrained_tokenizer,
-    quantized,
-    weights_twice,
-    new_tokens,
-    new_tokens_trained,
-    positions,
-    rotary_length,
-    rotary_follows,
-    without_gradient,
-    router_loss,
-    text_part,
-    documents_mixed,
-    conversations_mixed,
-    attention_device,
-    attention_precision,
-    attention_heads,
-    experts_aligned,
-    loss_in_chunks,
-)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 from llmtrain.errors import Problem
@@ -30,10 +31,11 @@ Check = Callable[[Draft], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its reason and evidence. `check` yields the faults of a draft to which the rule applies."""
+    """A rule and its evidence. `check` yields the faults of a draft to which the rule applies."""
 
     id: str
-    reason: str
+    text: str
+    """What it refuses, and why."""
     evidence: Evidence
     check: Check
     axis: Axis | None = None
@@ -50,11 +52,20 @@ class Rule:
         return [Problem(self.id, fault.field, fault.message, fault.fix) for fault in self.faults(draft)]
 
 
-def rule(
-    id_: str, reason: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True
-) -> Callable[[Check], Rule]:
-    """Returns a decorator that turns a check into a rule. Each module lists its rules in `RULES`."""
-    return lambda check: Rule(id_, reason, evidence, check, axis, refuses)
+def rule(id_: str, evidence: Evidence, *, axis: Axis | None = None, refuses: bool = True) -> Callable[[Check], Rule]:
+    """Returns a decorator that turns a check into a rule, whose text is the docstring of the check."""
+    return lambda check: Rule(id_, " ".join((check.__doc__ or "").split()), evidence, check, axis, refuses)
+
+
+def fault_for(reasons: Mapping[str, bool], field: str, message: str, fix: str) -> Iterator[Fault]:
+    """Yields a fault with those of several reasons that hold, if any does."""
+    if any(reasons.values()):
+        yield Fault(field, f"{message}: {'; '.join(reason for reason, holds in reasons.items() if holds)}", fix)
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """Returns every rule of some modules, in the order of their definitions."""
+    return tuple(item for module in modules for item in vars(module).values() if isinstance(item, Rule))
 
 
 def assignment(**fields: object) -> str:

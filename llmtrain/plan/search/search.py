@@ -19,19 +19,9 @@ from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import Shortage
 from llmtrain.plan.predict.time import StepTime, TimeBound, predict, unknown
-from llmtrain.plan.rules import (
-    LEGALITY,
-    allowed,
-    assemble,
-    backends,
-    broken,
-    kernels,
-    layout,
-    pipeline,
-    precision,
-    recompute,
-    zero,
-)
+from llmtrain.plan.rules import DEEPSPEED_RULES, LEGALITY, allowed, assemble, backends, broken, kernels, layout
+from llmtrain.plan.rules.deepspeed import pipeline_interleaved
+from llmtrain.plan.rules.rule import rules_of
 from llmtrain.plan.search.nearest import as_arguments
 from llmtrain.plan.search.variants import (
     CHECKPOINT_EVERY,
@@ -65,14 +55,14 @@ MAX_CHECKED = 1000
 """Number of plans whose shortage is computed, at a millisecond each. After that, plans that cannot fit are skipped."""
 MAX_SIZES = 16
 """Number of micro-batch sizes that are tried (the smallest ones), in addition to the recipe's own."""
-MICRO_BATCH_RULES = (kernels.fp8, layout.divides, pipeline.interleaved)
+MICRO_BATCH_RULES = (kernels.fp8, layout.divides, pipeline_interleaved)
 """Rules that depend on the size of a micro-batch, and on no recomputation. Of what is stored where, they depend on the
 ZeRO stage only."""
-RECOMPUTATION_RULES = recompute.RULES
+RECOMPUTATION_RULES = tuple(rule for rule in rules_of(kernels) if rule.id.startswith("recompute."))
 """Rules that depend on the recomputation. They do not depend on the micro-batch size."""
-SPLIT_RULES = tuple(rule for rule in layout.RULES if rule not in MICRO_BATCH_RULES)
+SPLIT_RULES = tuple(rule for rule in (*rules_of(layout), *layout.DIVISIBILITY) if rule not in MICRO_BATCH_RULES)
 """Rules that are checked once for the degrees and the schedule."""
-FIRST_RULES = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
+FIRST_RULES = (*DEEPSPEED_RULES, *rules_of(backends))
 """Rules that refuse most layouts. They are checked first."""
 LAYOUT_RULES = tuple(
     rule for rule in dict.fromkeys((*FIRST_RULES, *LEGALITY)) if rule not in (*MICRO_BATCH_RULES, *RECOMPUTATION_RULES)
@@ -138,14 +128,13 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     slower: list[RankedPlan] = []
     kinds, distinct = set[Kind](), set[Kind]()
 
-    def counts_misses() -> bool:
-        return not best and len(too_large) < MAX_CHECKED
-
     def is_skipped(fields: Fields, draft: Draft) -> bool:
         is_known = _kind(fields) in kinds if len(best) == MOST else _without_savings(fields) in distinct
         if is_known:
             return True
-        return fit_checker is not None and not counts_misses() and not fit_checker.fits(draft, fields[MICRO_BATCH])
+        if fit_checker is None or (not best and len(too_large) < MAX_CHECKED):  # it counts even if it does not fit
+            return False
+        return not fit_checker.fits(draft, fields[MICRO_BATCH])
 
     for time, fields, draft in timed_plans(found, is_skipped):
         if len(best) == MOST and len(slower) == MAX_SLOWER:
@@ -160,7 +149,9 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         distinct.add(_without_savings(fields))
     misses = tuple(_found(recipe, cluster, facts, fields, time, why) for why, (time, fields, _) in _nearest(too_large))
     if not best:
-        raise RecipeError(_too_large(recipe, misses))
+        tried = "; ".join(f"{miss.arguments or 'as it is'}: {miss.why}" for miss in misses[:3])
+        message = f"no legal plan of {recipe.name} fits: {tried}"
+        raise RecipeError(Problem("search.fits", "parallel", message, "use more devices"))
     return SearchResult(tuple(best), misses, tuple(slower), legal, fits is not None)
 
 
@@ -263,14 +254,16 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
         if not allowed(draft, SPLIT_RULES):
             continue
         assert draft.data_parallel_size is not None, "the rules of layout have refused the rest"
-        micro_batches, of_stage = _micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
+        every_size, of_stage = micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
+        # The smallest sizes, and the recipe's own.
+        tried = (*every_size[:MAX_SIZES], *{recipe.batch.micro_batch_size} & {*every_size[MAX_SIZES:]})
         for stored in zero_placements(recipe, groups):
             draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
             if not allowed(draft, LAYOUT_RULES):
                 continue
             stage = draft.parallel.zero_stage
             if stage not in of_stage:
-                each = ((size, _with_micro_batch(draft, size)) for size in micro_batches)
+                each = ((size, _with_micro_batch(draft, size)) for size in tried)
                 of_stage[stage] = tuple(size for size, sized in each if allowed(sized, MICRO_BATCH_RULES))
             sizes = of_stage[stage]
             kinds = (
@@ -280,12 +273,6 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
             again = tuple(kind for kind in kinds if allowed(kind[1], RECOMPUTATION_RULES))
             if sizes and again:
                 yield LegalLayout({**split, **stored}, sizes, again)
-
-
-def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
-    """Returns the smallest micro-batch sizes and the recipe's own."""
-    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
-    return tuple(size for number, size in enumerate(sizes) if number < MAX_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
@@ -343,12 +330,6 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
 
 
-def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
-    """Returns the problem that no legal plan fits."""
-    tried = "; ".join(f"{miss.arguments or 'as it is'}: {miss.why}" for miss in misses[:3])
-    return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")
-
-
 class FitChecker:
     """Checks whether plans fit. If the leanest variants of a layout do not, its other variants are not checked."""
 
@@ -370,17 +351,15 @@ class FitChecker:
         The smallest size has the fewest activations. The largest size has no gradients at the same time. Every other
         variant needs more memory than one of these two.
         """
-        if draft.parallel not in self._hopeless:
+        plain = {CHECKPOINTING: "full", CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
+        leanest = Draft(changed(draft.recipe, plain), draft.cluster, draft.facts)
+        if leanest.parallel not in self._hopeless:
             share = draft.recipe.batch.global_batch_size // (draft.data_parallel_size or 1)
-            plain = {CHECKPOINTING: "full", CHECKPOINT_EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
-            leanest = Draft(changed(draft.recipe, plain), draft.cluster, draft.facts)
-            if leanest.parallel not in self._hopeless:
-                least = self.shortage(_with_micro_batch(leanest, 1))
-                self._hopeless[leanest.parallel] = least is not None and (
-                    least.for_any_batch or self.shortage(_with_micro_batch(leanest, share)) is not None
-                )
-            self._hopeless[draft.parallel] = self._hopeless[leanest.parallel]
-        return self._hopeless[draft.parallel]
+            least = self.shortage(_with_micro_batch(leanest, 1))
+            self._hopeless[leanest.parallel] = least is not None and (
+                least.for_any_batch or self.shortage(_with_micro_batch(leanest, share)) is not None
+            )
+        return self._hopeless[leanest.parallel]
 
     def fits(self, draft: Draft, micro_batch: int | None = None) -> bool:
         """Whether a legal draft fits. micro_batch: another size of its micro-batch."""

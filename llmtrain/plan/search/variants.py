@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 from llmtrain.plan.axes import CHOSEN, PIPELINE, Axis
@@ -37,23 +37,17 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
 
     layers, experts: numbers of the model's layers and experts, which limit the degrees of the axes that split them.
     """
-    ranks = [axis for axis in CHOSEN if axis.has_ranks]
-    subsets = [axis for axis in CHOSEN if not axis.has_ranks]
 
-    def splits(axes: list[Axis], among: int) -> Iterator[Fields]:
-        if not axes:
-            yield {}
-            return
-        for size in sizes(axes[0], among, layers, experts):
-            for rest in splits(axes[1:], among // size):
-                yield {axes[0].field: size} | rest
+    def splits(axes: Iterable[Axis], among: int) -> Iterator[Fields]:
+        values = {axis.field: sizes(axis, among, layers, experts) for axis in axes}
+        return (dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
 
-    for split in splits(ranks, devices):
-        same_layers = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
-        for chosen in itertools.product(*(sizes(axis, same_layers, layers, experts) for axis in subsets)):
-            sizes_of_subsets = {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
-            for schedule in schedules(split[PIPELINE.field], layers):
-                yield split | sizes_of_subsets | schedule
+    for split in splits((axis for axis in CHOSEN if axis.has_ranks), devices):
+        if devices % math.prod(split.values()) == 0:
+            # The groups of other axes are subsets of the ranks that hold the same layers.
+            for subsets in splits((axis for axis in CHOSEN if not axis.has_ranks), devices // split[PIPELINE.field]):
+                for schedule in schedules(split[PIPELINE.field], layers):
+                    yield split | subsets | schedule
 
 
 def sizes(axis: Axis, devices: int, layers: float = math.inf, experts: float = math.inf) -> list[int]:

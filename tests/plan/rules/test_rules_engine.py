@@ -16,12 +16,10 @@ from llmtrain.launch.local import reserved_port
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.facts.model_facts import model_facts
-from llmtrain.plan.rules import assemble, broken
-from llmtrain.plan.rules import precision as precision_rules
-from llmtrain.plan.rules import zero as zero_rules
+from llmtrain.plan.rules import DEEPSPEED_RULES, assemble, broken
 from llmtrain.recipe.cluster import Cluster
 
-SWEPT = (*precision_rules.RULES, *zero_rules.RULES)
+SWEPT = [rule for rule in DEEPSPEED_RULES if rule.id.startswith(("precision.", "zero."))]
 PROBE = Path(__file__).parents[2] / "helpers/engine_probe.py"
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16")
 # How far a weight may end up from the plain loop's, relative to the way it went. fp16 rounds scaled gradients.

@@ -1,0 +1,277 @@
+"""Rules for the objective, the optimizer, and what a run evaluates, samples, scores and saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from llmtrain.errors import did_you_mean, format_value
+from llmtrain.plan.axes import EXPERT
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS
+from llmtrain.plan.optimizers import optimizer_of
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.recipe import DataConfig
+
+
+@rule("objective.whole_pairs", "read")
+def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
+    """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`). A part of a completion
+    has another log-probability than the whole completion."""
+    data = draft.recipe.data
+    if not draft.recipe.objective.is_preference:
+        return
+    if data.packing == "concat":
+        message = "`concat` cuts sequences anywhere, but completions are never split"
+        yield Fault("data.packing", message, assignment(data__packing="best_fit"))
+    if data.packing == "none" and draft.recipe.objective.compares_pairs:
+        message = "with `none` a sequence is one document, but a pair is two conversations in one sequence"
+        yield Fault("data.packing", message, assignment(data__packing="best_fit"))
+    if data.too_long == "cut_turns":
+        message = "`cut_turns` is not possible: completions are read whole, and those that are too long are dropped"
+        yield Fault("data.too_long", message, assignment(data__too_long="drop"))
+
+
+@rule("objective.completions", "arithmetic")
+def objective_completions(draft: Draft) -> Iterator[Fault]:
+    """Refuses losses that include the prompt's tokens: they depend on the probability of a completion, given its
+    prompt."""
+    if draft.recipe.objective.is_preference and draft.recipe.data.train_on == "all":
+        message = "`all` has no effect: only the turns of the assistant in completions count"
+        yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
+
+
+@rule("objective.documents", "read")
+def objective_documents(draft: Draft) -> Iterator[Fault]:
+    """Refuses attention across documents, and families that carry state from one document to the next. One sequence
+    contains several completions: each would depend on the previous one."""
+    facts = draft.facts
+    if not draft.recipe.objective.is_preference or draft.recipe.data.packing == "none":
+        return
+    if not draft.recipe.data.mask_documents:
+        message = "each completion would be computed from those before it in its sequence, such as the chosen one"
+        yield Fault("data.mask_documents", message, assignment(data__mask_documents="true"))
+    elif facts is not None and facts.text_type in MIXES_DOCUMENTS:
+        message = (
+            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: "
+            "each completion would be computed from those before it in its sequence, such as the chosen one"
+        )
+        yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
+
+
+@rule("objective.dropout", "read", refuses=False)
+def objective_dropout(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`). The
+    reference's log-probabilities are computed without dropout."""
+    objective, facts = draft.recipe.objective, draft.facts
+    if facts is None or not objective.is_preference:
+        return
+    off = {name: rate for name, rate in facts.dropout if name not in draft.recipe.model.config}
+    if off:
+        message = f"the dropout of the model's configuration is off with '{objective.name}': {', '.join(off)}"
+        fix = "to keep it: " + assignment(**{f"model__config__{name}": rate for name, rate in off.items()})
+        yield Fault("model.config", message, fix)
+
+
+@rule("optim.options", "arithmetic")
+def optim_options(draft: Draft) -> Iterator[Fault]:
+    """Refuses options that the optimizer does not have, and values that they cannot have. Each optimizer has options of
+    its own; an unknown one would be ignored."""
+    optim = draft.recipe.optim
+    model = optimizer_of(optim).options
+    known = tuple(model.model_fields)
+    try:
+        model.model_validate(optim.options)
+    except ValidationError as error:
+        for fault in error.errors(include_url=False):
+            name = str(fault["loc"][0])
+            if fault["type"] == "extra_forbidden":
+                message = f"'{optim.name}' has no such option{did_you_mean(name, known)}"
+                fix = f"options of {optim.name}: {', '.join(known)}" if known else assignment(optim__options="{}")
+            else:
+                reason = fault["msg"].replace("Input should be", "must be", 1)
+                message = f"{format_value(fault['input'])} is invalid: {reason}"
+                fix = ""
+            yield Fault(f"optim.options.{name}", message, fix)
+
+
+@rule("optim.schedule_free_mean", "arithmetic")
+def optim_schedule_free_mean(draft: Draft) -> Iterator[Fault]:
+    """Refuses schedule-free AdamW if the trained weights contain no share of the averaged ones. Schedule-free AdamW
+    computes the averaged weights from the trained ones, in which they have the share `betas[0]`."""
+    optim = draft.recipe.optim
+    if optim.name == "schedule_free_adamw" and not optim.betas[0]:
+        message = f"the first must be greater than 0 with 'schedule_free_adamw', not {format_value(optim.betas[0])}"
+        yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
+
+
+@rule("optim.schedule_free_kto", "read")
+def optim_schedule_free_kto(draft: Draft) -> Iterator[Fault]:
+    """Refuses KTO with schedule-free AdamW. It estimates its divergence in evaluation passes, which read the averaged
+    weights instead of the trained ones."""
+    recipe = draft.recipe
+    if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
+        message = (
+            "'schedule_free_adamw' is not supported with KTO, which would estimate its divergence on averaged weights"
+        )
+        yield Fault("optim.name", message, assignment(optim__name="adamw"))
+
+
+@rule("optim.schedule_free_rate", "read", refuses=False)
+def optim_schedule_free_rate(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for a decaying learning rate with schedule-free AdamW. The averaging of schedule-free AdamW replaces
+    a decaying learning rate; with both, it averages too little."""
+    optim = draft.recipe.optim
+    if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
+        message = f"'{optim.schedule}' is not recommended with 'schedule_free_adamw', which needs no decay"
+        yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
+
+
+@rule("optim.muon_experts", "run")
+def optim_muon_experts(draft: Draft) -> Iterator[Fault]:
+    """Refuses Muon for mixtures of experts. With experts distributed over ranks, Muon trained other weights than the
+    reference."""
+    if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
+        message = "'muon' has not been certified for mixtures of experts"
+        yield Fault("optim.name", message, assignment(optim__name="adamw"))
+
+
+@rule("optim.adafactor_experts", "run", axis=EXPERT)
+def optim_adafactor_experts(draft: Draft) -> Iterator[Fault]:
+    """Refuses Adafactor for distributed experts. Adafactor takes sums over whole weights. Gate and up projections of
+    distributed experts are one weight in two tensors, which DeepSpeed may update one after the other."""
+    if draft.recipe.optim.name == "adafactor":
+        message = f"must be 1, not {draft.parallel.expert}: 'adafactor' needs sums over whole weights of experts"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+@rule("optim.adamw_8bit_nvme", "run")
+def optim_adamw_8bit_nvme(draft: Draft) -> Iterator[Fault]:
+    """Refuses states on disks for 8-bit moments. DeepSpeed swaps optimizer states through fp32 buffers, in which each
+    byte becomes a number of four bytes."""
+    if optimizer_of(draft.recipe.optim).codes and draft.recipe.parallel.offload_optimizer == "nvme":
+        message = (
+            f"'nvme' is not supported with '{draft.recipe.optim.name}': its moments are bytes, "
+            "which DeepSpeed would swap as fp32 numbers"
+        )
+        yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))
+
+
+@rule("checkpoint.keeps_all", "arithmetic")
+def checkpoint_keeps_all(draft: Draft) -> Iterator[Fault]:
+    """Refuses options that keep some checkpoints longer if all checkpoints are kept anyway. Without `keep_last`, all
+    checkpoints are kept, so the other options have no effect."""
+    policy = draft.recipe.checkpoint
+    if policy.keep_last is not None:
+        return
+    for field in ("keep_every_steps", "keep_best"):
+        value = getattr(policy, field)
+        if value is not None:
+            message = f"{value} has no effect: all checkpoints are kept"
+            yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
+
+
+@rule("checkpoint.never_saved", "arithmetic")
+def checkpoint_never_saved(draft: Draft) -> Iterator[Fault]:
+    """Refuses a `keep_every_steps` with multiples at which no checkpoint is saved. Only steps after which a checkpoint
+    is written can be kept: the multiples of `every_steps`, and the last one."""
+    policy = draft.recipe.checkpoint
+    keep, every = policy.keep_every_steps, policy.every_steps
+    if keep is None or (every and keep % every == 0):
+        return
+    what = (
+        f"is not a multiple of every_steps={every}"
+        if every
+        else "needs every_steps, which is 0: only the last checkpoint is written"
+    )
+    fix = assignment(checkpoint__keep_every_steps=math.ceil(keep / every) * every) if every else ""
+    yield Fault("checkpoint.keep_every_steps", f"{keep} {what}", fix)
+
+
+@rule("checkpoint.never_evaluated", "arithmetic")
+def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
+    """Refuses `keep_best` if no checkpoint other than the last one coincides with an evaluation. A checkpoint can only
+    rank among the best if its own weights were evaluated, right after the step of the checkpoint."""
+    recipe = draft.recipe
+    saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
+    if recipe.checkpoint.keep_best is None:
+        return
+    if not (saved and evaluated) or math.lcm(saved, evaluated) > (recipe.train.max_steps or math.inf):
+        message = (
+            f"{recipe.checkpoint.keep_best} has no effect: no step before the last has both a checkpoint "
+            f"(every_steps={saved}) and an evaluation (evaluation.every_steps={evaluated})"
+        )
+        fix = assignment(evaluation__every_steps=saved) if saved else ""
+        yield Fault("checkpoint.keep_best", message, fix)
+
+
+DEFAULT_FRACTION = DataConfig.model_fields["eval_fraction"].default
+
+
+@rule("evaluation.never", "arithmetic")
+def evaluation_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses evaluation options if `every_steps` is 0, so that nothing is ever evaluated."""
+    evaluation = draft.recipe.evaluation
+    if evaluation.every_steps:
+        return
+    fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps or 100)
+    for field in ("sources", "sets", "at_start"):
+        if getattr(evaluation, field):
+            yield Fault(f"evaluation.{field}", "has no effect: evaluation.every_steps is 0", fix)
+
+
+@rule("evaluation.fraction", "arithmetic")
+def evaluation_fraction(draft: Draft) -> Iterator[Fault]:
+    """Refuses a held-out fraction together with separate evaluation sources. If `evaluation.sources` are given, no
+    training data are held out."""
+    given = draft.recipe.data.eval_fraction
+    if draft.recipe.evaluation.sources and given not in (0, DEFAULT_FRACTION):
+        message = f"{given} has no effect: with evaluation.sources no training data are held out"
+        yield Fault("data.eval_fraction", message, assignment(data__eval_fraction=0))
+
+
+@rule("evaluation.weight", "arithmetic")
+def evaluation_weight(draft: Draft) -> Iterator[Fault]:
+    """Refuses weights of sources that are only used for evaluation. An evaluation reads each source separately, so
+    weights have no effect."""
+    for field, source in draft.recipe.evaluation.all_sources.items():
+        if source.weight != 1:
+            message = f"{source.weight} has no effect: weights only mix the training data"
+            yield Fault(f"{field}.weight", message, "leave it out")
+
+
+@rule("samples.never", "arithmetic")
+def samples_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses prompts that are never continued, and samples without prompts. Samples need both prompts and steps after
+    which they are written."""
+    samples = draft.recipe.samples
+    if samples.prompts and not samples.every_steps:
+        fix = assignment(samples__every_steps=draft.recipe.train.max_steps or 100)
+        yield Fault("samples.prompts", "has no effect: samples.every_steps is 0", fix)
+    if samples.every_steps and not samples.prompts:
+        message = f"{samples.every_steps} has no effect: there are no samples.prompts"
+        yield Fault("samples.every_steps", message, """--set 'samples.prompts=["Once upon a time"]'""")
+
+
+@rule("tasks.never", "arithmetic")
+def tasks_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses tasks that are never scored, and steps without a checkpoint or a task. Tasks are scored on the
+    checkpoints that a run writes, the last of which is exported."""
+    tasks, saved = draft.recipe.tasks, draft.recipe.checkpoint.every_steps
+    if not tasks.names:
+        for field in ("every_steps", "include_path", "limit"):
+            if value := getattr(tasks, field):
+                yield Fault(
+                    f"tasks.{field}",
+                    f"{value!r} has no effect: tasks.names is empty",
+                    """--set 'tasks.names=["arc_easy"]'""",
+                )
+        return
+    if tasks.every_steps and (not saved or tasks.every_steps % saved):
+        message = f"{tasks.every_steps} needs checkpoints at these steps, but checkpoint.every_steps is {saved}"
+        yield Fault("tasks.every_steps", message, assignment(checkpoint__every_steps=tasks.every_steps))
+    if not draft.recipe.export.at_end and not tasks.every_steps:
+        message = "has no effect: tasks.every_steps is 0, and the run exports nothing at its end (export.at_end)"
+        yield Fault("tasks.names", message, assignment(export__at_end="true"))
