@@ -25,8 +25,7 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import Self
 
-from llmtrain.launch.hang_detector import CHECK_INTERVAL_S, HangDetector
-from llmtrain.system.parent import die_with, kill_with_parent
+from llmtrain.system.parent import die_with, prctl, start_child
 from llmtrain.system.stops import STOP_SIGNALS
 
 PRELOADED_MODULES = (
@@ -88,15 +87,13 @@ class ForkServer:
         self._output = os.memfd_create("llmtrain-imports")
         self._channel, server_end = socket.socketpair()
         with server_end:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-m", __name__, str(server_end.fileno()), *self._modules],
                 env={**env, "DS_ACCELERATOR": "cpu"},
-                stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
                 pass_fds=(server_end.fileno(),),
-                preexec_fn=kill_with_parent(),
             )
 
     def wait_until_ready(self, seconds: float) -> bool:
@@ -109,22 +106,12 @@ class ForkServer:
         """Returns what was printed during the imports."""
         return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
 
-    @property
-    def process(self) -> dict[str, int]:
-        """The process for `HangDetector` to check; empty if there is none."""
-        return {"the process that forks workers": self._process.pid} if self._process else {}
-
     def fork(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        descriptors: Mapping[int, int],
-        hang_detector: HangDetector,
+        self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> ForkedWorker | None:
         """Forks a worker that leads a session of its own. Returns None if there is no process to fork it from.
 
-        command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours. Raises WorkerError if
-        the process that forks is stopped.
+        command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours.
         """
         if not self._is_ready or self._channel is None:
             return None
@@ -138,8 +125,6 @@ class ForkServer:
                     socket.send_fds(self._channel, [b"w"], [request, reporter, *descriptors.values()])
                 finally:
                     os.close(reporter)
-                while not select.select([report], [], [], CHECK_INTERVAL_S)[0]:
-                    hang_detector.check(self.process)
                 pid = os.read(report, 32)  # empty once every process that could write is gone
         finally:
             os.close(request)
@@ -160,7 +145,7 @@ class ForkServer:
 @contextmanager
 def _as_subreaper() -> Iterator[None]:
     """Makes orphans of this process's children its own children meanwhile."""
-    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -188,7 +173,7 @@ def main() -> None:
     channel.close()
     while os.getppid() == intermediate:
         time.sleep(0.001)
-    die_with(launcher, ctypes.CDLL(None).prctl)
+    die_with(launcher)
     os.setsid()
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -11,14 +11,12 @@ import tempfile
 from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import exit_code_before_first_step
-from llmtrain.launch.tools import TORCHRUN, WorkerExit, started, wait, worker_command
+from llmtrain.launch.failure import WorkerExit, exit_code_before_first_step
+from llmtrain.launch.tools import TORCHRUN, read_exits, started, wait, worker_command
 from llmtrain.system.stops import STOP_SIGNALS, caught_signals
 
 USER_ERROR_CODES = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
-
-
 MODULE = ["-m", "llmtrain"]
 
 
@@ -35,7 +33,7 @@ def main() -> None:
             stopped_by, impatient = wait(process, folder, events)
             if impatient:
                 sys.exit(Exit.INTERRUPTED)
-            sys.exit(node_exit_code(WorkerExit.read_all(folder), process.returncode, stopped_by))
+            sys.exit(node_exit_code(read_exits(folder), process.returncode, stopped_by))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -50,7 +48,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def node_exit_code(workers: list[WorkerExit], tool: int, stopped_by: int | None) -> int:
     """Returns the exit code of the node. tool: the exit code of torchrun itself."""
-    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.failure_order)
+    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.order(None))
     if tool == 0 and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
     mistake = next((worker.code for worker in failed if worker.code in USER_ERROR_CODES), None)

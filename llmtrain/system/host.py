@@ -182,6 +182,14 @@ def process_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
+def process_state(pid: int) -> str:
+    """Returns the state of a process as a letter of `/proc/PID/stat`, or an empty string if it has ended."""
+    with suppress(OSError, IndexError):
+        state = process_fields(pid)[0]
+        return "" if state in "ZX" else state
+    return ""
+
+
 def busy(others: float, cores: int) -> str:
     """Describes the load by others for people."""
     return f"others use {others:.2f} of {cores} cores"

@@ -131,7 +131,6 @@ class LocalStart:
             max_restarts=self.max_restarts,
             console=console,
             fork_server=fork_server,
-            hang_timeout_s=plan.recipe.watchdog.min_seconds,
         )
         if fork_server:
             fork_server.close()

@@ -92,7 +92,7 @@ def train_rank(
     except BaseException as error:
         failed = output.report_failure(error)
         if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # llmtrain's own launcher records deaths itself
-            note_event(run_dir, "died", heartbeat.reader().read().step, f"rank {rank.rank}: {reason(error)}")
+            note_event(run_dir, "died", heartbeat.page.step, f"rank {rank.rank}: {reason(error)}")
         watcher.stop()
         if lock:
             lock.release()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 from tests.helpers.commands import BREAKABLE, llmtrain, losses, workers
 
 STEPS = 12

@@ -25,7 +25,7 @@ from llmtrain.launch.disks import has_disk_operator
 from llmtrain.launch.doctor.finding import HostContext
 from llmtrain.system.host import cache_root
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.parent import start_child
 from llmtrain.system.streams import reserved_stdout
 
 
@@ -119,9 +119,7 @@ class Agent:
 
     def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Starts a process in a session of its own that ends with this one."""
-        child: subprocess.Popen[bytes] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=kill_with_parent(), **options
-        )
+        child = start_child(command, start_new_session=True, **options)
         self._children.append(child)
         return child
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs import render_template
-from llmtrain.launch.tools import PORT
+from llmtrain.launch.rendezvous import TORCHRUN_PORT
 from llmtrain.recipe import Part
 from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import SECRET
@@ -108,7 +108,7 @@ def render_manifest(
     torchrun = [
         *("python", "-m", "llmtrain.launch.torchrun", "--nnodes", cluster.nodes),
         *("--nproc-per-node", cluster.devices_per_node, "--node-rank", "$(JOB_COMPLETION_INDEX)"),
-        *("--master-addr", f"{name}-workers-0-0.{name}", "--master-port", PORT),
+        *("--master-addr", f"{name}-workers-0-0.{name}", "--master-port", TORCHRUN_PORT),
     ]
     return render_template(
         "jobset.yaml.j2",
@@ -117,7 +117,7 @@ def render_manifest(
         nodes=cluster.nodes,
         user=USER,
         summary=f"{recipe}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
-        port=PORT,
+        port=TORCHRUN_PORT,
         resources=_resources(options, cluster),
         # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
         command=[*map(str, torchrun), *(word.replace("$", "$$") for word in script)],

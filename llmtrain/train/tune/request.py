@@ -20,7 +20,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import environment_without_rank
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.parent import start_child
 from llmtrain.system.streams import reserved_stdout
 from llmtrain.train.tune.choice import write_cached
 
@@ -44,15 +44,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
         file = Path(name) / "request.json"
         file.write_text(json.dumps(request))
         command = [sys.executable, "-m", "llmtrain.train.tune.request", str(file)]
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            preexec_fn=kill_with_parent(),
-        ) as process:
+        with start_child(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:
                 answer = _listen(process.stdout, say)
