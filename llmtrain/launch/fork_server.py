@@ -66,7 +66,6 @@ class ForkServer:
         self._channel: socket.socket | None = None
         self._is_ready: bool | None = None
         """None while it imports; False if that failed."""
-        self._output: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -84,14 +83,13 @@ class ForkServer:
             return
         self.close()
         self._environment, self._is_ready = dict(env), None
-        self._output = os.memfd_create("llmtrain-imports")
         self._channel, server_end = socket.socketpair()
         with server_end:
             self._process = start_child(
                 [sys.executable, "-m", __name__, str(server_end.fileno()), *self._modules],
                 env={**env, "DS_ACCELERATOR": "cpu"},
-                stdout=self._output,
-                stderr=self._output,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=(server_end.fileno(),),
             )
@@ -101,10 +99,6 @@ class ForkServer:
         if self._channel is not None and self._is_ready is None and select.select([self._channel], [], [], seconds)[0]:
             self._is_ready = self._channel.recv(1) == READY
         return self._channel is None or self._is_ready is not None
-
-    def output(self) -> bytes:
-        """Returns what was printed during the imports."""
-        return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
@@ -137,9 +131,7 @@ class ForkServer:
             self._channel.close()
             os.killpg(self._process.pid, signal.SIGKILL)  # including a worker that has no session of its own yet
             self._process.wait()
-        if self._output is not None:
-            os.close(self._output)
-        self._process = self._channel = self._output = self._environment = None
+        self._process = self._channel = self._environment = None
 
 
 @contextmanager

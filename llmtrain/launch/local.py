@@ -69,11 +69,8 @@ def run_workers(
     with caught_signals() as events, reserved_port() as port:
         pool = _Pool(run_dir, events, board, fork_server)
         common = common_environment(world_size, env)
-        if fork_server:
-            if (stopped_by := _start_fork_server(fork_server, common, events)) is not None:
-                return exit_code_before_first_step(stopped_by)
-            with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
-                log.write(fork_server.output())  # as the imports of each worker would have done
+        if fork_server and (stopped_by := _start_fork_server(fork_server, common, events)) is not None:
+            return exit_code_before_first_step(stopped_by)
         size = str(world_size)
         rendezvous = {
             "WORLD_SIZE": size,

@@ -30,6 +30,8 @@ _received: set[int] = set()
 """Signals that were received since the program began to collect them."""
 _postponed: set[int] = set()
 """Signals that are handled after those that arrived with them."""
+_stopped_by: int | None = None
+"""The signal for which `Stopped` was raised, whatever error it became on its way."""
 _events: SimpleQueue[Any] | None = None
 """The queue that receives signals at present, or None."""
 
@@ -42,22 +44,13 @@ class Stopped(BaseException):
         self.number = number
 
 
-def stop_that_caused(error: BaseException) -> Stopped | None:
-    """Returns the `Stopped` in the chain of causes and contexts of an error, or None.
+def stopped_by() -> int | None:
+    """Returns the signal for which `Stopped` was raised, or None.
 
     Code that was interrupted may raise another error instead: `type()` wraps what `__set_name__` raises (until Python
     3.12), and so do libraries.
     """
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        current = chain.pop()
-        if isinstance(current, Stopped):
-            return current
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            chain += [current.__cause__, current.__context__]
-    return None
+    return _stopped_by
 
 
 def before_the_first_step(number: int) -> str:
@@ -130,11 +123,13 @@ def stop_by_exception() -> None:
     received = _events = SimpleQueue()
 
     def note(number: int, _: FrameType | None) -> None:
+        global _stopped_by
         is_first = received.empty()
         received.put(number)
         if number == QUIT:
             _end_at_once()
         if is_first:
+            _stopped_by = number
             raise Stopped(number)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:

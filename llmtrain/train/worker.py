@@ -136,7 +136,7 @@ class _Worker:
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
             from llmtrain.engines.runtime.distributed import agreed_secret, init_process_group, store
-            from llmtrain.train.tune.kernels import with_kernels
+            from llmtrain.train.tune.request import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
