@@ -229,68 +229,6 @@ def _container(options: SlurmOptions, folder: Path) -> str:
     return " " + shlex.join(words)
 
 
-def example_scripts() -> dict[str, str]:
-    """Returns the scripts of `slurm/` by file name. They train any recipe, given as arguments."""
-    common = ["--job-name=llmtrain", "--output=%x-%j.log"]
-    several = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00"]
-    alone = ["--nodes=1", "--ntasks=1", "--cpus-per-task=16"]
-    again = [f"--signal=B:USR1@{SlurmOptions().warn_s}", "--open-mode=append", "--requeue"]
-    train: dict[str, Any] = {"command": "", "choices": "", "run_dir": "", "srun_options": "", "setup": ()}
-    train |= {"program": "python -m llmtrain", "max_requeues": SlurmOptions().max_requeues}
-    one_node: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
-    scripts = {
-        "train.sbatch": render_template(
-            "train.sbatch.j2", comment=TRAIN, directives=[*common, *several, *again], array=False, **train
-        ),
-        "train_array.sbatch": render_template(
-            "train.sbatch.j2",
-            comment=TRAIN_ARRAY,
-            directives=[common[0], "--output=%x-%A_%a.log", "--array=0-2", *several, *again],
-            array=True,
-            **train,
-        ),
-    }
-    for name, comment, shape in (
-        ("prepare_data", PREPARE_DATA, ["--time=12:00:00"]),
-        ("verify", VERIFY, ["--gpus-per-node=8", "--time=04:00:00"]),
-    ):
-        scripts[f"{name}.sbatch"] = render_template(
-            "one_node.sbatch.j2",
-            comment=comment,
-            directives=[f"--job-name=llmtrain_{name}", common[1], *alone, *shape],
-            subcommand=name.removeprefix("prepare_"),
-            **one_node,
-        )
-    return scripts
-
-
-TRAIN = (
-    "Trains a recipe on the nodes of a Slurm job, with one task per device:",
-    "",
-    "    sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 slurm/train.sbatch recipes/NAME.py --run-dir runs/NAME",
-    "",
-    "Before the time limit it saves, goes back into the queue, and continues when it is restarted. On CPUs, add",
-    "--gpus-per-node=0.",
-)
-TRAIN_ARRAY = (
-    "Trains a recipe several times as a job array, each time with another value of a field: seeds, or a sweep.",
-    "",
-    "    sbatch --array=0-1 slurm/train_array.sbatch runs/seeds train.seed=1 train.seed=2 -- recipes/NAME.py",
-    "",
-    "Each run directory is RUNS_FOLDER/FIELD=VALUE; each run saves, requeues and continues as train.sbatch does.",
-)
-PREPARE_DATA = (
-    "Tokenizes and packs a recipe's data in advance, so that no GPU has to wait:",
-    "",
-    "    sbatch slurm/prepare_data.sbatch recipes/NAME.py",
-)
-VERIFY = (
-    "Checks on one node that every plan of a recipe trains the same as plain PyTorch:",
-    "",
-    "    sbatch slurm/verify.sbatch recipes/NAME.py",
-)
-
-
 def submit(script: str) -> str:
     """Submits a script with sbatch and returns the job id. Raises RecipeError if it is refused."""
     try:

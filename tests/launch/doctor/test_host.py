@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.launch.discovery.interfaces import GLOO, NCCL, Interface, Network
 from llmtrain.launch.doctor import limits, network, versions
-from llmtrain.launch.doctor.checks import CHECKS, run_checks
+from llmtrain.launch.doctor.agent import CHECKS, run_checks
 from llmtrain.launch.doctor.finding import run_command
 from llmtrain.launch.local import common_environment
 
