@@ -19,7 +19,7 @@ from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
 from llmtrain.train.metrics import note_event
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""
 
 
@@ -105,7 +105,7 @@ def pause_after(deaths: Sequence[Death]) -> float:
     alike = 1
     while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
         alike += 1
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
 
 
 def _warn(console: Console, text: str) -> None:

@@ -60,7 +60,7 @@ def parse_job_options(kind: type[P], launcher: str, assignments: Sequence[str]) 
     return options
 
 
-LONGEST_WARNING_S = 65535
+MAX_WARNING_S = 65535
 """The longest time that `sbatch --signal` accepts, in seconds."""
 
 
@@ -85,7 +85,7 @@ class SlurmOptions(Part):
     """Total number of workers, if nodes have different numbers of devices: Slurm spreads them over `--nodes`."""
     output: str | None = None
     """Log file, with the patterns of `sbatch --output`; default: `NAME-JOB.log` in the working directory."""
-    warn_s: int = Field(300, ge=1, le=LONGEST_WARNING_S)
+    warn_s: int = Field(300, ge=1, le=MAX_WARNING_S)
     """Seconds before the time limit at which the run saves and is requeued."""
     max_requeues: int = Field(20, ge=0)
     """Largest number of times that a job is requeued."""
