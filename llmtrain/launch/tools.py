@@ -12,8 +12,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -36,14 +36,16 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
-class ToolJob:
-    """A job for a tool."""
+class ToolEnd:
+    """How a tool ended, and the workers that it has started."""
 
-    tool: Tool
-    plan: Plan
-    run_dir: RunDir
-    arguments: tuple[str, ...]
-    """Arguments of `llmtrain.train.worker`."""
+    code: int
+    """Its exit code, which says little."""
+    exits: list[WorkerExit]
+    stopped_by: int | None
+    """The signal that stopped the run."""
+    was_interrupted: bool
+    """Whether another signal ended the wait for it."""
 
 
 def check_tool(tool: Tool, plan: Plan) -> None:
@@ -54,62 +56,60 @@ def check_tool(tool: Tool, plan: Plan) -> None:
         raise RecipeError(Problem("launch.accelerate", "--launcher accelerate", message, "--launcher torchrun"))
 
 
-def run_by_tool(job: ToolJob) -> int:
-    """Runs the workers of a plan on this machine. Returns and raises as `run_workers` does."""
-    clear_failures(job.run_dir)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
-        folder = Path(name)
-        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.train.worker", *job.arguments]
-        job.run_dir.write_launch(job.tool, job.plan.workers, command)
-        log = job.run_dir.logs / "launcher.log"
-        secret = Secret.new().environment
-        with caught_signals() as events, log.open("ab") as errors, started(command, errors, secret) as process:
-            stopped_by, impatient = wait(process, folder, events)
-        exits = read_exits(folder)
-    if impatient:
+def run_by_tool(tool: Tool, plan: Plan, run_dir: RunDir, arguments: Sequence[str]) -> int:
+    """Runs the workers of a plan on this machine. Returns and raises as `run_workers` does.
+
+    arguments: those of `llmtrain.train.worker`.
+    """
+    clear_failures(run_dir)
+    command, worker = _command(tool, plan, run_dir), ["-m", "llmtrain.train.worker", *arguments]
+    run_dir.write_launch(tool, plan.workers, [*command, *worker])
+    log = run_dir.logs / "launcher.log"
+    with log.open("ab") as errors:
+        end = run_tool(command, worker, errors, Secret.new().environment)
+    if end.was_interrupted:
         return Exit.INTERRUPTED
-    if len(exits) == job.plan.workers or any(worker.failed for worker in exits):
-        return job_exit_code(exits, job.run_dir, stopped_by)
-    if stopped_by is not None:
-        return exit_code_before_first_step(stopped_by)  # the workers did not handle signals yet
-    message = f"ended with exit code {process.returncode}"
-    raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, f"see {log}"))
+    if len(end.exits) == plan.workers or any(worker.failed for worker in end.exits):
+        return job_exit_code(end.exits, run_dir, end.stopped_by)
+    if end.stopped_by is not None:
+        return exit_code_before_first_step(end.stopped_by)  # the workers did not handle signals yet
+    raise WorkerError(Problem("worker.died", f"--launcher {tool}", f"ended with exit code {end.code}", f"see {log}"))
 
 
-def _tool(job: ToolJob) -> list[str]:
-    if job.tool == "torchrun":
-        return [*TORCHRUN, "--standalone", f"--nproc-per-node={job.plan.workers}"]
-    configuration = job.run_dir.path / "accelerate.yaml"
-    configuration.write_text(render_configuration(job.plan, job.run_dir.ds_config_file.absolute()), encoding="utf-8")
+def _command(tool: Tool, plan: Plan, run_dir: RunDir) -> list[str]:
+    if tool == "torchrun":
+        return [*TORCHRUN, "--standalone", f"--nproc-per-node={plan.workers}"]
+    configuration = run_dir.path / "accelerate.yaml"
+    configuration.write_text(render_configuration(plan, run_dir.ds_config_file.absolute()), encoding="utf-8")
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
 
 
-def worker_command(folder: Path) -> list[str]:
-    """Returns the command of each worker, without the arguments of its Python. folder: where it reports its state."""
-    return ["-m", "llmtrain.launch.worker_wrapper", str(folder)]
+def run_tool(
+    command: Sequence[str],
+    script: Sequence[str],
+    errors: IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> ToolEnd:
+    """Runs a tool in a session of its own, so that a Ctrl-C reaches the workers through us.
 
-
-@contextmanager
-def started(
-    command: list[str], errors: IO[bytes] | None = None, env: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a tool in a session of its own: a Ctrl-C reaches the workers through us.
-
-    errors: receives the tool's own messages. env: variables that override those of this process.
+    script: arguments of each worker's Python. errors: receives the tool's own messages. env: variables that override
+    those of this process.
     """
-    process = start_child(command, env={**os.environ, **(env or {})}, stderr=errors, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.kill()  # workers end with the tool, by `die_with`
-        process.wait()
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name, caught_signals() as events:
+        folder = Path(name)
+        wrapped = [*command, "-m", "llmtrain.launch.worker_wrapper", name, *script]
+        process = start_child(wrapped, env={**os.environ, **(env or {})}, stderr=errors, start_new_session=True)
+        try:
+            stopped_by, was_interrupted = _wait(process, folder, events)
+        finally:
+            process.kill()  # workers end with the tool, by `die_with`
+            process.wait()
+        exits = [WorkerExit(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
+    return ToolEnd(process.returncode, exits, stopped_by, was_interrupted)
 
 
-def wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
-    """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait.
-
-    events: the numbers of signals, as they arrive.
-    """
+def _wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
+    """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait."""
     stopped_by: int | None = None
     signalled: set[str] = set()
     while process.poll() is None:
@@ -130,11 +130,6 @@ def _signal_workers(folder: Path, number: int, signalled: set[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), number)
         signalled.add(file.name)
-
-
-def read_exits(folder: Path) -> list[WorkerExit]:
-    """Reads the exits of all workers that have ended. folder: where their wrappers report them."""
-    return [WorkerExit(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
 
 
 def manual_commands(

@@ -113,13 +113,13 @@ class LocalStart:
 
     def _run(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None, console: Console) -> int:
         """Runs the workers and returns the exit code."""
-        from llmtrain.launch.tools import ToolJob, run_by_tool
+        from llmtrain.launch.tools import run_by_tool
         from llmtrain.train.restart import train_with_restarts
 
         arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(self.max_steps)] if self.max_steps else [])]
         if self.tool:
             console.print(f"starting workers with {self.tool}")
-            return run_by_tool(ToolJob(self.tool, plan, folder, (*arguments, "--resume", self.resume)))
+            return run_by_tool(self.tool, plan, folder, [*arguments, "--resume", self.resume])
         command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
         code = train_with_restarts(
             command,
