@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.machine import short_facts
 from llmtrain.engines.runtime.distributed import init_process_group
 from llmtrain.launch.discovery.rank import Rank
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 from llmtrain.plan.schedules import PipelineSchedule
 
 CASES = (

@@ -7,35 +7,32 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from llmtrain.system.stops import importing, stop_at_once
-
-with importing():
-    from llmtrain.errors import UserError
-    from llmtrain.library import lint, load_run, plan, train, verify
-    from llmtrain.recipe import (
-        BatchConfig,
-        CheckpointConfig,
-        DataConfig,
-        EvalConfig,
-        ExportConfig,
-        GuardConfig,
-        KernelsConfig,
-        LoggingConfig,
-        LoraConfig,
-        ModelConfig,
-        ObjectiveConfig,
-        OptimConfig,
-        ParallelConfig,
-        ProfileConfig,
-        Recipe,
-        SamplesConfig,
-        Source,
-        TasksConfig,
-        TrainConfig,
-        TrainedTokenizer,
-        WatchdogConfig,
-    )
-    from llmtrain.recipe.cluster import Cluster
+from llmtrain.errors import UserError
+from llmtrain.library import lint, load_run, plan, train, verify
+from llmtrain.recipe import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    GuardConfig,
+    KernelsConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProfileConfig,
+    Recipe,
+    SamplesConfig,
+    Source,
+    TasksConfig,
+    TrainConfig,
+    TrainedTokenizer,
+    WatchdogConfig,
+)
+from llmtrain.recipe.cluster import Cluster
 
 __version__ = "0.1.0"
 
@@ -88,7 +85,6 @@ sys.modules[__name__].__class__ = _Library
 
 def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
-    stop_at_once()
     # Imported here, so that reading a recipe is not slowed down.
     from llmtrain.cli import run_script
 

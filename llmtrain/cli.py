@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -36,7 +35,7 @@ from llmtrain.commands.verify import verify_plans
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.library import lint_errors
 from llmtrain.system.host import limit_spinning
-from llmtrain.system.stops import before_the_first_step, leave, say, stop_that_caused
+from llmtrain.system.stops import before_the_first_step, leave, say, stopped_by
 from llmtrain.system.streams import accept_any_text
 from llmtrain_lint.command import lint_files
 
@@ -103,13 +102,15 @@ def main(arguments: list[str] | None = None) -> None:
     completion.prepare_completion()
     limit_spinning(os.environ)
     try:
-        with _ended_by_a_stop():
-            _check_surroundings()
-            try:
-                app(arguments)
-            finally:
-                if sys.stdout is not None:  # a recipe may have closed it
-                    sys.stdout.flush()
+        _check_surroundings()
+        try:
+            app(arguments)
+            sys.stdout.flush()
+        except BaseException:
+            if number := stopped_by():  # whatever the error became on its way
+                say(before_the_first_step(number))
+                leave(Exit.RESUME)
+            raise
     except StoppedError as error:
         sys.exit(error.exit_code)
     except UserError as error:
@@ -125,18 +126,6 @@ def main(arguments: list[str] | None = None) -> None:
         _drop_output()
         print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
-
-
-@contextmanager
-def _ended_by_a_stop() -> Iterator[None]:
-    """Ends the process if a signal is behind an error, whatever the error became on its way."""
-    try:
-        yield
-    except BaseException as error:
-        if stop := stop_that_caused(error):
-            say(before_the_first_step(stop.number))
-            leave(Exit.RESUME)
-        raise
 
 
 def run_script(recipe: Callable[[], Recipe]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 FLOAT_DIGITS = 12
 """Number of digits of a float that a message shows."""
-MOST_SHOWN = 200
+MAX_VALUE_LENGTH = 200
 """Number of characters of a value that a message shows."""
 USER_OF_URL = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
 """What stands before the host of a URL: a user, often with a password, or a token. It may be in logs and reports."""
@@ -192,7 +192,7 @@ def format_value(value: object) -> str:
 
 def truncate(text: str) -> str:
     """Truncates a text for a message."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
 
 
 def reason(error: BaseException) -> str:

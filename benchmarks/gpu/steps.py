@@ -171,7 +171,7 @@ def _first_device() -> Iterator[tuple[torch.device, str]]:
     """Makes the process group of one rank; yields its device, and the name of that in the catalogue."""
     from llmtrain.engines.runtime.distributed import init_process_group
     from llmtrain.launch.discovery.rank import Rank
-    from llmtrain.launch.local import reserved_port
+    from llmtrain.launch.rendezvous import reserved_port
     from llmtrain.recipe.cluster import device_of, visible_gpus
 
     gpus = visible_gpus()

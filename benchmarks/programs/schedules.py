@@ -18,7 +18,7 @@ import torch
 
 from llmtrain.engines.runtime.distributed import init_process_group
 from llmtrain.launch.discovery.rank import Rank
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 
 RECIPE = "recipes/tiny.py"
 RANKS = 2

@@ -7,7 +7,6 @@ without the others, reads what it needs from the checkpoint, and writes it. Memo
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import shutil
@@ -152,7 +151,7 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> di
 
 
 def _run_rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection, parent: int) -> None:
-    die_with(parent, ctypes.CDLL(None).prctl)  # otherwise it would write into the folder of the next conversion
+    die_with(parent)  # otherwise it would write into the folder of the next conversion
     try:
         with Path(os.devnull).open("w") as null:
             os.dup2(null.fileno(), 1)  # DeepSpeed's log messages

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmtrain.commands.options import LARGEST_OPTION, JsonOption
+from llmtrain.commands.options import MAX_OPTION, JsonOption
 from llmtrain.errors import CheckpointError, Problem, RecipeError, format_value
 from llmtrain.system.stops import interrupt_on_sigterm
 from llmtrain.system.streams import print_as_is, quiet_libraries
@@ -32,7 +32,7 @@ class EvalRequest:
         None
     )
     step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0, max=LARGEST_OPTION)
+        int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0, max=MAX_OPTION)
     ] = None
     include_path: Annotated[
         Path | None,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.commands.options import LARGEST_OPTION, TrustOption
+from llmtrain.commands.options import MAX_OPTION, TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries, visible
 
@@ -37,7 +37,7 @@ class GenerateRequest:
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
     ] = 0.8
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0, max=LARGEST_OPTION)] = 1
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0, max=MAX_OPTION)] = 1
     trust_remote_code: TrustOption = False
 
 

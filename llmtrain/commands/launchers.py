@@ -133,9 +133,9 @@ def train_on_hosts(request: TrainRequest) -> None:
     """Runs all checks that are possible before workers start, trains, and exits with the job's exit code."""
     from rich.console import Console
 
+    from llmtrain.launch.failure import clear_failures
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.launch.hosts import HostsJob, run_on_hosts
-    from llmtrain.launch.local import clear_failures
     from llmtrain.recipe.cluster import Cluster, local_cluster
     from llmtrain.system.stops import caught_signals, leave
     from llmtrain.train.start import print_plan, startable

@@ -42,7 +42,7 @@ SetOption = Annotated[
         autocompletion=completion.assignments,
     ),
 ]
-LARGEST_OPTION = 10**12
+MAX_OPTION = 10**12
 """Upper bound of numbers on the command line, as of those of a recipe."""
 NodesOption = Annotated[int | None, typer.Option(help="Number of machines; default: as in the recipe.", min=1)]
 PerNodeOption = Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)]

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.commands.options import LARGEST_OPTION
+from llmtrain.commands.options import MAX_OPTION
 from llmtrain.errors import Problem, RecipeError, format_value
 
 
 def request_profile(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a job that is running.")],
-    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=LARGEST_OPTION)] = 3,
+    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=MAX_OPTION)] = 3,
     ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Any, Self
 
 from llmtrain.errors import Problem, RecipeError, WorkerError
 
@@ -24,13 +24,6 @@ TAG_LENGTH = 64
 """Number of characters of the hexadecimal HMAC-SHA256 tag at the beginning of a signed message."""
 RETRY_S = 5.0
 """Seconds for which a forged message in the store may be replaced by an authentic one."""
-
-
-class Store(Protocol):
-    """The rendezvous store: torch's, whose own methods are untyped."""
-
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key, and waits until it is set."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,8 @@ class Secret:
         return MessageAuthenticator(hashlib.sha256(self.text.encode()).hexdigest())
 
 
-def read_verified(store: Store, key: str, authenticator: MessageAuthenticator, purpose: str) -> str:
-    """Returns the message that a rank of this run has written to a key of the store.
+def read_verified(store: Any, key: str, authenticator: MessageAuthenticator, purpose: str) -> str:
+    """Returns the message that a rank of this run has written to a key of the rendezvous store, and waits for it.
 
     Raises WorkerError if another program wrote there, and no authentic message replaces it.
     """

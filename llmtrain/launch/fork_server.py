@@ -25,8 +25,7 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import Self
 
-from llmtrain.launch.hang_detector import CHECK_INTERVAL_S, HangDetector
-from llmtrain.system.parent import die_with, kill_with_parent
+from llmtrain.system.parent import die_with, prctl, start_child
 from llmtrain.system.stops import STOP_SIGNALS
 
 PRELOADED_MODULES = (
@@ -67,7 +66,6 @@ class ForkServer:
         self._channel: socket.socket | None = None
         self._is_ready: bool | None = None
         """None while it imports; False if that failed."""
-        self._output: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,18 +83,15 @@ class ForkServer:
             return
         self.close()
         self._environment, self._is_ready = dict(env), None
-        self._output = os.memfd_create("llmtrain-imports")
         self._channel, server_end = socket.socketpair()
         with server_end:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-m", __name__, str(server_end.fileno()), *self._modules],
                 env={**env, "DS_ACCELERATOR": "cpu"},
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=(server_end.fileno(),),
-                preexec_fn=kill_with_parent(),
             )
 
     def wait_until_ready(self, seconds: float) -> bool:
@@ -105,26 +100,12 @@ class ForkServer:
             self._is_ready = self._channel.recv(1) == READY
         return self._channel is None or self._is_ready is not None
 
-    def output(self) -> bytes:
-        """Returns what was printed during the imports."""
-        return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
-
-    @property
-    def process(self) -> dict[str, int]:
-        """The process for `HangDetector` to check; empty if there is none."""
-        return {"the process that forks workers": self._process.pid} if self._process else {}
-
     def fork(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        descriptors: Mapping[int, int],
-        hang_detector: HangDetector,
+        self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> ForkedWorker | None:
         """Forks a worker that leads a session of its own. Returns None if there is no process to fork it from.
 
-        command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours. Raises WorkerError if
-        the process that forks is stopped.
+        command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours.
         """
         if not self._is_ready or self._channel is None:
             return None
@@ -138,8 +119,6 @@ class ForkServer:
                     socket.send_fds(self._channel, [b"w"], [request, reporter, *descriptors.values()])
                 finally:
                     os.close(reporter)
-                while not select.select([report], [], [], CHECK_INTERVAL_S)[0]:
-                    hang_detector.check(self.process)
                 pid = os.read(report, 32)  # empty once every process that could write is gone
         finally:
             os.close(request)
@@ -152,15 +131,13 @@ class ForkServer:
             self._channel.close()
             os.killpg(self._process.pid, signal.SIGKILL)  # including a worker that has no session of its own yet
             self._process.wait()
-        if self._output is not None:
-            os.close(self._output)
-        self._process = self._channel = self._output = self._environment = None
+        self._process = self._channel = self._environment = None
 
 
 @contextmanager
 def _as_subreaper() -> Iterator[None]:
     """Makes orphans of this process's children its own children meanwhile."""
-    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -188,7 +165,7 @@ def main() -> None:
     channel.close()
     while os.getppid() == intermediate:
         time.sleep(0.001)
-    die_with(launcher, ctypes.CDLL(None).prctl)
+    die_with(launcher)
     os.setsid()
     for number, handler in handlers.items():
         signal.signal(number, handler)

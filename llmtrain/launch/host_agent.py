@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.launch.discovery.interfaces import addresses
-from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS
+from llmtrain.launch.rendezvous import free_port
 from llmtrain.run_dir import versions
 from llmtrain.system.host import process_fields
 from llmtrain.system.stops import STOP_SIGNALS
@@ -74,7 +73,8 @@ def main() -> None:
     if verb == "prepare":
         job = json.load(sys.stdin)
         _prepare(job_folder(token), job)
-        json.dump({**version_facts(Path(job["recipe"])), **_rendezvous()}, sys.stdout)
+        rendezvous = {"addresses": addresses(), "port": free_port()}
+        json.dump({**version_facts(Path(job["recipe"])), **rendezvous}, sys.stdout)
     elif verb == "signal":
         _signal(job_folder(token), int(rest[0]), int(rest[1]))
     elif verb == "end":
@@ -92,22 +92,6 @@ def version_facts(recipe: Path) -> dict[str, Any]:
         "llmtrain": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
         "recipe": _digest([recipe]) if recipe.is_file() else None,
     }
-
-
-def _rendezvous() -> dict[str, Any]:
-    """Returns a rendezvous on this host: its addresses and a free port."""
-    return {"addresses": addresses(), "port": _free_port()}
-
-
-def _free_port() -> int:
-    """Returns a port of a range from which the system assigns none. Raises OSError if all are taken."""
-    start = secrets.randbelow(PORTS)
-    for offset in range(PORTS):
-        port = FIRST_PORT + (start + offset) % PORTS
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
-    raise OSError(f"all ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are taken")
 
 
 def _digest(files: list[Path]) -> str:

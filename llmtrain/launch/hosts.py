@@ -28,7 +28,7 @@ from queue import Empty
 from threading import Thread
 from typing import IO, Any
 
-from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
+from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.authentication import Secret
 from llmtrain.launch.discovery.rank import RankReader
 from llmtrain.launch.failure import Failure
@@ -301,8 +301,7 @@ def _outcome(job: HostsJob, code: int, log_offset: int) -> int:
         default=None,
     )
     if first is not None and not (first.is_cut_off and lost):
-        error: UserError | None = first.user_error()
-        died = Problem("worker.died", f"rank {first.rank}", first.summary, f"see {job.run_dir.log_file(first.rank)}")
-        raise error or WorkerError([*lost, died])
+        error = first.error(job.run_dir.log_file(first.rank))
+        raise WorkerError([*lost, *error.problems]) if not first.problems else error
     message = f"ended with exit code {code}"
     raise WorkerError(lost or [Problem("worker.died", "--launcher deepspeed", message, f"see {log}")])

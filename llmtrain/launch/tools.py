@@ -12,8 +12,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,32 +21,31 @@ from typing import IO, Any, Literal
 
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.authentication import Secret
-from llmtrain.launch.failure import Failure
-from llmtrain.launch.hang_detector import HangDetector
+from llmtrain.launch.failure import WorkerExit, clear_failures, exit_code_before_first_step, job_exit_code
 from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
-from llmtrain.launch.local import KILL_SIGNALS, clear_failures, describe_exit, exit_code_before_first_step
+from llmtrain.launch.rendezvous import TORCHRUN_PORT
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.parent import kill_with_parent
-from llmtrain.system.stops import QUIT, STOP_SIGNALS, caught_signals
+from llmtrain.system.parent import start_child
+from llmtrain.system.stops import QUIT, caught_signals
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
-PORT = 29500
-"""The rendezvous port of a printed command, on the first of its nodes."""
 LOOK_S = 0.2
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
-class ToolJob:
-    """A job for a tool."""
+class ToolEnd:
+    """How a tool ended, and the workers that it has started."""
 
-    tool: Tool
-    plan: Plan
-    run_dir: RunDir
-    arguments: tuple[str, ...]
-    """Arguments of `llmtrain.train.worker`."""
+    code: int
+    """Its exit code, which says little."""
+    exits: list[WorkerExit]
+    stopped_by: int | None
+    """The signal that stopped the run."""
+    was_interrupted: bool
+    """Whether another signal ended the wait for it."""
 
 
 def check_tool(tool: Tool, plan: Plan) -> None:
@@ -57,65 +56,60 @@ def check_tool(tool: Tool, plan: Plan) -> None:
         raise RecipeError(Problem("launch.accelerate", "--launcher accelerate", message, "--launcher torchrun"))
 
 
-def run_by_tool(job: ToolJob) -> int:
-    """Runs the workers of a plan on this machine. Returns and raises as `run_workers` does."""
-    clear_failures(job.run_dir)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
-        folder = Path(name)
-        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.train.worker", *job.arguments]
-        job.run_dir.write_launch(job.tool, job.plan.workers, command)
-        log = job.run_dir.logs / "launcher.log"
-        secret, hang_detector = Secret.new().environment, HangDetector(job.plan.recipe.watchdog.min_seconds)
-        with caught_signals() as events, log.open("ab") as errors, started(command, errors, secret) as process:
-            stopped_by, impatient = wait(process, folder, events, hang_detector)
-            if impatient:
-                return Exit.INTERRUPTED
-            return _outcome(job, folder, process.returncode, stopped_by, hang_detector.stopped)
+def run_by_tool(tool: Tool, plan: Plan, run_dir: RunDir, arguments: Sequence[str]) -> int:
+    """Runs the workers of a plan on this machine. Returns and raises as `run_workers` does.
+
+    arguments: those of `llmtrain.train.worker`.
+    """
+    clear_failures(run_dir)
+    command, worker = _command(tool, plan, run_dir), ["-m", "llmtrain.train.worker", *arguments]
+    run_dir.write_launch(tool, plan.workers, [*command, *worker])
+    log = run_dir.logs / "launcher.log"
+    with log.open("ab") as errors:
+        end = run_tool(command, worker, errors, Secret.new().environment)
+    if end.was_interrupted:
+        return Exit.INTERRUPTED
+    if len(end.exits) == plan.workers or any(worker.failed for worker in end.exits):
+        return job_exit_code(end.exits, run_dir, end.stopped_by)
+    if end.stopped_by is not None:
+        return exit_code_before_first_step(end.stopped_by)  # the workers did not handle signals yet
+    raise WorkerError(Problem("worker.died", f"--launcher {tool}", f"ended with exit code {end.code}", f"see {log}"))
 
 
-def _tool(job: ToolJob) -> list[str]:
-    if job.tool == "torchrun":
-        return [*TORCHRUN, "--standalone", f"--nproc-per-node={job.plan.workers}"]
-    configuration = job.run_dir.path / "accelerate.yaml"
-    configuration.write_text(render_configuration(job.plan, job.run_dir.ds_config_file.absolute()), encoding="utf-8")
+def _command(tool: Tool, plan: Plan, run_dir: RunDir) -> list[str]:
+    if tool == "torchrun":
+        return [*TORCHRUN, "--standalone", f"--nproc-per-node={plan.workers}"]
+    configuration = run_dir.path / "accelerate.yaml"
+    configuration.write_text(render_configuration(plan, run_dir.ds_config_file.absolute()), encoding="utf-8")
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
 
 
-def worker_command(folder: Path) -> list[str]:
-    """Returns the command of each worker, without the arguments of its Python. folder: where it reports its state."""
-    return ["-m", "llmtrain.launch.worker_wrapper", str(folder)]
+def run_tool(
+    command: Sequence[str],
+    script: Sequence[str],
+    errors: IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> ToolEnd:
+    """Runs a tool in a session of its own, so that a Ctrl-C reaches the workers through us.
 
-
-@contextmanager
-def started(
-    command: list[str], errors: IO[bytes] | None = None, env: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a tool in a session of its own: a Ctrl-C reaches the workers through us.
-
-    errors: receives the tool's own messages. env: variables that override those of this process.
+    script: arguments of each worker's Python. errors: receives the tool's own messages. env: variables that override
+    those of this process.
     """
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,
-        preexec_fn=kill_with_parent(),
-    )
-    try:
-        yield process
-    finally:
-        process.kill()  # workers end with the tool, by `die_with`
-        process.wait()
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name, caught_signals() as events:
+        folder = Path(name)
+        wrapped = [*command, "-m", "llmtrain.launch.worker_wrapper", name, *script]
+        process = start_child(wrapped, env={**os.environ, **(env or {})}, stderr=errors, start_new_session=True)
+        try:
+            stopped_by, was_interrupted = _wait(process, folder, events)
+        finally:
+            process.kill()  # workers end with the tool, by `die_with`
+            process.wait()
+        exits = [WorkerExit(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
+    return ToolEnd(process.returncode, exits, stopped_by, was_interrupted)
 
 
-def wait(
-    process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any], hang_detector: HangDetector | None = None
-) -> tuple[int | None, bool]:
-    """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait.
-
-    events: the numbers of signals, as they arrive. hang_detector: checks the tool and the workers that have begun.
-    """
+def _wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
+    """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait."""
     stopped_by: int | None = None
     signalled: set[str] = set()
     while process.poll() is None:
@@ -124,17 +118,9 @@ def wait(
             if event == QUIT:
                 return stopped_by, True
             stopped_by = stopped_by or event
-        if hang_detector is not None:
-            hang_detector.check({"the launcher's process": process.pid, **_running(folder)})
         if stopped_by is not None:
             _signal_workers(folder, stopped_by, signalled)
     return stopped_by, False
-
-
-def _running(folder: Path) -> dict[str, int]:
-    """Returns the process ids of the workers that have begun and not ended."""
-    begun = [file for file in folder.glob("*.pid") if not file.with_suffix(".ended.json").exists()]
-    return {f"rank {file.stem}": int(file.read_text()) for file in begun}
 
 
 def _signal_workers(folder: Path, number: int, signalled: set[str]) -> None:
@@ -144,61 +130,6 @@ def _signal_workers(folder: Path, number: int, signalled: set[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), number)
         signalled.add(file.name)
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """The end of a worker, as seen by its parent."""
-
-    rank: int
-    code: int
-    """As in `subprocess`: negative after a signal."""
-    time: float
-    signalled: bool
-    """Whether the tool ended it because another worker had failed."""
-
-    @classmethod
-    def read_all(cls, folder: Path) -> list[WorkerExit]:
-        """Reads the exits of all workers that have ended. folder: where their wrappers report them."""
-        return [cls(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
-
-    @property
-    def failed(self) -> bool:
-        """Whether it neither finished nor stopped after saving."""
-        return self.code not in (Exit.DONE, Exit.RESUME)
-
-    @property
-    def failure_order(self) -> tuple[int, float]:
-        """Orders failures: a worker that was killed cannot have been brought down by another."""
-        return (0 if -self.code in KILL_SIGNALS and not self.signalled else 1), self.time
-
-
-def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stopped: list[Problem]) -> int:
-    """Returns the exit code of the job, or raises the error of the worker that failed first.
-
-    stopped: the workers that were stopped.
-    """
-    workers = WorkerExit.read_all(folder)
-    failed = [worker for worker in workers if worker.failed]
-    if len(workers) == job.plan.workers and not failed:
-        return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
-    failures = [Failure.read(job.run_dir.error_file(worker.rank)) for worker in failed]
-    reported = min((failure for failure in failures if failure), key=lambda failure: failure.time, default=None)
-    if reported is not None and reported.is_cut_off and stopped:
-        raise WorkerError(stopped)
-    first = min(failed, key=lambda worker: worker.failure_order, default=None)
-    was_killed = first is not None and first.failure_order[0] == 0
-    if reported is not None and (error := reported.user_error()) is not None and not was_killed:
-        raise error
-    if stopped_by is not None and (first is None or -first.code in STOP_SIGNALS):
-        return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
-    if first is None:
-        message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
-        raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))
-    rank, message = first.rank, describe_exit(first.code)
-    if reported and not was_killed:
-        rank, message = reported.rank, reported.summary
-    raise WorkerError(Problem("worker.died", f"rank {rank}", message, f"see {job.run_dir.log_file(rank)}"))
 
 
 def manual_commands(
@@ -215,11 +146,13 @@ def manual_commands(
     comments = [comment] if nodes > 1 else []
     if tool == "torchrun":
         single_node = f"torchrun --standalone --nproc-per-node {each}"
-        rendezvous = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
+        rendezvous = f"--node-rank {node} --master-addr {head} --master-port {TORCHRUN_PORT}"
         multi_node = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous}"
         return [*comments, f"{multi_node if nodes > 1 else single_node} {shlex.join(script)}"]
     write = shlex.join(["llmtrain", *planned, "--write", str(folder)])
-    rendezvous = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
+    rendezvous = (
+        f" --machine_rank {node} --main_process_ip {head} --main_process_port {TORCHRUN_PORT}" if nodes > 1 else ""
+    )
     configuration = shlex.quote(str(folder / "accelerate.yaml"))
     return [
         "# once",

@@ -7,18 +7,14 @@ dies of SIGUSR1; but batch systems and Kubernetes treat a job by its exit code.
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import exit_code_before_first_step
-from llmtrain.launch.tools import TORCHRUN, WorkerExit, started, wait, worker_command
-from llmtrain.system.stops import STOP_SIGNALS, caught_signals
+from llmtrain.launch.failure import exit_code_before_first_step
+from llmtrain.launch.tools import TORCHRUN, ToolEnd, run_tool
+from llmtrain.system.stops import STOP_SIGNALS
 
 USER_ERROR_CODES = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
-
-
 MODULE = ["-m", "llmtrain"]
 
 
@@ -28,14 +24,8 @@ def main() -> None:
     if not script:
         print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] SCRIPT [ARGUMENTS]", file=sys.stderr)
         sys.exit(Exit.USAGE)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
-        folder = Path(name)
-        command = [*TORCHRUN, *options, *worker_command(folder), *script]
-        with caught_signals() as events, started(command) as process:
-            stopped_by, impatient = wait(process, folder, events)
-            if impatient:
-                sys.exit(Exit.INTERRUPTED)
-            sys.exit(node_exit_code(WorkerExit.read_all(folder), process.returncode, stopped_by))
+    end = run_tool([*TORCHRUN, *options], script)
+    sys.exit(Exit.INTERRUPTED if end.was_interrupted else node_exit_code(end))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -48,16 +38,16 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at:]
 
 
-def node_exit_code(workers: list[WorkerExit], tool: int, stopped_by: int | None) -> int:
-    """Returns the exit code of the node. tool: the exit code of torchrun itself."""
-    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.failure_order)
-    if tool == 0 and not failed:
-        return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
+def node_exit_code(end: ToolEnd) -> int:
+    """Returns the exit code of the node."""
+    failed = sorted((worker for worker in end.exits if worker.failed), key=lambda worker: worker.order(None))
+    if end.code == 0 and not failed:
+        return Exit.RESUME if any(worker.code == Exit.RESUME for worker in end.exits) else Exit.DONE
     mistake = next((worker.code for worker in failed if worker.code in USER_ERROR_CODES), None)
     if mistake is not None:
         return mistake
-    if stopped_by is not None and (not failed or -failed[0].code in STOP_SIGNALS):
-        return exit_code_before_first_step(stopped_by)  # it did not handle signals yet
+    if end.stopped_by is not None and (not failed or -failed[0].code in STOP_SIGNALS):
+        return exit_code_before_first_step(end.stopped_by)  # it did not handle signals yet
     return Exit.WORKER
 
 

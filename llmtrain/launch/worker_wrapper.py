@@ -6,14 +6,12 @@ id and how it ended to a folder, and reports success to the tool if the child st
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -40,28 +38,27 @@ def main() -> None:
 
     for stop in STOP_SIGNALS:
         signal.signal(stop, pass_on)
-    prctl = ctypes.CDLL(None).prctl
-    die_with(tool, prctl)
-    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(_begin, os.getpid(), prctl))
+    die_with(tool)
+    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(_begin, os.getpid()))
     children.append(child)
     for number in received:
         child.send_signal(number)
     write_atomically(Path(folder) / f"{rank}.pid", str(child.pid))
     code = child.wait()
-    ended = {"rank": int(rank), "code": code, "time": time.time(), "signalled": bool(received)}
+    ended = {"rank": int(rank), "code": code, "time": time.time(), "signals": received}
     write_atomically(Path(folder) / f"{rank}.ended.json", json.dumps(ended))
     if code < 0:
         code = 128 - code
     sys.exit(0 if code == Exit.RESUME else code)
 
 
-def _begin(parent: int, prctl: Callable[[int, int], int]) -> None:
+def _begin(parent: int) -> None:
     """Blocks signals until the worker handles them (`StopSignals`), and makes it end with its parent.
 
     Runs in the forked child.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    die_with(parent, prctl)
+    die_with(parent)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from llmtrain.system.host import available_cores, installed_version
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
 T = TypeVar("T")
-MOST_ID_BYTES = 4096
+MAX_ID_BYTES = 4096
 
 # A run may be continued with other values of these fields. Every other field affects the model, its optimizer, the
 # arithmetic or the order of the samples, so another value defines another run. (If `data.special_tokens` changes
@@ -302,7 +302,7 @@ class RunDir:
 
 
 def _identity(file: Path) -> str:
-    name = read_text(file, MOST_ID_BYTES).strip()
+    name = read_text(file, MAX_ID_BYTES).strip()
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise ValueError(f"contains {name[:40]!r}, which is not the id of a run")
     return name

@@ -6,13 +6,13 @@ it needs no cooperation of the rank, so it also works for a rank that is stopped
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, Self
 
@@ -22,13 +22,6 @@ RECENT = 1000
 """Number of step times for the running p99."""
 WARM_STEPS = 2
 """First steps of a start, in which kernels are compiled, caches filled, and ZeRO-3 records the order of modules."""
-
-WORD = 8
-# Words of a page.
-_STEP, _PHASE, _BEAT, _WAITING, _OWN_S, _MEASURED, _TIMES, _SLOW_RANK, _SLOW_RATIO, _NAMED, _ADDRESS = range(11)
-_TEXT, _RING = 16, 64
-_TEXT_BYTES = (_RING - _TEXT) * WORD
-PAGE_BYTES = 16384  # whole pages of the kernel's, and room for RECENT
 
 
 class Phase(IntEnum):
@@ -63,14 +56,47 @@ class WorkTimer(Protocol):
         """Returns the seconds that the rank worked in this step, including waiting for data."""
 
 
+class HeartbeatPage(ctypes.Structure):
+    """The shared memory of a rank. The rank writes all of it but the slowest rank, which rank 0's watcher writes."""
+
+    _fields_ = (
+        ("step", ctypes.c_int64),  # the last one that was begun; 0 before the first
+        ("phase", ctypes.c_int64),
+        ("beat", ctypes.c_double),  # time of the last beat by `time.monotonic`, the same for all processes of a machine
+        ("waiting", ctypes.c_int64),
+        ("work_s", ctypes.c_double),  # seconds that `measured_steps` steps took, without waiting for others
+        ("measured_steps", ctypes.c_int64),
+        ("num_step_times", ctypes.c_int64),
+        ("step_times", ctypes.c_double * RECENT),  # a ring buffer of seconds
+        ("slowest_rank", ctypes.c_int64),
+        ("slowest_ratio", ctypes.c_double),
+        ("straggler_reports", ctypes.c_int64),  # how often the watcher found the slowest rank too slow
+        ("address", ctypes.c_char * 256),  # at which the watchers of all ranks meet
+        ("has_address", ctypes.c_int64),
+    )
+
+    @classmethod
+    def new(cls) -> Self:
+        """Returns a page in memory that forked processes share."""
+        return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
+
+    @classmethod
+    def of_rank(cls, memory: mmap.mmap, local_rank: int) -> Self:
+        """Returns a page of `HeartbeatPages`."""
+        return cls.from_buffer(memory, local_rank * ctypes.sizeof(cls))
+
+    def p99(self) -> float:
+        """Returns the 99th percentile of the last `RECENT` step times in seconds; 0 without any."""
+        times = sorted(self.step_times[: min(self.num_step_times, RECENT)])
+        return times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
+
+
 class Heartbeat:
     """The state that a rank reports about itself while it trains."""
 
-    def __init__(self, memory: mmap.mmap | None = None, offset: int = 0) -> None:
-        """memory: contains the page, at `offset`; without it the rank is not watched."""
-        memory = mmap.mmap(-1, PAGE_BYTES) if memory is None else memory
-        page = memoryview(memory)[offset : offset + PAGE_BYTES]
-        self._numbers, self._reals, self._bytes = page.cast("q"), page.cast("d"), page
+    def __init__(self, page: HeartbeatPage | None = None) -> None:
+        """page: by default a new one, which only a forked watcher shares."""
+        self.page = page or HeartbeatPage.new()
         self.work_timer: WorkTimer | None = None
         """Set once the engine exists."""
         self._begun: float | None = None
@@ -79,19 +105,19 @@ class Heartbeat:
         self._beat(Phase.LOADING)
 
     @classmethod
-    def of_worker(cls, rank: int) -> Self:
+    def of_worker(cls, local_rank: int) -> Self:
         """Uses the page that the launcher has created for this worker, else a new one."""
         descriptor = os.environ.pop(BEATS_VARIABLE, None)
         if descriptor is None:
             return cls()
         memory = mmap.mmap(int(descriptor), 0)
         os.close(int(descriptor))
-        return cls(memory, rank * PAGE_BYTES)
+        return cls(HeartbeatPage.of_rank(memory, local_rank))
 
     def begin_step(self, step: int) -> None:
         """Marks the beginning of step `step`."""
         self._end_of_step()
-        self._numbers[_STEP] = step
+        self.page.step = step
         self._steps += 1
         self._beat(Phase.FIRST_STEPS if self._steps <= WARM_STEPS else Phase.TRAINING)
         self._begun = time.monotonic() if self._steps > WARM_STEPS else None
@@ -101,8 +127,8 @@ class Heartbeat:
     def end_step(self, data_wait_s: float) -> None:
         """Marks that the step has been submitted. data_wait_s: seconds that it waited for its data."""
         if self.work_timer is not None and self._steps > WARM_STEPS:
-            self._reals[_OWN_S] += self.work_timer.end(data_wait_s)
-            self._numbers[_MEASURED] += 1
+            self.page.work_s += self.work_timer.end(data_wait_s)
+            self.page.measured_steps += 1
         if self._steps >= WARM_STEPS:
             self._beat(Phase.BETWEEN)
 
@@ -118,26 +144,26 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Marks progress within the phase."""
-        self._reals[_BEAT] = time.monotonic()
+        self.page.beat = time.monotonic()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Marks that something is compiled within a phase: a step may then take as long as the first ones."""
-        phase = self._numbers[_PHASE]
-        self._beat(Phase.FIRST_STEPS if phase == Phase.TRAINING else Phase(phase))
+        phase = self.page.phase
+        self._beat(Phase.FIRST_STEPS if phase == Phase.TRAINING else phase)
         try:
             yield
         finally:
-            self._beat(Phase(phase))
+            self._beat(phase)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Marks that the rank waits for a device or for other ranks, which have to arrive at the same point."""
-        self._numbers[_WAITING] = 1
+        self.page.waiting = 1
         try:
             yield
         finally:
-            self._numbers[_WAITING] = 0
+            self.page.waiting = 0
 
     def finish(self) -> None:
         """Marks that no steps will follow."""
@@ -148,89 +174,33 @@ class Heartbeat:
         self._beat(Phase.DONE)
 
     def set_address(self, address: str) -> None:
-        """Stores the address at which the watchers of all ranks meet."""
-        encoded = address.encode()
-        if len(encoded) > _TEXT_BYTES:
-            raise ValueError(f"an address of {len(encoded)} bytes")
-        self._bytes[_TEXT * WORD : _TEXT * WORD + len(encoded)] = encoded
-        self._numbers[_ADDRESS] = len(encoded)
+        """Stores the address at which the watchers of all ranks meet. Raises ValueError if it is too long."""
+        self.page.address = address.encode()
+        self.page.has_address = 1  # not before all of it is there
 
     def slowest(self) -> tuple[int, float] | None:
         """Returns the slowest rank recently, and the ratio of its time to the median rank's, or None if unknown."""
-        ratio = self._reals[_SLOW_RATIO]
-        return (self._numbers[_SLOW_RANK], ratio) if ratio else None
+        ratio = self.page.slowest_ratio
+        return (self.page.slowest_rank, ratio) if ratio else None
 
     def straggler(self) -> tuple[int, float] | None:
         """Returns the same as `slowest`, once for each time that the watcher found it too slow, else None."""
-        named = self._numbers[_NAMED]
-        if named == self._reported:
+        reports = self.page.straggler_reports
+        if reports == self._reported:
             return None
-        self._reported = named
+        self._reported = reports
         return self.slowest()
 
-    def reader(self) -> HeartbeatReader:
-        """Returns a reader of this page."""
-        return HeartbeatReader(self._bytes)
-
-    def _beat(self, phase: Phase) -> None:
-        self._numbers[_PHASE] = phase
-        self._reals[_BEAT] = time.monotonic()
+    def _beat(self, phase: int) -> None:
+        self.page.phase = phase
+        self.page.beat = time.monotonic()
 
     def _end_of_step(self) -> None:
         """Records the duration of the last step, including the logging after it."""
         if self._begun is not None:
-            count = self._numbers[_TIMES]
-            self._reals[_RING + count % RECENT] = time.monotonic() - self._begun
-            self._numbers[_TIMES] = count + 1
+            self.page.step_times[self.page.num_step_times % RECENT] = time.monotonic() - self._begun
+            self.page.num_step_times += 1
             self._begun = None
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """The content of a page."""
-
-    step: int
-    """The last step that was begun; 0 before the first."""
-    phase: Phase
-    beat: float
-    """Time of the last beat by `time.monotonic`, which is the same for all processes of a machine."""
-    waiting: bool
-    own_s: float
-    """Seconds that `measured` steps took, without waiting for others."""
-    measured: int
-
-
-class HeartbeatReader:
-    """Reads a heartbeat in another process."""
-
-    def __init__(self, page: memoryview) -> None:
-        self._numbers, self._reals, self._bytes = page.cast("q"), page.cast("d"), page
-
-    def read(self) -> Pulse:
-        """Returns the current content."""
-        return Pulse(
-            step=self._numbers[_STEP],
-            phase=Phase(self._numbers[_PHASE]),
-            beat=self._reals[_BEAT],
-            waiting=bool(self._numbers[_WAITING]),
-            own_s=self._reals[_OWN_S],
-            measured=self._numbers[_MEASURED],
-        )
-
-    def p99(self) -> float:
-        """Returns the 99th percentile of the last `RECENT` step times in seconds; 0 without any."""
-        times = sorted(self._reals[_RING : _RING + min(self._numbers[_TIMES], RECENT)])
-        return times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
-
-    def address(self) -> str | None:
-        """Returns the address of `set_address`, or None."""
-        length = self._numbers[_ADDRESS]
-        return bytes(self._bytes[_TEXT * WORD : _TEXT * WORD + length]).decode() if length else None
-
-    def set_slowest(self, rank: int, ratio: float, is_named: bool) -> None:
-        """Stores what `slowest` and, if `is_named`, `straggler` return from now on."""
-        self._numbers[_SLOW_RANK], self._reals[_SLOW_RATIO] = rank, ratio
-        self._numbers[_NAMED] += is_named
 
 
 class HeartbeatPages:
@@ -239,10 +209,9 @@ class HeartbeatPages:
     def __init__(self, workers: int) -> None:
         self.descriptor = os.memfd_create("llmtrain-beats")
         """For the workers to inherit, which find it by `environment`."""
-        os.ftruncate(self.descriptor, workers * PAGE_BYTES)
-        self._memory = mmap.mmap(self.descriptor, 0)
-        page = memoryview(self._memory)
-        self._readers = [HeartbeatReader(page[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]) for rank in range(workers)]
+        os.ftruncate(self.descriptor, workers * ctypes.sizeof(HeartbeatPage))
+        memory = mmap.mmap(self.descriptor, 0)
+        self._pages = [HeartbeatPage.of_rank(memory, rank) for rank in range(workers)]
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -251,11 +220,11 @@ class HeartbeatPages:
 
     def step(self) -> int:
         """Returns the last step that all workers have begun; 0 if one of them has begun none."""
-        return min(reader.read().step for reader in self._readers)
+        return min(int(page.step) for page in self._pages)
 
     def has_begun(self) -> bool:
         """Whether any of the workers has begun a step."""
-        return any(reader.read().step for reader in self._readers)
+        return any(page.step for page in self._pages)
 
     def close(self) -> None:
         """Closes the descriptor."""

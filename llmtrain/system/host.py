@@ -182,6 +182,14 @@ def process_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
+def process_state(pid: int) -> str:
+    """Returns the state of a process as a letter of `/proc/PID/stat`, or an empty string if it has ended."""
+    with suppress(OSError, IndexError):
+        state = process_fields(pid)[0]
+        return "" if state in "ZX" else state
+    return ""
+
+
 def busy(others: float, cores: int) -> str:
     """Describes the load by others for people."""
     return f"others use {others:.2f} of {cores} cores"
@@ -206,17 +214,11 @@ def _cpu_s() -> float:
 
 def _tree_s(root: int) -> float:
     """Returns the CPU seconds of a process and all its descendants, including ended ones."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            fields = file.read_text(errors="replace").rpartition(")")[2].split()  # from the third field on
-            process = int(file.parent.name)
-            parents[process], ticks[process] = int(fields[1]), sum(map(int, fields[11:15]))
+    import psutil
 
-    def is_below(process: int | None) -> bool:
-        while process is not None and process != root:
-            process = parents.get(process)
-        return process == root
-
-    return TICK_S * sum(ticks[process] for process in parents if is_below(process))
+    process, seconds = psutil.Process(root), 0.0
+    for member in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            times = member.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds

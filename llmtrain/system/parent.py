@@ -5,19 +5,25 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# Looked up before a fork: `die_with` is then safe in the child of a process with threads, since it takes no lock.
+prctl = ctypes.CDLL(None).prctl
 
 
-def kill_with_parent() -> Callable[[], None]:
-    """Returns a `preexec_fn` that makes the kernel kill the child when this process dies, in whatever way."""
-    # Safe in a process with threads, since it takes no lock; `prctl` is looked up before the fork.
-    return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process without standard input, which the kernel kills when this process dies, in whatever way.
+
+    options: those of `subprocess.Popen`.
+    """
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with, os.getpid()), **options)
 
 
-def die_with(parent: int, prctl: Callable[[int, int], int]) -> None:
+def die_with(parent: int) -> None:
     """Makes the kernel kill this process when `parent` dies, in whatever way. Runs in the forked child."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST_S = 1e11
+MAX_DURATION_S = 1e11
 """Longest time that is shown in units, and added to a date."""
 
 
@@ -24,7 +24,7 @@ def compact(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Formats a duration with two units: 42s, 2m11s, 1h05m, 3d04h."""
-    if not abs(seconds) < LONGEST_S:
+    if not abs(seconds) < MAX_DURATION_S:
         return f"{seconds / 86400:.3g}d"
     whole = round(seconds)
     for unit, below, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):

@@ -1,7 +1,4 @@
-"""The signals that end a run, before and while it has something to save.
-
-From the first line of our code on, each of them ends a run with a documented exit code.
-"""
+"""The signals that end a run, before and while it has something to save."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
 
+from llmtrain.errors import Exit
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a run to save and stop, for the launcher and the workers."""
 QUIT = signal.SIGQUIT
 """The signal that ends a run at once (Ctrl-\\). A second SIGINT is handled like this signal."""
-RESUME, INTERRUPTED = 75, 130
-"""As in `errors.Exit`, which takes longer to import."""
-MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.worker_wrapper")
-"""Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
 
 _received: set[int] = set()
 """Signals that were received since the program began to collect them."""
 _postponed: set[int] = set()
 """Signals that are handled after those that arrived with them."""
+_stopped_by: int | None = None
+"""The signal for which `Stopped` was raised, whatever error it became on its way."""
 _events: SimpleQueue[Any] | None = None
 """The queue that receives signals at present, or None."""
 
@@ -42,22 +39,13 @@ class Stopped(BaseException):
         self.number = number
 
 
-def stop_that_caused(error: BaseException) -> Stopped | None:
-    """Returns the `Stopped` in the chain of causes and contexts of an error, or None.
+def stopped_by() -> int | None:
+    """Returns the signal for which `Stopped` was raised, or None.
 
     Code that was interrupted may raise another error instead: `type()` wraps what `__set_name__` raises (until Python
     3.12), and so do libraries.
     """
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        current = chain.pop()
-        if isinstance(current, Stopped):
-            return current
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            chain += [current.__cause__, current.__context__]
-    return None
+    return _stopped_by
 
 
 def before_the_first_step(number: int) -> str:
@@ -96,25 +84,6 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Ends a run on a signal while its first modules are imported, and after that until another handler is set."""
-    is_run, is_script = _is_run(), sys.argv[:1] != ["-c"] and sys.argv[:1] != ["-m"] and bool(sys.argv[:1])
-    if threading.current_thread() is not threading.main_thread() or not (is_run or is_script):
-        yield
-        return
-    previous = stop_at_once()
-    yield
-    if not is_run:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def stop_at_once() -> dict[signal.Signals, Any]:
-    """Makes signals end the process, which has nothing to clean up. Returns the previous handlers."""
-    return _handle(lambda number, _: _end_before_the_first_step(number))
-
-
 def interrupt_on_sigterm() -> None:
     """Makes SIGTERM end a command as Ctrl-C does, so that it removes its temporary files."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -130,11 +99,13 @@ def stop_by_exception() -> None:
     received = _events = SimpleQueue()
 
     def note(number: int, _: FrameType | None) -> None:
+        global _stopped_by
         is_first = received.empty()
         received.put(number)
         if number == QUIT:
             _end_at_once()
         if is_first:
+            _stopped_by = number
             raise Stopped(number)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
@@ -217,25 +188,10 @@ def _move(source: SimpleQueue[Any] | None, target: SimpleQueue[Any]) -> None:
             target.put(event)
 
 
-def _is_run() -> bool:
-    """Whether this process is `llmtrain train`, or a part of a run."""
-    if sys.argv[:1] == ["-m"]:
-        module = "".join(sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1])
-        return module in MODULES or (module == "llmtrain" and sys.argv[1:2] == ["train"])
-    return Path(sys.argv[0] if sys.argv else "").name == "llmtrain" and sys.argv[1:2] == ["train"]
-
-
-def _end_before_the_first_step(number: int) -> NoReturn:
-    if number == QUIT:
-        _end_at_once()
-    say(before_the_first_step(number))
-    os._exit(RESUME)
-
-
 def _end_at_once() -> NoReturn:
     """Ends the process without cleaning up; the kernel ends its children that asked for it."""
     with suppress(OSError, ValueError):
         me = os.getpid()
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
-    os._exit(INTERRUPTED)
+    os._exit(Exit.INTERRUPTED)

@@ -20,7 +20,7 @@ from llmtrain.recipe import ProfileConfig
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
-MOST_ROWS = 30
+MAX_OPERATIONS = 30
 """Operations in a summary."""
 COMMUNICATION = ("nccl", "gloo:", "c10d::")
 """Prefixes of the names of kernels and operations that move data between ranks."""
@@ -116,7 +116,7 @@ def profile_summary(events: Iterable[Any]) -> dict[str, Any]:
     for event in on_device or kept:
         times[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
         calls[event.name] += 1
-    most = sorted(times, key=lambda name: -times[name])[:MOST_ROWS]
+    most = sorted(times, key=lambda name: -times[name])[:MAX_OPERATIONS]
     both = [*moved, *computed]
     return {
         "device": "gpu" if on_device else "cpu",

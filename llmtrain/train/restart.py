@@ -13,14 +13,13 @@ from rich.console import Console
 from llmtrain.errors import Exit, Problem, UserError, WorkerError
 from llmtrain.launch import run_workers
 from llmtrain.launch.fork_server import ForkServer
-from llmtrain.launch.hang_detector import DEFAULT_TIMEOUT_S
 from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
 from llmtrain.train.metrics import note_event
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""
 
 
@@ -47,11 +46,10 @@ def train_with_restarts(
     max_restarts: int,
     console: Console,
     fork_server: ForkServer | None = None,
-    hang_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> int:
     """Runs workers until the job is finished; restarts a job that died, at most `max_restarts` times.
 
-    command: that of a worker, without its --resume. fork_server, hang_timeout_s: as for `run_workers`. A job is not
+    command: that of a worker, without its --resume. fork_server: as for `run_workers`. A job is not
     restarted if a user's mistake or a signal ended it, or if it dies twice in the same step without a checkpoint in
     between. Returns as `run_workers` does, and raises its error in the last attempt.
     """
@@ -59,9 +57,7 @@ def train_with_restarts(
     while True:
         board = HeartbeatPages(workers)
         try:
-            return run_workers(
-                [*command, "--resume", resume], workers, folder, None, board, fork_server, hang_timeout_s
-            )
+            return run_workers([*command, "--resume", resume], workers, folder, None, board, fork_server)
         except UserError as error:
             deaths.append(_death(board, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
@@ -109,7 +105,7 @@ def pause_after(deaths: Sequence[Death]) -> float:
     alike = 1
     while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
         alike += 1
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
 
 
 def _warn(console: Console, text: str) -> None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, RecipeError
-from llmtrain.recipe.cluster import Cluster, local_cluster, self_test_folder
+from llmtrain.recipe.cluster import Cluster, local_cluster
 from llmtrain.system.host import stop_spinning_on_busy_cores
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
@@ -54,7 +53,6 @@ class LocalStart:
         from llmtrain.launch.local import common_environment
 
         cluster = local_cluster(self.nproc or requested_processes())
-        offer_self_test(cluster)
         if cluster.spec.on_cpu:
             configure_thread_waiting(cluster.devices_per_node)
         with ForkServer() as fork_server:
@@ -115,13 +113,13 @@ class LocalStart:
 
     def _run(self, plan: Plan, folder: RunDir, fork_server: ForkServer | None, console: Console) -> int:
         """Runs the workers and returns the exit code."""
-        from llmtrain.launch.tools import ToolJob, run_by_tool
+        from llmtrain.launch.tools import run_by_tool
         from llmtrain.train.restart import train_with_restarts
 
         arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(self.max_steps)] if self.max_steps else [])]
         if self.tool:
             console.print(f"starting workers with {self.tool}")
-            return run_by_tool(ToolJob(self.tool, plan, folder, (*arguments, "--resume", self.resume)))
+            return run_by_tool(self.tool, plan, folder, [*arguments, "--resume", self.resume])
         command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
         code = train_with_restarts(
             command,
@@ -131,7 +129,6 @@ class LocalStart:
             max_restarts=self.max_restarts,
             console=console,
             fork_server=fork_server,
-            hang_timeout_s=plan.recipe.watchdog.min_seconds,
         )
         if fork_server:
             fork_server.close()
@@ -242,17 +239,6 @@ def without_unsplittable(
     if plans and not kept:
         raise RecipeError(dict.fromkeys(fault.problems[0] for fault in faults.values() if fault))
     return kept, out
-
-
-def offer_self_test(cluster: Cluster) -> None:
-    """Suggests the self-test on a machine with untested GPUs, once per type of device."""
-    offered = self_test_folder() / f"offered_{cluster.device}"
-    if cluster.spec.on_cpu or cluster.measured or offered.exists():
-        return
-    say("these GPUs have not been tested with llmtrain; `llmtrain doctor --self-test` takes a minute (shown once)")
-    with suppress(OSError):
-        offered.parent.mkdir(parents=True, exist_ok=True)
-        offered.touch()
 
 
 def configure_thread_waiting(ranks: int) -> None:

@@ -17,7 +17,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import environment_without_rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.parent import start_child
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
 
 Results = dict[str, dict[str, float | str | None]]
@@ -133,14 +133,8 @@ def _start(run: RunDir, step: int) -> subprocess.Popen[bytes]:
     # The user's recipe, with which this run was started, permits the code that it names.
     command = ["llmtrain", "eval", str(run.path), "--step", str(step), "--trust-remote-code"]
     try:
-        return subprocess.Popen(
-            ["nice", sys.executable, "-m", *command],
-            env=environment_without_rank(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            preexec_fn=kill_with_parent(),
-        )
+        command = ["nice", sys.executable, "-m", *command]
+        return start_child(command, env=environment_without_rank(), stdout=log, stderr=log)
     finally:
         os.close(log)
 

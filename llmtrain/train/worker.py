@@ -92,7 +92,7 @@ def train_rank(
     except BaseException as error:
         failed = output.report_failure(error)
         if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # llmtrain's own launcher records deaths itself
-            note_event(run_dir, "died", heartbeat.reader().read().step, f"rank {rank.rank}: {reason(error)}")
+            note_event(run_dir, "died", heartbeat.page.step, f"rank {rank.rank}: {reason(error)}")
         watcher.stop()
         if lock:
             lock.release()
@@ -136,7 +136,7 @@ class _Worker:
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
             from llmtrain.engines.runtime.distributed import agreed_secret, init_process_group, store
-            from llmtrain.train.tune.kernels import with_kernels
+            from llmtrain.train.tune.request import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)

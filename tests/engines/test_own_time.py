@@ -22,12 +22,12 @@ def _steps(rank, collective):
     heartbeat = Heartbeat()
     waits = Waits(heartbeat)
     waits.attach()
-    reader, seen = heartbeat.reader(), []
+    seen = []
     stop = threading.Event()
 
     def look():
         while not stop.wait(0.01):
-            seen.append(reader.read().waiting)
+            seen.append(heartbeat.page.waiting)
 
     observer = threading.Thread(target=look)
     dist.barrier()
@@ -60,7 +60,7 @@ def _in_the_background(rank):
     waits = Waits(heartbeat)
     waits.attach()
     waits.begin()
-    reader, seen = heartbeat.reader(), []
+    seen = []
 
     def save():
         if rank == 1:
@@ -70,7 +70,7 @@ def _in_the_background(rank):
     thread = threading.Thread(target=save)
     thread.start()
     while thread.is_alive():
-        seen.append(reader.read().waiting)
+        seen.append(heartbeat.page.waiting)
         thread.join(0.01)
     return waits.end(0.0), any(seen)
 

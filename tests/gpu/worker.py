@@ -24,7 +24,7 @@ from llmtrain.engines import build_engine
 from llmtrain.engines.engine import Engine
 from llmtrain.engines.runtime.distributed import init_process_group
 from llmtrain.launch.discovery.rank import Rank
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.rules import resolve

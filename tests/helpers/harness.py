@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 
 FORK_SERVER: BaseContext = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.helpers.preloaded"])

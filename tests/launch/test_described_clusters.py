@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 from tests.helpers.commands import llmtrain, losses, run
 
 ROOT = str(Path(__file__).parents[2])

@@ -136,7 +136,7 @@ def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
 
 @pytest.mark.parametrize("death", ["import", "kill"])
 def test_without_the_fork_server_workers_are_started_separately(script, run_dir, death, children):
-    broken = script("print('this is why', flush=True); raise ImportError").stem
+    broken = script("raise ImportError").stem
     with ForkServer([broken] if death == "import" else ["json"]) as fork_server:
         fork_server.start(common_environment(2))
         if death == "kill":
@@ -144,7 +144,6 @@ def test_without_the_fork_server_workers_are_started_separately(script, run_dir,
             os.kill(children()[0], signal.SIGKILL)
         assert run_workers(module(script, TELL + "tell(os.getppid())"), 2, run_dir, fork_server=fork_server) == 0
     assert said(run_dir, 2) == [[os.getpid()]]
-    assert ("this is why" in run_dir.log_file(0).read_text()) == (death == "import")
 
 
 def test_a_signal_during_the_imports_starts_no_worker(script, run_dir, tmp_path):

@@ -14,9 +14,10 @@ from threading import Thread
 import pytest
 
 from llmtrain.errors import DataError, UserError, WorkerError
-from llmtrain.launch import hang_detector, local
+from llmtrain.launch import local
 from llmtrain.launch.fork_server import ForkServer
-from llmtrain.launch.local import reserved_port, run_workers
+from llmtrain.launch.local import run_workers
+from llmtrain.launch.rendezvous import reserved_port
 from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, STOP_SIGNALS
 
@@ -335,63 +336,6 @@ def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, fo
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
-def test_a_stopped_worker_ends_the_job(script, run_dir, tmp_path, fork_server, monkeypatch):
-    monkeypatch.setattr(hang_detector, "GRACE_S", 0.5)
-
-    def stop():
-        os.kill(pids(tmp_path, 2)[0], signal.SIGSTOP)
-
-    Thread(target=stop).start()
-    command = [*worker(script, SLEEP), str(tmp_path)]
-    with pytest.raises(
-        WorkerError, match=r"rank \d: stopped by a signal \(SIGSTOP\) for \d s, but only 1 s are allowed"
-    ):
-        run_workers(command, 2, run_dir, fork_server=fork_server, hang_timeout_s=1.0)
-    assert not any(alive(pid) for pid in pids(tmp_path, 2))
-
-
-def test_a_process_that_stops_before_it_forks_ends_the_job(script, run_dir, tmp_path, monkeypatch):
-    """While it imports, and when it is to fork."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    monkeypatch.setattr(hang_detector, "GRACE_S", 0.5)
-    command = worker(script, "")
-    for waits in (False, True):
-        with ForkServer(["json"]) as fork_server:
-            fork_server.start(local.common_environment(1))
-            while waits and not fork_server.wait_until_ready(0.1):
-                pass
-            (pid,) = fork_server.process.values()
-            os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(WorkerError, match="the process that forks workers: stopped by a signal"):
-                run_workers(command, 1, run_dir, fork_server=fork_server, hang_timeout_s=0.5)
-        assert not alive(pid)
-
-
-def test_time_during_which_the_launcher_was_stopped_does_not_count(monkeypatch):
-    """A job that is suspended as a whole."""
-    clock = [0.0]
-    monkeypatch.setattr(hang_detector.time, "monotonic", lambda: clock[0])
-    child = subprocess.Popen(["sleep", "60"])
-    os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: hang_detector.process_state(child.pid) == "T")
-    detector = hang_detector.HangDetector(60.0)
-    try:
-        for _ in range(10):
-            clock[0] += 3600.0
-            detector.check({"rank 0": child.pid})
-        hang_detector.HangDetector(0.0).check({"rank 0": child.pid})
-        detector = hang_detector.HangDetector(60.0)
-        for _ in range(70):
-            clock[0] += 1.0
-            detector.check({"rank 0": child.pid})
-        clock[0] += 1.0
-        with pytest.raises(WorkerError, match="but only 60 s are allowed"):
-            detector.check({"rank 0": child.pid})
-    finally:
-        child.kill()
-        child.wait()
-
-
 def test_a_killed_worker_is_named_even_if_it_is_noticed_late(script, run_dir, tmp_path, fork_server):
     """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
     body = """
@@ -462,7 +406,7 @@ def test_every_user_error_keeps_its_type(run_dir):
         Failure.of(1, kind("a sentence")).write(run_dir.error_file(1))
         failure = Failure.read(run_dir.error_file(1))
         assert failure is not None
-        error = failure.user_error()
+        error = failure.error(run_dir.log_file(1))
         assert type(error) is kind
         assert str(error) == "a sentence"
         assert isinstance(error, UserError)

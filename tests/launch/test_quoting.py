@@ -11,11 +11,12 @@ import sys
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, example_scripts, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, render_job
 from llmtrain.launch.tools import TOOLS, manual_commands
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.nasty import CANARY, WORDS, words
 from tests.helpers.small_plan import small_plan
+from tools.configurations import slurm
 
 SPY = f"""#!{sys.executable}
 import json, os, sys
@@ -64,7 +65,7 @@ def test_an_argument_at_which_srun_would_split_the_command_is_refused(spy, tmp_p
     """`srun a : b` runs b as well (seen, Slurm 22.05)."""
     job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
-    for script in (render_job(job), example_scripts()["verify.sbatch"]):
+    for script in (render_job(job), slurm()["slurm/verify.sbatch"]):
         line = ["bash", "-s", "recipes/tiny.py", ":", "touch", CANARY]
         done = subprocess.run(line, input=script, capture_output=True, text=True, env={**os.environ, **allocation})
         assert done.returncode == 2

@@ -5,14 +5,14 @@ import pytest
 from llmtrain.errors import RecipeError
 from llmtrain.launch import discover
 from llmtrain.launch.discovery.discover import Rank
-from llmtrain.launch.discovery.slurm_step import hosts, port_of, tasks_per_node
+from llmtrain.launch.discovery.slurm_step import hosts, port_of_step, tasks_per_node
 
 STEP = {
     **{"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
     **{"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "2"},
     **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[3,7]"},
 }
-PORT = port_of(STEP)
+PORT = port_of_step(STEP)
 EXPECTED = Rank(3, 1, 4, 2, "n3", PORT, "slurm", nodes=2)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.tools import PORT, TOOLS
+from llmtrain.launch.rendezvous import TORCHRUN_PORT
+from llmtrain.launch.tools import TOOLS
 from tests.helpers.commands import BREAKABLE, llmtrain, losses, metrics, run
 from tests.helpers.launching_doc import commands
 
@@ -87,7 +88,7 @@ def test_the_printed_lines_train_on_two_nodes(small_recipe, by_us, tmp_path, too
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    line = lines[-1].replace(str(PORT), str(port))
+    line = lines[-1].replace(str(TORCHRUN_PORT), str(port))
     started = [
         subprocess.Popen(["sh", "-ec", line], env={**env, "NODE": str(node)}, stderr=subprocess.PIPE, text=True)
         for node in range(2)

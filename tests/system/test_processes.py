@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from llmtrain.launch.hang_detector import process_state
-from llmtrain.system.host import process_fields
+from llmtrain.system.host import process_fields, process_state
 
 
 def test_a_process_may_have_any_name():

@@ -225,11 +225,3 @@ def test_a_run_survives_signals_at_any_moment(small_recipe, tmp_path, number):
 @pytest.mark.parametrize("number", range(2, 100))
 def test_a_run_survives_signals_at_many_moments(small_recipe, tmp_path, number):
     struck(Strike.drawn(random.Random(number), ("module", "script", "torchrun")), small_recipe, tmp_path / "run")
-
-
-@pytest.mark.parametrize("program", ["module", "script"])
-def test_signals_are_handled_from_our_first_line_on(small_recipe, tmp_path, program):
-    """While the first modules are imported."""
-    moments = ((0.0, (signal.SIGTERM, None)), (0.1, (signal.SIGINT, signal.SIGINT)), (0.3, (QUIT, None)))
-    for after_s, numbers in (*moments, (0.5, (signal.SIGTERM, None))):
-        struck(Strike(program, after_s, *numbers, 0.0), small_recipe, tmp_path / "run")

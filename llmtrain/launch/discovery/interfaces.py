@@ -6,11 +6,10 @@ is 127.0.1.1, which no other host can reach: ranks of several hosts then wait fo
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_text
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # <net/if.h>
 LOCAL_BRIDGES = ("virbr", "br-", "cni", "podman", "lxcbr", "lxdbr", "vboxnet", "vmnet")
 """Prefixes of interfaces that only lead to guests and containers of this machine. NCCL skips `docker` by itself."""
 ELSEWHERE = "198.51.100.1"
@@ -184,9 +182,9 @@ def addresses() -> list[str]:
     return sorted(reachable, key=lambda address: ":" in address)
 
 
-def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:
+def nccl_order(interfaces: tuple[Interface, ...]) -> list[Interface]:
     """Returns NCCL's default choice of interfaces: `ib*`, else all but docker's and the loopback, else docker's."""
-    usable = [interface for interface in known if interface.is_usable]
+    usable = [interface for interface in interfaces if interface.is_usable]
     groups = (
         [interface for interface in usable if interface.name.startswith("ib")],
         [interface for interface in usable if not interface.name.startswith(("docker", "lo"))],
@@ -244,54 +242,18 @@ def _plain(address: str) -> str:
     return address.partition("%")[0]
 
 
-class _Entry(ctypes.Structure):
-    """The head of `struct ifaddrs`."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
 def interfaces() -> list[Interface]:
-    """Returns the network interfaces of this host, as `getifaddrs(3)` lists them."""
-    flags: dict[str, int] = {}
-    addresses: dict[str, list[str]] = {}
-    for name, flag, address in _entries():
-        flags[name] = flag
-        addresses.setdefault(name, []).extend([address] if address else [])
+    """Returns the network interfaces of this host."""
+    import psutil
+
+    states = psutil.net_if_stats()
     return [
-        Interface(name, tuple(addresses[name]), bool(flag & IFF_UP), bool(flag & IFF_LOOPBACK))
-        for name, flag in flags.items()
+        Interface(
+            name,
+            tuple(_plain(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)),
+            is_up=states[name].isup,
+            is_loopback="loopback" in states[name].flags.split(","),
+        )
+        for name, entries in psutil.net_if_addrs().items()
+        if name in states
     ]
-
-
-def _entries() -> Iterator[tuple[str, int, str | None]]:
-    """Yields (name, flags, address or None) of each entry."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
-    try:
-        entry = first
-        while entry:
-            head = entry.contents
-            yield head.name.decode(), head.flags, _address_at(head.address)
-            entry = head.next
-    finally:
-        libc.freeifaddrs(first)
-
-
-def _address_at(pointer: int | None) -> str | None:
-    """Returns the IP address in a `struct sockaddr`, or None for other families."""
-    if not pointer:
-        return None
-    family = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ushort)).contents.value
-    if family == socket.AF_INET:
-        return socket.inet_ntop(family, ctypes.string_at(pointer + 4, 4))
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(family, ctypes.string_at(pointer + 8, 16))
-    return None

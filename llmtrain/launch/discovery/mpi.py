@@ -9,7 +9,8 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
+from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
+from llmtrain.launch.rendezvous import TORCHRUN_PORT, port_of_job
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,6 @@ def _port(mpi: Mpi, reader: RankReader) -> int:
         return reader.port("MASTER_PORT")
     job = reader.env.get(mpi.job or "", "")
     if not job:
-        fix = f"`{mpi.export.format('MASTER_PORT=29500')}`, a port that is free on the machine of rank 0"
+        fix = f"`{mpi.export.format(f'MASTER_PORT={TORCHRUN_PORT}')}`, a port that is free on the machine of rank 0"
         reader.refuse("MASTER_PORT", "is not set, and this launcher provides no job name to derive it from", fix)
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    return port_of_job(zlib.crc32(job.encode()))

@@ -70,8 +70,6 @@ RANK_MARKERS = (
 )
 """Variables by which a process is recognised as a worker, for messages."""
 FIX = "start it with a launcher that sets all of them, or unset those that are set to start workers here"
-FIRST_PORT, PORTS = 20000, 10000
-"""Rank 0 listens on a port of this range if none was chosen; it depends on the job."""
 
 
 class RankReader:

@@ -6,7 +6,8 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from llmtrain.launch.discovery.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
+from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
+from llmtrain.launch.rendezvous import port_of_job
 
 MARKER = "SLURM_STEP_NUM_TASKS"
 """Set by `srun` only, not in a batch script. A single task starts workers itself, as any process does."""
@@ -42,7 +43,7 @@ def read(reader: RankReader) -> Rank:
         local_world_size=counts[min(node, len(counts) - 1)],
         # slurm/train.sbatch sets both: the address by which Slurm knows the node, and a free port.
         master_addr=env.get("MASTER_ADDR") or nodes[0],
-        master_port=reader.port("MASTER_PORT") if env.get("MASTER_PORT") else port_of(env),
+        master_port=reader.port("MASTER_PORT") if env.get("MASTER_PORT") else port_of_step(env),
         launcher=LAUNCHER.name,
         nodes=len(counts),
     )
@@ -81,7 +82,7 @@ def _numbers(ranges: str) -> Iterator[str]:
         yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
 
 
-def port_of(env: Mapping[str, str]) -> int:
+def port_of_step(env: Mapping[str, str]) -> int:
     """Returns rank 0's port for this step if none was chosen; two jobs on a node use different ones."""
     job, step = (int(env.get(name, "0") or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return FIRST_PORT + (job * 7 + step) % PORTS
+    return port_of_job(job * 7 + step)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,13 +20,38 @@ from typing import Any, NoReturn, TextIO
 
 from llmtrain.errors import RecipeError
 from llmtrain.launch import host_agent
-from llmtrain.launch.discovery import interfaces
+from llmtrain.launch.discovery.interfaces import addresses
 from llmtrain.launch.disks import has_disk_operator
-from llmtrain.launch.doctor.finding import HostContext
+from llmtrain.launch.doctor import devices, limits, network, versions
+from llmtrain.launch.doctor.finding import Finding, HostContext, warning
 from llmtrain.system.host import cache_root
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.parent import start_child
 from llmtrain.system.streams import reserved_stdout
+
+Check = Callable[[HostContext], Iterable[Finding]]
+"""Examines one thing and judges it."""
+CHECKS: dict[str, Check] = {
+    "versions.python": versions.python,
+    "versions.packages": versions.packages,
+    "versions.torch": versions.torch_build,
+    "versions.optional": versions.optional,
+    "devices.host": devices.host,
+    "devices.gpus": devices.gpus,
+    "devices.slots": devices.slots,
+    "interconnect.gpus": devices.gpu_links,
+    "interconnect.adapters": devices.adapters,
+    "network.interfaces": network.interfaces,
+    "network.host_name": network.host_name,
+    "network.choices": network.choices,
+    "storage.shm": limits.shared_memory,
+    "storage.folders": limits.folders,
+    "limits.limits": limits.limits,
+    "tools.compilers": versions.compilers,
+    "tools.operators": versions.operators,
+    "tools.launchers": versions.launchers,
+}
+"""Group and name, reported if the check itself fails → check."""
 
 
 class Agent:
@@ -56,12 +81,10 @@ class Agent:
 
     def do_addresses(self) -> None:
         """Replies with addresses of this host that others may reach, IPv4 first."""
-        self._reply(addresses=interfaces.addresses())
+        self._reply(addresses=addresses())
 
     def do_check(self, run_root: str, master: str | None, devices: list[int]) -> None:
         """Runs all checks."""
-        from llmtrain.launch.doctor.checks import run_checks
-
         context = HostContext(
             dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, tuple(devices)
         )
@@ -119,9 +142,7 @@ class Agent:
 
     def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Starts a process in a session of its own that ends with this one."""
-        child: subprocess.Popen[bytes] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=kill_with_parent(), **options
-        )
+        child = start_child(command, start_new_session=True, **options)
         self._children.append(child)
         return child
 
@@ -133,16 +154,29 @@ class Agent:
             print(json.dumps(fields), file=self._replies, flush=True)
 
 
+def run_checks(context: HostContext, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
+    """Runs the checks and returns all findings.
+
+    A check that raises an exception is reported as a warning and does not hide the others.
+    """
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings += check(context)
+        except Exception as error:  # machines vary more than expected: the other checks still report
+            text = f"the check failed: {type(error).__name__}: {error}"
+            findings.append(warning(name, text, "please report this"))
+    return findings
+
+
 def host_facts(context: HostContext) -> dict[str, Any]:
     """Returns what is compared between hosts."""
-    from llmtrain.launch.doctor.devices import seen_by_torch
-
     facts = host_agent.version_facts(Path("/nonexistent"))
     return {
         "host": facts["host"],
         "versions": {"python": facts["python"], **facts["packages"], "llmtrain's sources": facts["llmtrain"]},
-        "devices": seen_by_torch()[0],
-        "addresses": interfaces.addresses(),
+        "devices": devices.seen_by_torch()[0],
+        "addresses": addresses(),
         "run_root": str(context.run_root),
     }
 

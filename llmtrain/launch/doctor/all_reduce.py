@@ -9,7 +9,7 @@ from queue import Empty
 from typing import Any
 
 from llmtrain.launch.doctor.channel import Channel
-from llmtrain.launch.doctor.finding import Finding, fault, listed, ok
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, readable_seconds
 
 CHECK = "all_reduce"
 FORMULA = "2 (n - 1) / n × bytes / s"
@@ -17,8 +17,6 @@ FORMULA = "2 (n - 1) / n × bytes / s"
 POLL_S = 0.05
 GRACE_S = 2.0
 """Seconds for the others to report their state after a rank has failed."""
-MAX_NAMED = 16
-"""Number of ranks that a line lists."""
 STATE_DESCRIPTIONS = {
     "requested": "did not start",
     "started": "started, but did not reach rank 0",
@@ -162,8 +160,8 @@ def _result(
     if world == 1:
         return ok(CHECK, f"one rank, {backend}: correct; no link was used"), measured
     bandwidth = measured["bus_bytes_per_second"] / 1e9
-    text = f"{world} ranks, {backend}: correct; {count / 2**20:.0f} MiB in {_time(slowest)},"
-    text += f" bus bandwidth {bandwidth:.3g} GB/s ({FORMULA}); latency {_time(latency)}"
+    text = f"{world} ranks, {backend}: correct; {count / 2**20:.0f} MiB in {readable_seconds(slowest)},"
+    text += f" bus bandwidth {bandwidth:.3g} GB/s ({FORMULA}); latency {readable_seconds(latency)}"
     return ok(CHECK, text), measured
 
 
@@ -173,7 +171,7 @@ def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool
     for rank, state in progress.states.items():
         if state not in ("done", "failed"):
             late.setdefault(state, []).append(f"{rank} ({names[rank]})")
-    silent = [f"ranks {_shortened(ranks)}: {STATE_DESCRIPTIONS[state]}" for state, ranks in late.items()]
+    silent = [f"ranks {listed(ranks)}: {STATE_DESCRIPTIONS[state]}" for state, ranks in late.items()]
     what = "; ".join([*failed, *silent])
     if not failed:
         what = f"not finished after {seconds:.0f} s: {what}"
@@ -184,14 +182,3 @@ def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool
     if len(set(names.values())) > 1:
         fix = f"check for a firewall between the hosts, or choose another interface with {variable}"
     return fault(CHECK, what + used, fix)
-
-
-def _shortened(ranks: list[str]) -> str:
-    return listed(ranks if len(ranks) <= MAX_NAMED else [*ranks[:MAX_NAMED], f"{len(ranks) - MAX_NAMED} more"])
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.0f} µs"

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 MIB_CPU, MIB_GPU = 16, 128
 """MiB of the fp32 tensor whose all-reduce is timed."""
 REPEATS, SMALL_REPEATS, WARM_UP = 5, 20, 3
-LONGEST = 240
+MAX_ERROR_LENGTH = 240
 """Longest error message in characters."""
-LONGEST_S = 4.0
+MAX_REPEATS_S = 4.0
 """Longest time in seconds of all repeats together; a slow network gets fewer, but at least one."""
 EXTRA_TIMEOUT_S = 60
 """Seconds by which a rank gives up later than the doctor, since gloo and NCCL would not say which rank is missing."""
@@ -68,7 +68,7 @@ def main() -> None:
         try:
             _run(job, report)
         except Exception as error:
-            report("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
+            report("failed", error=f"{type(error).__name__}: {str(error)[:MAX_ERROR_LENGTH]}".splitlines()[0])
         # Tearing down a group while another rank still works only prints noise.
         os._exit(0)
 
@@ -138,7 +138,7 @@ def _repeats(count: int, device: torch.device) -> int:
 
     seconds = torch.tensor(_timed(torch.zeros(count, device=device), 1, device), device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return max(1, min(REPEATS, int(LONGEST_S / max(seconds.item(), 1e-9))))
+    return max(1, min(REPEATS, int(MAX_REPEATS_S / max(seconds.item(), 1e-9))))
 
 
 def _timed(tensor: torch.Tensor, repeats: int, device: torch.device) -> float:

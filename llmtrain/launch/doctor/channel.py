@@ -8,8 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -69,24 +69,18 @@ class Channel:
         """name: the host's name, for messages."""
         self.name = name
         self.replies: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self.errors: deque[str] = deque(maxlen=40)
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the channel
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             errors="replace",
             start_new_session=True,  # a Ctrl-C only reaches us: the agent ends with its input
         )
         assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._readers = (
-            Thread(target=self._read_replies, args=(self._process.stdout,), daemon=True),
-            Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True),
-        )
-        for reader in self._readers:
-            reader.start()
+        Thread(target=self._read_replies, args=(self._process.stdout,), daemon=True).start()
 
     def send(self, do: str, **fields: Any) -> None:
         """Sends a request that is answered later, or not at all."""
@@ -128,11 +122,12 @@ class Channel:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._errors.close()
 
     def _ended(self) -> Finding:
-        for reader in self._readers:
-            reader.join(timeout=END_S)
-        return explain_end(self.name, self._process.wait(), list(self.errors))
+        code = self._process.wait()
+        self._errors.seek(0)
+        return explain_end(self.name, code, self._errors.read().splitlines())
 
     def _read_replies(self, lines: IO[str]) -> None:
         """Reads replies. Lines that are not replies come from a shell's start-up files."""
@@ -145,10 +140,6 @@ class Channel:
                 if isinstance(reply, dict):
                     self.replies.put(reply)
         self.replies.put(None)
-
-    def _read_errors(self, lines: IO[str]) -> None:
-        for line in lines:
-            self.errors.append(line.rstrip())
 
 
 def open_locally() -> Channel:

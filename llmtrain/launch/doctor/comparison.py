@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.launch.doctor.channel import Channel
-from llmtrain.launch.doctor.finding import Finding, fault, ok, warning
+from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, readable_seconds, warning
 
 PINGS = 7
 SKEW_S = 1.0
@@ -48,7 +48,7 @@ def compare_versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding
     for name in names:
         groups = _by_value({host: own["versions"].get(name, "missing") for host, own in facts.items()})
         if len(groups) > 1:
-            parts.append(f"{name} {', '.join(f'{value} on {_shortened(hosts)}' for value, hosts in groups)}")
+            parts.append(f"{name} {', '.join(f'{value} on {listed(hosts)}' for value, hosts in groups)}")
     if parts:
         yield fault("hosts.versions", f"versions differ: {'; '.join(parts)}", "install the same everywhere")
     else:
@@ -59,7 +59,7 @@ def compare_devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]
     """Reports whether hosts have different devices."""
     groups = _by_value({host: " + ".join(sorted(own["devices"])) or "no GPU" for host, own in facts.items()})
     if len(groups) > 1:
-        text = "; ".join(f"{value} on {_shortened(hosts)}" for value, hosts in groups)
+        text = "; ".join(f"{value} on {listed(hosts)}" for value, hosts in groups)
         yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
 
 
@@ -72,11 +72,12 @@ def compare_clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
     difference = skews[ahead].ahead_s - skews[behind].ahead_s
     uncertainty = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
     if difference - uncertainty > SKEW_S:
-        text = f"clocks are {_readable(difference)} apart (± {_readable(uncertainty)}), {ahead} ahead of {behind}"
+        apart = f"{readable_seconds(difference)} apart (± {readable_seconds(uncertainty)})"
+        text = f"clocks are {apart}, {ahead} ahead of {behind}"
         fix = "run chrony or ntpd on all hosts; their clocks determine which rank failed first"
         yield warning("hosts.clocks", text, fix)
     else:
-        yield ok("hosts.clocks", f"clocks agree within {_readable(difference + uncertainty)}")
+        yield ok("hosts.clocks", f"clocks agree within {readable_seconds(difference + uncertainty)}")
 
 
 def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:
@@ -84,11 +85,3 @@ def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:
     for host, value in values.items():
         groups.setdefault(value, []).append(host)
     return sorted(groups.items(), key=lambda group: -len(group[1]))
-
-
-def _shortened(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
-
-
-def _readable(seconds: float) -> str:
-    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2g} ms"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 Level = Literal["ok", "warning", "fault"]
+MAX_NAMED = 16
+"""Number of hosts or ranks that a line lists."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,18 @@ def fault(check: str, text: str, fix: str) -> Finding:
     return Finding(check, "fault", text, fix)
 
 
-def listed(names: list[str]) -> str:
-    """Formats names as `a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def listed(names: Sequence[str]) -> str:
+    """Formats names as `a, b and c`, or `a, b and 7 more` if there are many."""
+    shown = names if len(names) <= MAX_NAMED else [*names[: MAX_NAMED - 1], f"{len(names) - MAX_NAMED + 1} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def readable_seconds(seconds: float) -> str:
+    """Formats a short time with three digits, as `1.5 s`, `20 ms` or `300 µs`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 COMMAND_TIMEOUT_S = 30

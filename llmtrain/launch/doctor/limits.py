@@ -14,9 +14,9 @@ from llmtrain.launch.doctor.finding import Finding, HostContext, fault, ok, warn
 from llmtrain.system.quantities import readable_bytes
 from llmtrain.system.untrusted import expanded
 
-LEAST_FILES = 4096
+MIN_OPEN_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
-LEAST_PROCESSES = 4096
+MIN_PROCESSES = 4096
 """Processes and threads of one user: each worker has dozens."""
 
 
@@ -27,8 +27,8 @@ def limits(context: HostContext) -> Iterator[Finding]:
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     lines = []
     for name, option, (soft, hard), least in (
-        ("open files", "n", files, LEAST_FILES),
-        ("processes", "u", processes, LEAST_PROCESSES),
+        ("open files", "n", files, MIN_OPEN_FILES),
+        ("processes", "u", processes, MIN_PROCESSES),
     ):
         if _is_below(soft, least):
             check = f"limits.{name.replace(' ', '_')}"
@@ -66,9 +66,9 @@ def _readable(limit: int, of_bytes: bool = False) -> str:
 
 
 SHARED = Path("/dev/shm")
-LEAST_SHARED = 2**30
+MIN_SHARED_BYTES = 2**30
 """Bytes. NCCL needs tens of MB for each pair of GPUs of a host, and containers have 64 MiB by default."""
-LEAST_FREE = 2**30
+MIN_FREE_BYTES = 2**30
 """Bytes that should be free in a folder that a run writes to."""
 
 
@@ -83,7 +83,7 @@ def shared_memory(context: HostContext) -> Iterator[Finding]:
         yield fault(
             "storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; its mode should be 1777"
         )
-    elif usage.free < LEAST_SHARED:
+    elif usage.free < MIN_SHARED_BYTES:
         sizes = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
         text = f"{SHARED} has {sizes}, which may be too little for NCCL"
         yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
@@ -123,7 +123,7 @@ def _folder_finding(what: str, folder: Path, fix: str) -> Finding:
     if refusal:
         return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
     free = shutil.disk_usage(there).free
-    if free < LEAST_FREE:
+    if free < MIN_FREE_BYTES:
         return warning(check, f"{what}: {readable_bytes(free)} are free in {there}", f"free some space, or {fix}")
     return ok(check, f"{what}: {folder}, {readable_bytes(free)} free")
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from llmtrain.launch.doctor.finding import Finding
+from llmtrain.launch.doctor.finding import Finding, listed
 
 STYLES = {"warning": "yellow", "fault": "bold red"}
-MARGIN = 2
-LABEL = 14
-"""Characters before the text of a finding."""
-MAX_NAMED = 8
-"""Number of hosts that a line lists."""
+"""Level of a problem → style, in the order in which they are shown."""
 
 
 @dataclass
@@ -75,105 +69,38 @@ def show(report: DoctorReport, console: Console) -> None:
 
     Findings that all hosts share are printed once, others with their hosts.
     """
-    width = console.width if console.is_terminal else None
-    rows = _rows(report)
-    reached = tuple(host.name for host in report.hosts if host.was_reached)
-    if reached:
-        several = f"{len(reached)} hosts: " if len(reached) > 1 else ""
-        _print(console, _wrapped(several + ", ".join(reached), width, 0, MARGIN), "bold")
-    for line in _groups(rows, reached, width):
-        console.print(line, soft_wrap=True)
-    for level in ("warning", "fault"):
-        of_level = [row for row in rows if row.finding.level == level]
-        if of_level:
-            console.print()
-        for row in of_level:
-            where = f"{_named(row.hosts)}: " if row.hosts and len(report.hosts) > 1 and not row.names_its_host else ""
-            text = f"{level}: {where}{row.finding.text} [{row.finding.check}]"
-            _print(console, _wrapped(text, width, 0, 4), STYLES[level])
-            _print(console, _wrapped(row.finding.fix, width, 4, 4))
-    console.print()
-    _print(console, [_verdict([row.finding.level for row in rows])])
 
+    def show_line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
 
-@dataclass(frozen=True)
-class _Row:
-    """A finding, and the hosts that have it; none if it concerns all together."""
-
-    finding: Finding
-    hosts: tuple[str, ...]
-
-    @property
-    def names_its_host(self) -> bool:
-        """Whether the text begins with the host's name."""
-        return self.finding.text.startswith(f"{self.hosts[0]}: ")
-
-
-def _rows(report: DoctorReport) -> list[_Row]:
-    """Returns each finding once, group by group."""
     hosts: dict[Finding, list[str]] = {}
     for host in report.hosts:
         for finding in host.findings:
             hosts.setdefault(finding, []).append(host.name)
     hosts |= {finding: [] for finding in report.together}
-    order = list(dict.fromkeys(finding.group for finding in hosts))
-    rows = [_Row(finding, tuple(names)) for finding, names in hosts.items()]
-    return sorted(rows, key=lambda row: order.index(row.finding.group))
+    reached = [host.name for host in report.hosts if host.was_reached]
+    if reached:
+        show_line((f"{len(reached)} hosts: " * (len(reached) > 1) + ", ".join(reached), "bold"))
+    for group in dict.fromkeys(finding.group for finding in hosts):
+        of_group = [finding for finding in hosts if finding.group == group and finding.level == "ok"]
+        texts = [_of_hosts(finding, hosts[finding], reached) for finding in of_group]
+        labels = [group.replace("_", "-"), *[""] * len(texts)]
+        for label, text in zip(labels, texts or ["see below"], strict=False):
+            show_line("  ", (f"{label:<14}", "cyan"), text)
+    for level, style in STYLES.items():
+        of_level = [finding for finding in hosts if finding.level == level]
+        if of_level:
+            console.print()
+        for finding in of_level:
+            show_line((f"{level}: {_of_hosts(finding, hosts[finding], reached)} [{finding.check}]", style))
+            show_line(f"    {finding.fix}")
+    console.print()
+    levels = [finding.level for finding in hosts]
+    show_line(f"faults: {levels.count('fault')}, warnings: {levels.count('warning')}")
 
 
-def _groups(rows: list[_Row], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
-    """Yields lines of what is in order, each group labelled once; a group with problems only refers to the end."""
-    labelled = ""
-    for group in dict.fromkeys(row.finding.group for row in rows):
-        members = [row for row in rows if row.finding.group == group]
-        lines = [
-            (f"{_named(row.hosts)}: " if row.hosts and row.hosts != reached else "") + row.finding.text
-            for row in members
-            if row.finding.level == "ok"
-        ]
-        for text in lines or ["see below"]:
-            label = "" if group == labelled else group.replace("_", "-")
-            labelled = group
-            first, *more = _wrapped(text, width, MARGIN + LABEL, MARGIN + LABEL)
-            yield Text.assemble(" " * MARGIN, (f"{label:<{LABEL}}", "cyan"), first.lstrip())
-            yield from map(Text, more)
-
-
-def _named(hosts: tuple[str, ...]) -> str:
-    return (
-        ", ".join(hosts)
-        if len(hosts) <= MAX_NAMED
-        else f"{', '.join(hosts[:MAX_NAMED])} and {len(hosts) - MAX_NAMED} more"
-    )
-
-
-def _print(console: Console, lines: list[str], style: str = "") -> None:
-    for line in lines:
-        console.print(Text(line, style), soft_wrap=True)
-
-
-def _wrapped(text: str, width: int | None, first: int, rest: int) -> list[str]:
-    """Wraps and indents a text; does not wrap if the output is not a terminal."""
-    lines: list[str] = []
-    for number, line in enumerate(text.splitlines()):
-        start = " " * (first if number == 0 else rest)
-        if width is None:
-            lines.append(start + line)
-        else:
-            shape = textwrap.TextWrapper(
-                width,
-                initial_indent=start,
-                subsequent_indent=" " * rest,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            lines += shape.wrap(line)
-    return lines
-
-
-def _verdict(levels: list[str]) -> str:
-    faults, warnings = levels.count("fault"), levels.count("warning")
-    counted = [
-        f"{count} {name}{'' if count == 1 else 's'}" for name, count in (("fault", faults), ("warning", warnings))
-    ]
-    return f"{counted[0]}, {counted[1]}" if faults or warnings else "nothing is wrong"
+def _of_hosts(finding: Finding, hosts: list[str], reached: list[str]) -> str:
+    """Returns the text of a finding after the hosts that have it, unless all have it or it names its host itself."""
+    if not hosts or hosts == reached or finding.text.startswith(f"{hosts[0]}: "):
+        return finding.text
+    return f"{listed(hosts)}: {finding.text}"

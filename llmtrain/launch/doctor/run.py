@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.launch.doctor import comparison, prebuild
+from llmtrain.launch.disks import LIBAIO
+from llmtrain.launch.doctor import comparison
 from llmtrain.launch.doctor.all_reduce import CHECK, HostRanks, run_all_reduce
 from llmtrain.launch.doctor.channel import Channel, UnreachableError, open_locally, open_over_ssh
 from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
@@ -22,6 +23,12 @@ CHECK_TIMEOUT_S = 180
 """Longest time in seconds for the checks of a host; each of their programs has a limit of its own."""
 CPU_RANKS = 2
 """Ranks of this machine's all-reduce without a GPU, unless given."""
+DISK = ("pin_memory", "async_io")
+"""Operators for states on disk; the second is linked against the first."""
+BUILD_S = 1800
+"""Longest time in seconds for one operator; on an idle machine it takes a minute or two."""
+PINNED = "DS_PIN_MEMORY_BACKEND"
+"""With the value `native`, DeepSpeed pins host memory with an operator of its own."""
 Say = Callable[[str], Any]
 """Shows the current activity."""
 
@@ -149,18 +156,54 @@ def _compare(reached: list[_ConnectedHost]) -> list[Finding]:
 
 
 def _build(host: _ConnectedHost, options: DoctorOptions) -> None:
-    operators = prebuild.operators_of(options.parallel, os.environ)
+    operators = operators_of(options.parallel, os.environ)
     if not operators:
         text = "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk"
         host.report.findings.append(ok("prebuild.none", text))
         return
     try:
-        findings, host.report.built = prebuild.build_operators(
+        findings, host.report.built = build_operators(
             host.channel, operators, on_cpu=not host.devices, is_needed=options.parallel is not None
         )
         host.report.findings += findings
     except UnreachableError as error:
         host.report.findings.append(error.finding)
+
+
+def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the operators that training compiles at its start for a recipe; without one, those that any recipe might.
+
+    These are few: the optimizer is torch's own, offloaded or not, and gloo replaces DeepSpeed's shared-memory
+    collective.
+    """
+    if parallel is None:
+        return DISK
+    offload = {parallel.offload_optimizer, parallel.offload_param}
+    if "nvme" in offload:
+        return DISK
+    return DISK[:1] if "cpu" in offload and env.get(PINNED, "").strip().lower() == "native" else ()
+
+
+def build_operators(
+    channel: Channel, operators: Sequence[str], on_cpu: bool, is_needed: bool
+) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Builds operators on a host. Returns the findings, and {operator, seconds, file, error} of each operator.
+
+    is_needed: whether a recipe needs them; otherwise a host without libaio is not at fault. Raises UnreachableError.
+    """
+    channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
+    built = [channel.reply(BUILD_S) for _ in operators]
+    return [_build_finding(reply, is_needed) for reply in built], built
+
+
+def _build_finding(built: Mapping[str, Any], is_needed: bool) -> Finding:
+    check, name = f"prebuild.{built['operator']}", built["operator"]
+    if "libaio" in built["error"] and not built["seconds"]:
+        text = f"{name} was not built; only offload to disk needs it: {built['error']}"
+        return fault(check, text, LIBAIO) if is_needed else ok(check, text)
+    if built["error"]:
+        return fault(check, f"{name} was not built:\n{built['error']}", "see `tools` above: compiler, ninja, libaio")
+    return ok(check, f"{name} in {Path(built['file']).parent}, {built['seconds']:.1f} s")
 
 
 def _all_reduce(

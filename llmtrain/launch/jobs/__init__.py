@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def quoted(text: str) -> str:
-    """Quotes a string for YAML. JSON's escapes would not do: YAML misreads its surrogate pairs beyond U+FFFF."""
-    plain = (
-        character if " " <= character <= "~" and character not in '"\\' else f"\\U{ord(character):08x}"
-        for character in text
-    )
-    return f'"{"".join(plain)}"'
+    """Quotes a string for YAML."""
+    return str(yaml.safe_dump(text, default_style='"', width=math.inf)).strip()
 
 
 def render_template(template: str, **values: Any) -> str:

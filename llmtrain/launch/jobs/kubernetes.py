@@ -11,14 +11,14 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs import render_template
-from llmtrain.launch.tools import PORT
+from llmtrain.launch.rendezvous import TORCHRUN_PORT
 from llmtrain.recipe import Part
 from llmtrain.recipe.cluster import Cluster
 from llmtrain.run_dir import SECRET
 
 USER = 10001
 """The user of the image (`Dockerfile`)."""
-LONGEST_NAME = 40
+MAX_NAME_LENGTH = 40
 """Longest name of a job: pods and their host names append to it, and have at most 63 characters."""
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 """RFC 1035, which names of services and pods must match."""
@@ -39,7 +39,7 @@ class KubernetesOptions(Part):
     """Mount point of the volume."""
     workdir: str = "/workspace"
     """Working directory in the image; a recipe's path is relative to it."""
-    name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=LONGEST_NAME)] | None = None
+    name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=MAX_NAME_LENGTH)] | None = None
     """Name of the job; default: that of the recipe."""
     namespace: Label | None = None
     """Namespace; default: that of kubectl."""
@@ -108,7 +108,7 @@ def render_manifest(
     torchrun = [
         *("python", "-m", "llmtrain.launch.torchrun", "--nnodes", cluster.nodes),
         *("--nproc-per-node", cluster.devices_per_node, "--node-rank", "$(JOB_COMPLETION_INDEX)"),
-        *("--master-addr", f"{name}-workers-0-0.{name}", "--master-port", PORT),
+        *("--master-addr", f"{name}-workers-0-0.{name}", "--master-port", TORCHRUN_PORT),
     ]
     return render_template(
         "jobset.yaml.j2",
@@ -117,7 +117,7 @@ def render_manifest(
         nodes=cluster.nodes,
         user=USER,
         summary=f"{recipe}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
-        port=PORT,
+        port=TORCHRUN_PORT,
         resources=_resources(options, cluster),
         # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
         command=[*map(str, torchrun), *(word.replace("$", "$$") for word in script)],
@@ -129,7 +129,7 @@ def render_manifest(
 
 def _name_of(recipe: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-")
-    if re.fullmatch(LABEL, name) is None or len(name) > LONGEST_NAME:
+    if re.fullmatch(LABEL, name) is None or len(name) > MAX_NAME_LENGTH:
         message = f"cannot be derived from the recipe's name '{recipe}'"
         raise RecipeError(Problem("kubernetes.option", "--kubernetes name", message, "--kubernetes name=NAME"))
     return name

@@ -60,7 +60,7 @@ def parse_job_options(kind: type[P], launcher: str, assignments: Sequence[str]) 
     return options
 
 
-LONGEST_WARNING_S = 65535
+MAX_WARNING_S = 65535
 """The longest time that `sbatch --signal` accepts, in seconds."""
 
 
@@ -85,7 +85,7 @@ class SlurmOptions(Part):
     """Total number of workers, if nodes have different numbers of devices: Slurm spreads them over `--nodes`."""
     output: str | None = None
     """Log file, with the patterns of `sbatch --output`; default: `NAME-JOB.log` in the working directory."""
-    warn_s: int = Field(300, ge=1, le=LONGEST_WARNING_S)
+    warn_s: int = Field(300, ge=1, le=MAX_WARNING_S)
     """Seconds before the time limit at which the run saves and is requeued."""
     max_requeues: int = Field(20, ge=0)
     """Largest number of times that a job is requeued."""
@@ -227,68 +227,6 @@ def _container(options: SlurmOptions, folder: Path) -> str:
     words = [f"--container-image={options.container}", f"--container-workdir={folder}"]
     words += [f"--container-mounts={','.join(options.mounts)}"] if options.mounts else []
     return " " + shlex.join(words)
-
-
-def example_scripts() -> dict[str, str]:
-    """Returns the scripts of `slurm/` by file name. They train any recipe, given as arguments."""
-    common = ["--job-name=llmtrain", "--output=%x-%j.log"]
-    several = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=24:00:00"]
-    alone = ["--nodes=1", "--ntasks=1", "--cpus-per-task=16"]
-    again = [f"--signal=B:USR1@{SlurmOptions().warn_s}", "--open-mode=append", "--requeue"]
-    train: dict[str, Any] = {"command": "", "choices": "", "run_dir": "", "srun_options": "", "setup": ()}
-    train |= {"program": "python -m llmtrain", "max_requeues": SlurmOptions().max_requeues}
-    one_node: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
-    scripts = {
-        "train.sbatch": render_template(
-            "train.sbatch.j2", comment=TRAIN, directives=[*common, *several, *again], array=False, **train
-        ),
-        "train_array.sbatch": render_template(
-            "train.sbatch.j2",
-            comment=TRAIN_ARRAY,
-            directives=[common[0], "--output=%x-%A_%a.log", "--array=0-2", *several, *again],
-            array=True,
-            **train,
-        ),
-    }
-    for name, comment, shape in (
-        ("prepare_data", PREPARE_DATA, ["--time=12:00:00"]),
-        ("verify", VERIFY, ["--gpus-per-node=8", "--time=04:00:00"]),
-    ):
-        scripts[f"{name}.sbatch"] = render_template(
-            "one_node.sbatch.j2",
-            comment=comment,
-            directives=[f"--job-name=llmtrain_{name}", common[1], *alone, *shape],
-            subcommand=name.removeprefix("prepare_"),
-            **one_node,
-        )
-    return scripts
-
-
-TRAIN = (
-    "Trains a recipe on the nodes of a Slurm job, with one task per device:",
-    "",
-    "    sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 slurm/train.sbatch recipes/NAME.py --run-dir runs/NAME",
-    "",
-    "Before the time limit it saves, goes back into the queue, and continues when it is restarted. On CPUs, add",
-    "--gpus-per-node=0.",
-)
-TRAIN_ARRAY = (
-    "Trains a recipe several times as a job array, each time with another value of a field: seeds, or a sweep.",
-    "",
-    "    sbatch --array=0-1 slurm/train_array.sbatch runs/seeds train.seed=1 train.seed=2 -- recipes/NAME.py",
-    "",
-    "Each run directory is RUNS_FOLDER/FIELD=VALUE; each run saves, requeues and continues as train.sbatch does.",
-)
-PREPARE_DATA = (
-    "Tokenizes and packs a recipe's data in advance, so that no GPU has to wait:",
-    "",
-    "    sbatch slurm/prepare_data.sbatch recipes/NAME.py",
-)
-VERIFY = (
-    "Checks on one node that every plan of a recipe trains the same as plain PyTorch:",
-    "",
-    "    sbatch slurm/verify.sbatch recipes/NAME.py",
-)
 
 
 def submit(script: str) -> str:

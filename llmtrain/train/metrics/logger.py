@@ -23,10 +23,10 @@ from llmtrain.train.metrics.throughput import Forecast, Window, rates
 from llmtrain.train.metrics.trackers import Trackers
 
 Record = dict[str, Any]
-MOST_TEXT = 2000
+MAX_TEXT_LENGTH = 2000
 """Characters of a text that are kept."""
 EventName = Literal["started", "stopped", "died", "finished", "skipped", "rolled_back"]
-MOST_BYTES = 1 << 34
+MAX_FILE_BYTES = 1 << 34
 """Size of the longest `metrics.jsonl`: some ten million lines."""
 _NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9-]+")
 """Characters that MLflow does not accept in a name, or that would create another group."""
@@ -264,7 +264,7 @@ def perplexity(loss: float) -> float:
 def forget_after(file: Path, step: int) -> None:
     """Removes the lines of steps after `step`, all of them for 0 (a new run), and a truncated last line."""
     try:
-        text = read_bytes(file, MOST_BYTES).decode(errors="replace")
+        text = read_bytes(file, MAX_FILE_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return
     kept = "".join(f"{line}\n" for line in text.splitlines() if step and 0 <= _step(line) <= step)
@@ -275,7 +275,7 @@ def forget_after(file: Path, step: int) -> None:
 def _device_hours(file: Path) -> float:
     """Returns the last `device_hours` of a file of metrics, those of steps that are repeated included."""
     try:
-        lines = read_bytes(file, MOST_BYTES).splitlines()
+        lines = read_bytes(file, MAX_FILE_BYTES).splitlines()
     except FileNotFoundError:
         return 0.0
     for line in reversed(lines):
@@ -306,7 +306,7 @@ def note_event(run_dir: RunDir, event: EventName, step: int, text: str) -> None:
     step: number of optimizer steps taken. text: what happened, for people.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"time": now, "event": event, "step": step, "text": text[:MOST_TEXT]}) + "\n"
+    line = json.dumps({"time": now, "event": event, "step": step, "text": text[:MAX_TEXT_LENGTH]}) + "\n"
     with suppress(OSError):
         descriptor = open_log(run_dir.events_file)
         try:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from llmtrain.system.quantities import LONGEST_S, compact, duration, four_digits
+from llmtrain.system.quantities import MAX_DURATION_S, compact, duration, four_digits
 from llmtrain.system.streams import short_names, visible
 
 REFRESH_PER_SECOND = 4
@@ -207,7 +207,11 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
 
 def _end(left_s: float) -> str:
     """Returns the day and the hour at which a longer run ends."""
-    return f", until {datetime.now() + timedelta(seconds=left_s):%a %d %b %H:%M}" if FAR_S <= left_s < LONGEST_S else ""
+    return (
+        f", until {datetime.now() + timedelta(seconds=left_s):%a %d %b %H:%M}"
+        if FAR_S <= left_s < MAX_DURATION_S
+        else ""
+    )
 
 
 def _cost(record: dict[str, Any]) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from importlib.util import find_spec
 from textwrap import indent
 from typing import Any
@@ -17,13 +15,10 @@ from typing import Any
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.system.durable import DISK_FULL
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 PARAMETER_LENGTH = 250
 """Longest parameter value that every tracker accepts; MLflow drops longer ones."""
-ROOM_BYTES = 1 << 20
-"""Bytes that must be free on a disk before TensorBoard is tried there again."""
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -55,8 +50,6 @@ class Trackers:
         """Raises the errors of trackers that cannot start."""
         self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
         self._trackers: dict[str, Any] = {}
-        self._waiting = False
-        self._run_dir, self._recipe = run_dir, recipe
         self._thread.submit(self._begin, run_dir, recipe, start_step).result()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -84,10 +77,6 @@ class Trackers:
             write_json(run_dir.trackers_file, identities)
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
-        if self._waiting and shutil.disk_usage(self._run_dir.tensorboard).free > ROOM_BYTES:
-            self._waiting = False
-            with self._survived("tensorboard", f"at step {step:,}"):
-                self._trackers["tensorboard"] = _start("tensorboard", self._run_dir, self._recipe, step - 1, {})
         self._each(f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
@@ -99,23 +88,14 @@ class Trackers:
         )
 
     def _each(self, when: str, call: Callable[[Any], object]) -> None:
+        """Calls each tracker. One that fails is disabled."""
         for name, tracker in list(self._trackers.items()):
-            with self._survived(name, when):
+            try:
                 call(tracker)
-
-    @contextmanager
-    def _survived(self, name: str, when: str) -> Iterator[None]:
-        """Disables a tracker that fails, and reports that."""
-        try:
-            yield
-        except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
-            self._trackers.pop(name, None)
-            # Its writer is useless after that; a new one may work once the disk has room again.
-            waits = name == "tensorboard" and getattr(error, "errno", None) in DISK_FULL
-            self._waiting |= waits
-            until = "until the disk has room" if waits else "from now on"
-            lost = f"tracker {name} failed {when}, and is disabled {until}: {error!r}"
-            print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
+            except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
+                del self._trackers[name]
+                lost = f"tracker {name} failed {when}, and is disabled from now on: {error!r}"
+                print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
 
 def _leave_signals() -> None:

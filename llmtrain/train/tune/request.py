@@ -1,6 +1,6 @@
-"""Starts the measuring process, which ends with this one, and stores its result; and what that process does.
+"""Decides which kernels a run uses, and measures them in another process, which ends with this one.
 
-It is a separate process, `python -m llmtrain.train.tune.request REQUEST`: a kernel that crashes ends it and not a rank,
+The process is `python -m llmtrain.train.tune.request REQUEST`: a kernel that crashes ends it and not a rank,
 and what it has compiled and allocated is freed with it. It prints lines of JSON: {"trying": "FIELD=VALUE"}, and at the
 end {"choice": ...}, {"problems": [...]} or {"busy": MESSAGE}.
 """
@@ -16,17 +16,70 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TextIO
 
+import torch
+
+from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch import Rank
 from llmtrain.launch.local import environment_without_rank
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.system.kernel_caches import use_kernel_caches
-from llmtrain.system.parent import kill_with_parent
+from llmtrain.system.parent import start_child
 from llmtrain.system.streams import reserved_stdout
-from llmtrain.train.tune.choice import write_cached
+from llmtrain.train.tune.choice import (
+    apply,
+    device_name,
+    key_of_run,
+    open_kernels,
+    read_cached,
+    threads_of_a_rank,
+    write_cached,
+)
+
+WORTH_FLOPS = 1e15
+"""FLOPs of a rank in a run, below which no device is slow enough for measuring to be worthwhile."""
 
 
 class NotMeasuredError(Exception):
     """The measuring process died, or others used the cores meanwhile."""
+
+
+def with_kernels(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
+    """Returns the plan with the kernels that its recipe leaves open; called by all ranks before an engine is built.
+
+    say: called with the value that is measured next. Raises RecipeError on all ranks if the model cannot be computed,
+    or if it is slower in the fp8 that its recipe chooses.
+    """
+    if not open_kernels(plan.recipe) and plan.recipe.kernels.fp8 == "off":
+        return plan
+    choice, problems = None, []
+    if rank.is_main:
+        try:
+            choice = _choose(plan, device, threads_of_a_rank(rank.local_world_size), say)
+        except RecipeError as error:
+            problems = list(error.problems)
+    choice, problems = broadcast((choice, problems))
+    if problems or choice is None:
+        raise RecipeError(problems)
+    return apply(plan, choice)
+
+
+def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str], None]) -> KernelChoice:
+    name = device_name(device, threads)
+    key = key_of_run(plan, name)
+    if plan.kernels is not None and plan.kernels.key == key:
+        return plan.kernels
+    if cached := read_cached(plan.recipe.data, key):
+        return cached
+    steps = plan.recipe.train.steps * plan.batch.tokens_per_step / plan.cluster.world_size
+    if plan.flops_per_token * steps < WORTH_FLOPS and plan.recipe.kernels.fp8 == "off":
+        why = "chosen by the rules, because the run is too short to measure; run `llmtrain tune` to measure"
+        return KernelChoice(key=key, device=name, why=why, values={})
+    try:
+        return measure(plan, str(device), threads, always=False, say=say)
+    except NotMeasuredError as error:
+        why = f"chosen by the rules, because measuring failed: {error}"
+        return KernelChoice(key=key, device=name, why=why, values={})
 
 
 def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[str], None]) -> KernelChoice:
@@ -44,15 +97,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
         file = Path(name) / "request.json"
         file.write_text(json.dumps(request))
         command = [sys.executable, "-m", "llmtrain.train.tune.request", str(file)]
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            preexec_fn=kill_with_parent(),
-        ) as process:
+        with start_child(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:
                 answer = _listen(process.stdout, say)
@@ -94,8 +139,6 @@ def main() -> None:
 
 def _answer(output: TextIO, plan: str, device: str, threads: int, always: bool) -> None:
     """Prints what is measured. plan: as JSON; the others as for `measure`."""
-    import torch
-
     from llmtrain.data import BatchLoader, MicroBatch, prepare
     from llmtrain.train.tune.search import tune
     from llmtrain.train.tune.trial import BusyError

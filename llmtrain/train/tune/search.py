@@ -18,7 +18,7 @@ from llmtrain.plan.search.variants import MICRO_BATCH, micro_batches
 from llmtrain.train.tune.choice import alternatives, device_name, key_of_run
 from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, compare_in_turns, with_threads
 
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Fraction of a pass that another kernel must save to be chosen; less may be noise."""
 LONG_RUN_S = 12_000
 """Length of a run in seconds from which two minutes of measuring are worthwhile: one hundredth of it."""
@@ -119,7 +119,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
         # The device's speed differs between comparisons: times of a field are scaled to its first comparison.
         current_ms = milliseconds.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
         milliseconds[str(value)] = round(current_ms * compared.ratio, 3)
-        if compared.is_faster and compared.ratio <= 1 - LEAST_GAIN:
+        if compared.is_faster and compared.ratio <= 1 - MIN_GAIN:
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
     gc.collect()
@@ -157,7 +157,7 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
                 break
             of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
             milliseconds[str(size)] = round(least * of_sequence, 3)
-            if of_sequence > 1 - LEAST_GAIN:
+            if of_sequence > 1 - MIN_GAIN:
                 break
             best, least = trial, milliseconds[str(size)]
         if best is not tuning.current:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from llmtrain.errors import Problem
 from llmtrain.launch.failure import CUT_OFF, HANG
-from llmtrain.launch.hang_detector import STOPPED_STATES
 from llmtrain.recipe import WatchdogConfig
-from llmtrain.system.heartbeat import Phase, Pulse
+from llmtrain.system.heartbeat import Phase
 
 GONE = "worker.gone"
 """The rule for a rank that ended while it was still needed."""
@@ -17,6 +16,8 @@ ENDING = (Phase.FINISHING, Phase.DONE)
 """Phases in which a rank may end. If rank 0 is in one of them, all ranks may end."""
 TIMED_PHASES = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
+STOPPED_STATES = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger"}
+"""States of a process that only continues if another process lets it."""
 BLOCKED_STATES = {**STOPPED_STATES, "D": "waiting for a disk or a driver"}
 """States in which a process can do nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
@@ -42,9 +43,9 @@ class Status:
     """Whether it waits for other ranks or for its device."""
     state: str
     """The process state, a letter as in `/proc/PID/stat`; empty if there is no such process."""
-    own_s: float = 0.0
-    measured: int = 0
-    """As in `Pulse`."""
+    work_s: float = 0.0
+    measured_steps: int = 0
+    """As in `HeartbeatPage`."""
     frame: str = ""
     """The innermost frame of its stack, once the stack is written."""
 
@@ -64,14 +65,17 @@ class Status:
         return self.state in BLOCKED_STATES
 
 
-def time_limit(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
-    """Returns the seconds that a rank may spend without a heartbeat; None for no limit."""
-    if pulse.phase == Phase.DONE or not config.min_seconds:
+def time_limit(phase: Phase, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
+    """Returns the seconds that a rank may spend without a heartbeat; None for no limit.
+
+    p99_s: the 99th percentile of its step times. state: of its process.
+    """
+    if phase == Phase.DONE or not config.min_seconds:
         return None
     step_s = max(config.min_seconds, config.factor * p99_s)
-    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in STOPPED_STATES:
+    if phase in (Phase.TRAINING, Phase.BETWEEN) or state in STOPPED_STATES:
         return step_s  # a stopped process cannot finish any phase
-    if pulse.phase == Phase.LOADING or not config.phase_seconds:
+    if phase == Phase.LOADING or not config.phase_seconds:
         return None
     return max(config.phase_seconds, step_s)
 

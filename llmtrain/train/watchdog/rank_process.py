@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.hang_detector import process_state
+from llmtrain.system.host import process_state
 
 DUMP_SIGNAL = signal.SIGRTMIN + 8
 """Makes a rank write its stacks to its log. Only we send it: SIGUSR1 and SIGUSR2 mean stop (`train/signals.py`)."""

@@ -1,20 +1,34 @@
-"""The watcher of a rank: it checks the rank, exchanges statuses, and ends the rank if the run hangs."""
+"""The watcher of a rank: it checks the rank, exchanges statuses, and ends the rank if the run hangs.
+
+It is a child of the rank, forked before the rank has threads, and the kernel ends it with the rank. A thread would stop
+together with its rank, and the launcher may be another program's. The child shares the page of the heartbeat and checks
+it once a second. Rank 0's watcher receives the statuses of the others, and decides for all.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import socket
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from llmtrain.errors import Problem, WorkerError
-from llmtrain.launch.discovery.rank import Rank
+from llmtrain.launch.authentication import MessageAuthenticator, read_verified
+from llmtrain.launch.discovery.rank import LOOPBACK, Rank
 from llmtrain.launch.failure import Failure
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.heartbeat import HeartbeatReader, Phase
+from llmtrain.system.heartbeat import Heartbeat, HeartbeatPage, Phase
+from llmtrain.system.parent import die_with, prctl
+from llmtrain.system.stops import STOP_SIGNALS
 from llmtrain.train.watchdog.diagnosis import (
     ENDING,
     Status,
@@ -25,10 +39,14 @@ from llmtrain.train.watchdog.diagnosis import (
     lost_ranks,
     time_limit,
 )
-from llmtrain.train.watchdog.link import Hub, Peer
-from llmtrain.train.watchdog.rank_process import DUMP_S, RankProcess
+from llmtrain.train.watchdog.link import Hub, Peer, address_of, listen
+from llmtrain.train.watchdog.rank_process import DUMP_S, RankProcess, install_signal_handlers
 from llmtrain.train.watchdog.stragglers import Stragglers
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+PR_SET_NAME = 15  # <linux/prctl.h>
 POLL_S = 1.0
 SUSPENDED_S = 5.0
 """Seconds without a check after which a watcher assumes that it and its rank were stopped; this time does not count."""
@@ -45,7 +63,7 @@ class WatchedRank:
     rank: Rank
     run_dir: RunDir
     plan: Plan
-    reader: HeartbeatReader
+    page: HeartbeatPage
     process: RankProcess
     stderr: TextIO
     """The terminal."""
@@ -99,18 +117,19 @@ class Watcher(ABC):
         if now - self._checked_at > self.poll_s + SUSPENDED_S:
             self._resumed = now
         self._checked_at = now
-        pulse, state = self.watched.reader.read(), self.watched.process.state
+        page, state = self.watched.page, self.watched.process.state
+        phase = Phase(page.phase)
         return Status(
             host=self.host,
             pid=self.watched.process.pid,
-            step=pulse.step,
-            phase=pulse.phase,
-            idle_s=now - max(pulse.beat, self._resumed),
-            limit_s=time_limit(pulse, self.watched.reader.p99(), state, self.config),
-            waiting=pulse.waiting,
+            step=page.step,
+            phase=phase,
+            idle_s=now - max(page.beat, self._resumed),
+            limit_s=time_limit(phase, page.p99(), state, self.config),
+            waiting=bool(page.waiting),
             state=state,
-            own_s=pulse.own_s,
-            measured=pulse.measured,
+            work_s=page.work_s,
+            measured_steps=page.measured_steps,
         )
 
 
@@ -149,14 +168,18 @@ class Leader(Watcher):
         self.end(problem)
 
     def _report_straggler(self, statuses: dict[int, Status]) -> None:
-        totals = {rank: (status.own_s, status.measured) for rank, status in statuses.items() if status.measured}
+        totals = {
+            rank: (status.work_s, status.measured_steps) for rank, status in statuses.items() if status.measured_steps
+        }
         if self.watched.rank.world_size == 1 or len(totals) < self.watched.rank.world_size:
             return
         slowest = self.stragglers.update(totals)
         if slowest is None:
             return
-        self.watched.reader.set_slowest(slowest.rank, slowest.ratio, slowest.is_named)
+        page = self.watched.page
+        page.slowest_rank, page.slowest_ratio = slowest.rank, slowest.ratio
         if slowest.is_named:
+            page.straggler_reports += 1
             slow = statuses[slowest.rank]
             where = f"rank {slowest.rank} on {slow.host} (process {slow.pid})"
             print(f"straggler: {where} takes {slowest.ratio:.1f} times as long as the median rank", flush=True)
@@ -172,9 +195,8 @@ class Follower(Watcher):
 
     def check(self, status: Status) -> None:
         """Decides alone, and later, if it cannot reach rank 0: the others may be in a phase that takes long."""
-        address = self.watched.reader.address()
-        if not self.peer.has_link and address is not None:
-            self.peer.connect(address)
+        if not self.peer.has_link and self.watched.page.has_address:
+            self.peer.connect(self.watched.page.address.decode())
         self.peer.send_status(status)
         for order in self.peer.poll(self.poll_s):
             if isinstance(order, Problem):
@@ -195,3 +217,75 @@ class Follower(Watcher):
         if self.watched.rank.local_rank == 0 or self.watched.rank.rank == 1:  # one of each machine
             self.print_problem(problem)
         self.end(problem)
+
+
+class WatcherHandle:
+    """A rank's handle of its watcher."""
+
+    def __init__(self, heartbeat: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0) -> None:
+        """pid: that of the watcher, or None. port: the one on which rank 0's watcher listens."""
+        self._heartbeat = heartbeat
+        self._rank = rank
+        self._pid = pid
+        self._port = port
+
+    def exchange_address(self, store: Store, authenticator: MessageAuthenticator) -> None:
+        """Passes the address of rank 0's watcher to the watchers of the other ranks; called by all ranks."""
+        if self._rank.rank == 0:
+            store.set("port", authenticator.sign("watcher", str(self._port)))
+            return
+        port = int(read_verified(store, "port", authenticator, "watcher"))
+        if port:
+            host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
+            self._heartbeat.set_address(address_of(host, port, authenticator))
+
+    def stop(self) -> None:
+        """Ends the watcher. The kernel does that too, but leaves a zombie to the program that started the rank."""
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = None
+
+
+def start(
+    rank: Rank, run_dir: RunDir, plan: Plan, heartbeat: Heartbeat, authenticator: MessageAuthenticator, stderr: TextIO
+) -> WatcherHandle:
+    """Forks the watcher of this process. Must be called before there are threads, with the log as standard error.
+
+    authenticator: that of rank 0, on rank 0. stderr: the terminal, for messages if the launcher is not ours.
+    """
+    config = plan.recipe.watchdog
+    if not (config.min_seconds or config.straggler_ratio):
+        return WatcherHandle(heartbeat, rank)
+    install_signal_handlers()
+    listener = listen(rank.on_one_machine) if rank.rank == 0 else None
+    port = listener.getsockname()[1] if listener else 0
+    for stream in (sys.stdout, sys.stderr, stderr):
+        stream.flush()
+    process = RankProcess(os.getpid(), run_dir.log_file(rank.rank))
+    watched = WatchedRank(rank, run_dir, plan, heartbeat.page, process, stderr)
+    pid = os.fork()
+    if pid == 0:
+        _run_watcher(
+            lambda: Leader(watched, Hub(listener, authenticator, rank.world_size)) if listener else Follower(watched),
+            process.pid,
+        )
+    if listener:
+        listener.close()
+    return WatcherHandle(heartbeat, rank, pid, port)
+
+
+def _run_watcher(make: Callable[[], Watcher], parent: int) -> NoReturn:
+    """Runs the child process until it ends."""
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # they concern the rank, but reach its whole process group
+        prctl(PR_SET_NAME, b"llmtrain-watch")
+        die_with(parent)
+        gc.freeze()  # inherited memory stays shared with the rank
+        make().run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -57,5 +57,5 @@ def test_a_fault_is_reported_and_exits_5(tmp_path):
     result = _doctor("--nproc", 1, LLMTRAIN_CACHE=str(tmp_path / "file" / "cache"))
     assert result.returncode == 5
     assert "fault: cache:" in result.stdout
-    assert "1 fault" in result.stdout.splitlines()[-1]
+    assert "faults: 1" in result.stdout.splitlines()[-1]
     assert "one rank, gloo: correct; no link was used" in result.stdout

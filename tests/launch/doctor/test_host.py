@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.launch.discovery.interfaces import GLOO, NCCL, Interface, Network
 from llmtrain.launch.doctor import limits, network, versions
-from llmtrain.launch.doctor.checks import CHECKS, run_checks
+from llmtrain.launch.doctor.agent import CHECKS, run_checks
 from llmtrain.launch.doctor.finding import run_command
 from llmtrain.launch.local import common_environment
 
@@ -90,7 +90,7 @@ def test_a_folder_below_a_file_and_a_full_disk_are_reported(context, tmp_path, m
     findings = {one.check: one for one in limits.folders(replace(context, cache=tmp_path / "file" / "cache"))}
     assert findings["storage.cache"].level == "fault"
     assert "below a file" in findings["storage.cache"].text
-    monkeypatch.setattr(limits, "LEAST_FREE", 2**60)
+    monkeypatch.setattr(limits, "MIN_FREE_BYTES", 2**60)
     assert {one.level for one in limits.folders(context)} == {"warning"}
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written_to_is_reported(context):
 
 
 def test_little_shared_memory_is_reported(context, monkeypatch):
-    monkeypatch.setattr(limits, "LEAST_SHARED", 2**60)
+    monkeypatch.setattr(limits, "MIN_SHARED_BYTES", 2**60)
     finding = _only(limits.shared_memory(context))
     assert finding.level == "warning"
     assert "--shm-size" in finding.fix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.launch.doctor.prebuild import DISK, PINNED, build_operators, operators_of
+from llmtrain.launch.doctor.run import DISK, PINNED, build_operators, operators_of
 from llmtrain.recipe import ParallelConfig
 
 

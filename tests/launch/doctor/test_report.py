@@ -15,9 +15,9 @@ SAME = ok("versions.python", "Python 3.11")
 FACTS = {"host": "x"}
 
 
-def _shown(report, width=None):
+def _shown(report):
     file = io.StringIO()
-    show(report, Console(file=file, force_terminal=width is not None, color_system=None, width=width))
+    show(report, Console(file=file))
     return file.getvalue()
 
 
@@ -35,20 +35,14 @@ def test_common_findings_are_printed_once_and_faults_come_last(report):
     assert [line for line in lines if "Python 3.11" in line] == ["  versions      Python 3.11"]
     assert "  storage       h1: 8 GiB" in lines
     assert f"                h2: {LONG}" in lines  # a pipe gets whole lines
-    assert "warning: h1, h2: few [limits.open_files]" in lines
+    assert "warning: few [limits.open_files]" in lines
     assert lines[-5:] == [
         "",
         "fault: h3: no route leads there [ssh.connection]",
         "    is it on?",
         "",
-        "1 fault, 1 warning",
+        "faults: 1, warnings: 1",
     ]
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_fit_the_terminal(report, width):
-    assert max(map(len, _shown(report, width).splitlines())) <= width
-    assert LONG.split()[-1] in _shown(report, width)
 
 
 def test_a_healthy_machine_is_reported_without_names():
@@ -56,7 +50,7 @@ def test_a_healthy_machine_is_reported_without_names():
         "this machine",
         "  versions      Python 3.11",
         "",
-        "nothing is wrong",
+        "faults: 0, warnings: 0",
     ]
 
 

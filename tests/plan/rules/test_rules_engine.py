@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.launch.local import reserved_port
+from llmtrain.launch.rendezvous import reserved_port
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.facts.model_facts import model_facts

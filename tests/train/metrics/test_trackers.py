@@ -1,21 +1,16 @@
 """TensorBoard, Weights & Biases and MLflow show the numbers of a run, and continue with it."""
 
-import errno
 import json
 import os
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.run_dir import RunDir
-from llmtrain.train.metrics import trackers as trackers_module
 from llmtrain.train.metrics.trackers import Trackers, check_trackers
 
 REPOSITORY = Path(__file__).parents[3]
@@ -180,64 +175,3 @@ def test_training_neither_waits_for_a_tracker_nor_fails_with_it(plan, run_dir, m
     trackers.close()
     assert seen == [1]
     assert "tracker tensorboard failed at step 2" in capfd.readouterr().err
-
-
-class _Other:
-    """A tracker that gets what TensorBoard cannot."""
-
-    name = "other"
-
-    def __init__(self) -> None:
-        self.steps = []
-
-    def log(self, values, step):
-        self.steps.append(step)
-        if step == 3:
-            raise ConnectionError("no server")
-
-
-def test_a_tracker_that_fails_changes_nothing_for_one_that_waits_for_disk_space(plan, run_dir, monkeypatch, capfd):
-    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), start_step=1)
-    trackers._thread.submit(int).result()
-    other = trackers._trackers["other"] = _Other()
-    full = OSError(errno.ENOSPC, "no space")
-    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", Mock(side_effect=full))
-    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 2**62)
-    for step in (2, 3):
-        trackers.log({"loss": 1.0}, step)
-    trackers._thread.submit(int).result()
-    trackers._trackers["other"] = other
-    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 0)
-    monkeypatch.setattr(trackers_module, "_start", Mock(side_effect=full))
-    trackers.log({"loss": 1.0}, 4)
-    trackers._thread.submit(int).result()
-    assert other.steps == [2, 3, 4]
-    assert capfd.readouterr().err.count("disabled until the disk has room") == 2
-    monkeypatch.undo()
-    monkeypatch.setattr(trackers_module, "ROOM_BYTES", 0)
-    trackers.log({"loss": 1.0}, 5)
-    trackers.close()
-    assert "tensorboard" in trackers._trackers
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from the writer's thread
-def test_tensorboard_continues_after_a_full_disk(plan, small_disk, event_accumulator, capfd):
-    run_dir = RunDir(small_disk)
-    run_dir.tensorboard.mkdir()
-    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), 0)
-    trackers.log({"train/loss": 1.0}, 1)
-    trackers._thread.submit(int).result()
-    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1000))
-    for step in range(2, 100):
-        trackers.log({"train/loss": float(step), "train/text": "x" * 200}, step)
-    trackers._thread.submit(int).result()
-    (small_disk / "filler").unlink()
-    for step in (100, 101):
-        trackers.log({"train/loss": float(step)}, step)
-    trackers.close()
-    steps = [step for step, _ in scalars(event_accumulator, run_dir, "train/loss")]
-    assert steps[-2:] == [100, 101]
-    assert "disabled until the disk has room" in capfd.readouterr().err

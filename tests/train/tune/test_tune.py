@@ -19,7 +19,7 @@ from llmtrain.models import precision
 from llmtrain.plan import KernelChoice
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
-from llmtrain.train.tune import choice, kernels, request, search, trial
+from llmtrain.train.tune import choice, request, search, trial
 from llmtrain.train.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.train.tune.trial import Comparison
 from tests.helpers.small_plan import small_plan
@@ -243,30 +243,30 @@ def test_kernels_come_from_the_run_then_the_cache_then_the_rules(tmp_path, monke
     def never(*_, **__):
         raise AssertionError("nothing is to be measured")
 
-    monkeypatch.setattr(kernels, "measure", never)
+    monkeypatch.setattr(request, "measure", never)
     plan = small_plan(**{"data.cache_dir": str(tmp_path)})
     key = choice.key_of_run(plan, choice.device_name(CPU, 1))
-    by_the_rules = kernels._choose(plan, CPU, 1, print)
+    by_the_rules = request._choose(plan, CPU, 1, print)
     assert (by_the_rules.key, by_the_rules.values) == (key, {})
 
     choice.write_cached(plan.recipe.data, _choice(key, **{"kernels.loss": "chunked"}))
-    cached = kernels._choose(plan, CPU, 1, print)
+    cached = request._choose(plan, CPU, 1, print)
     assert choice.apply(plan, cached).recipe.kernels.loss == "chunked"
     # The run began before there was a measurement, and continues with its first choice.
     begun = plan.model_copy(update={"kernels": by_the_rules})
-    assert kernels._choose(begun, CPU, 1, print) == by_the_rules
+    assert request._choose(begun, CPU, 1, print) == by_the_rules
     # On another device it is chosen anew.
     elsewhere = plan.model_copy(update={"kernels": _choice("another key", **{"kernels.loss": "whole"})})
-    assert kernels._choose(elsewhere, CPU, 1, print) == cached
+    assert request._choose(elsewhere, CPU, 1, print) == cached
 
     choice.cached_file(plan.recipe.data, key).write_text("{")
-    assert kernels._choose(plan, CPU, 1, print) == by_the_rules
+    assert request._choose(plan, CPU, 1, print) == by_the_rules
 
 
 def test_only_the_measurement_is_lost_if_its_process_dies(tmp_path, monkeypatch):
     plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
     monkeypatch.setattr(request.sys, "executable", "/bin/false")
-    found = kernels._choose(plan, CPU, 1, print)
+    found = request._choose(plan, CPU, 1, print)
     assert found.values == {}
     assert "exit code 1" in found.why
 
@@ -343,7 +343,7 @@ def test_a_run_on_a_busy_machine_uses_the_rules_and_caches_nothing(tmp_path, mon
     busy.write_text("""#!/bin/sh\necho '{"busy": "others use 0.90 of 2 cores"}'\n""")
     busy.chmod(0o755)
     monkeypatch.setattr(request.sys, "executable", str(busy))
-    found = kernels._choose(plan, CPU, 1, print)
+    found = request._choose(plan, CPU, 1, print)
     assert found.values == {}
     assert found.why == "chosen by the rules, because measuring failed: others use 0.90 of 2 cores"
     assert choice.read_cached(plan.recipe.data, found.key) is None
@@ -418,8 +418,8 @@ def test_fp8_is_measured_even_if_all_kernels_are_set_and_the_run_is_short(tmp_pa
     plan = small_plan(**{"data.cache_dir": str(tmp_path)})
     in_fp8 = plan.model_copy(update={"recipe": plan.recipe.with_(**{"kernels.fp8": "rowwise"})})
     asked = []
-    monkeypatch.setattr(kernels, "measure", lambda plan, *_, **__: asked.append(plan) or _choice("k"))
-    kernels._choose(plan, CPU, 1, print)
+    monkeypatch.setattr(request, "measure", lambda plan, *_, **__: asked.append(plan) or _choice("k"))
+    request._choose(plan, CPU, 1, print)
     assert asked == []
-    kernels._choose(in_fp8, CPU, 1, print)
+    request._choose(in_fp8, CPU, 1, print)
     assert asked == [in_fp8]

@@ -3,7 +3,7 @@
 import pytest
 
 from llmtrain.recipe import WatchdogConfig
-from llmtrain.system.heartbeat import Phase, Pulse
+from llmtrain.system.heartbeat import Phase
 from llmtrain.train.watchdog.diagnosis import (
     Status,
     cut_off_problem,
@@ -42,14 +42,12 @@ WAITING = status(waiting=True)
     ],
 )
 def test_the_limit_depends_on_phase_and_state(phase, p99, state, limit):
-    pulse = Pulse(step=3, phase=phase, beat=0.0, waiting=False, own_s=0.0, measured=0)
-    assert time_limit(pulse, p99, state, WatchdogConfig()) == limit
+    assert time_limit(phase, p99, state, WatchdogConfig()) == limit
 
 
 def test_limits_can_be_switched_off():
-    pulse = Pulse(step=3, phase=Phase.SAVING, beat=0.0, waiting=False, own_s=0.0, measured=0)
-    assert time_limit(pulse, 1.0, "S", WatchdogConfig(phase_seconds=0)) is None
-    assert time_limit(pulse, 1.0, "T", WatchdogConfig(min_seconds=0)) is None
+    assert time_limit(Phase.SAVING, 1.0, "S", WatchdogConfig(phase_seconds=0)) is None
+    assert time_limit(Phase.SAVING, 1.0, "T", WatchdogConfig(min_seconds=0)) is None
 
 
 def test_waiting_for_a_rank_that_saves_is_not_a_hang():
