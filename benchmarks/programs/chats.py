@@ -63,11 +63,11 @@ def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, 
 def ours(folder: Path) -> dict[str, float]:
     """Reads, renders, proves, tokenizes and writes the conversations; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache
-    from llmtrain.data.chat.store import ChatOptions
     from llmtrain.data.chat.template import load_template
+    from llmtrain.data.chat.tokenize import ChatOptions
     from llmtrain.data.progress import Progress
     from llmtrain.data.sources.corpus import open_corpora
-    from llmtrain.data.store import TokenizeOptions, token_store
+    from llmtrain.data.tokenize import TokenizeOptions, token_store
     from llmtrain.data.tokenizer import prepare_tokenizer
     from llmtrain.recipe import DataConfig, Source
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.arrays import ArrayWriter, require_intact
-from llmtrain.data.store import SPLITS, Stream, TokenStore
+from llmtrain.data.sources.corpus import SPLITS
+from llmtrain.data.store import Stream, TokenStore
 
 FORMAT = 1
 """Version of the index format; part of its key."""

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
+from llmtrain.data.loader import BatchLoader
 from llmtrain.data.prepare import Prepared
 from llmtrain.data.report import notes
-from llmtrain.data.sampler import BatchLoader
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible

@@ -11,7 +11,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
@@ -80,9 +79,6 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         if epochs > 1 and not recipe.train.epochs:
             found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in prepared.all_sources:
-        if old := [str(folder) for folder in source.folders if not has_hashes(folder)]:
-            what = "an earlier version wrote no hashes, so only sizes are compared; to prepare again, remove"
-            found.append(f"{source.name}: {what} {' and '.join(old)}")
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source, chats, recipe))
             if end := chats.get("ordinary_end"):
@@ -91,8 +87,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
                     "tokenizer; generation stops at it, but it remains in texts that are decoded without special "
                     "tokens: set special to true in the tokenizer's files"
                 )
-        special = source.store.special
-        if special and special.count:
+        if (special := source.store.special).count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
             found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
     if difference := prepared.tokenizer.difference:

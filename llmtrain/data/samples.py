@@ -20,7 +20,8 @@ from llmtrain.data.arrays import (
     require_intact,
 )
 from llmtrain.data.order import permutation_key, permute
-from llmtrain.data.store import Split, Stream
+from llmtrain.data.sources.corpus import Split
+from llmtrain.data.store import Stream
 
 NO_TARGET = -100
 """Label of a position without a target, which `torch.nn.functional.cross_entropy` ignores by default."""

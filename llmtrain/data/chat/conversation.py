@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
@@ -25,7 +25,6 @@ ROLES = {
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant turn that is a tool call."""
-_PLAIN = ("user", "assistant", "system")
 _EXCHANGE = ("user", "assistant")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TRAINED = ("train", "weight", "loss", "trainable", "loss_mask", "loss_weight")
@@ -42,6 +41,9 @@ _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 """Names of keys and columns that may say who speaks."""
 
+MAX_MESSAGES = 1000
+"""Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
+for this number."""
 MAX_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
@@ -298,11 +300,10 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {format_value(turns)}, not a list of messages")
-    if _are_plain(turns):
-        messages, trained = list(turns), [True] * len(turns)
-    else:
-        messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-        trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
+    if len(turns) > MAX_MESSAGES:
+        raise RowError(f"has {len(turns):,} messages, of at most {MAX_MESSAGES:,}")
+    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+    trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
@@ -340,17 +341,6 @@ def _message(number: int, turn: Any) -> Message:
     if not message["content"].strip() and "tool_calls" not in message and role != "tool":
         raise RowError(f"message {number} ({role}) is empty")
     return message
-
-
-def _are_plain(turns: Sequence[Any]) -> bool:
-    """Whether each message is just a role and a text that need no conversion. Most messages are."""
-    for turn in turns:
-        if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
-            return False
-        content = turn.get("content")
-        if type(content) is not str or not content or content.isspace():
-            return False
-    return True
 
 
 def _content(turn: Any) -> Any:

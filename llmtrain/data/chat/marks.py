@@ -8,6 +8,7 @@ give the same text as rendering without marks. This is checked for each conversa
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ BREAK = "\U000fffff"
 """Inserted into a message's text where it contains the text of a special token, so that it is not read as the token."""
 FIRST_MARK = 0x100000
 """The text of message i is enclosed by the characters with code FIRST_MARK + 2 · i and FIRST_MARK + 2 · i + 1."""
-MOST_MESSAGES = 0x8000
 RESERVED = re.compile(r"[\ud800-\udfff\U000f0000-\U0010ffff]")
 """Characters that no message may contain: halves of surrogate pairs, and the characters with a meaning here."""
 SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
@@ -58,10 +58,6 @@ class ControlTokens:
         """
         tokens = self._special if role == "assistant" else self._all
         return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-
-    def contains_token_text(self, text: str) -> bool:
-        """Whether a text contains the text of a control token."""
-        return self._all.search(text) is not None
 
     def alias(self, text: str) -> str:
         """Returns a text written by a template, with each control token replaced by its character.
@@ -113,19 +109,6 @@ class Rendered:
             raise RowError(f"the template cuts off the text of message {opened[0] + 1}")
         return cls("".join(text), tuple(stretches))
 
-    @classmethod
-    def filled(cls, gaps: tuple[tuple[int, str], ...], contents: Sequence[str]) -> Rendered:
-        """Returns the rendering made of the gaps, with one content after each gap except the last."""
-        parts, stretches, length = [], [], 0
-        for number, ((_, gap), content) in enumerate(zip(gaps, contents, strict=False)):
-            start = length + len(gap)
-            length = start + len(content)
-            parts += [gap, content]
-            stretches.append(TextSpan(number, start, length))
-        made = cls("".join([*parts, gaps[-1][1]]), tuple(stretches))
-        made.__dict__["gaps"] = gaps  # the cached property need not be computed again
-        return made
-
     @staticmethod
     def partial(marked: str, controls: ControlTokens) -> str:
         """Returns the text, without marks, of the beginning of a rendering."""
@@ -159,9 +142,8 @@ class Rendered:
 
 def reject_reserved(values: Any) -> None:
     """Raises RowError for a text with a reserved character."""
-    for text in _strings(values):
-        if found := RESERVED.search(text):
-            raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
+    if found := RESERVED.search(json.dumps(values, ensure_ascii=False, default=str)):
+        raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
 
 
 def marked(messages: Sequence[Message], controls: ControlTokens) -> list[Message]:
@@ -177,15 +159,6 @@ def _marked(message: Message, number: int, controls: ControlTokens) -> Message:
         lambda name: controls.break_up(name, role),
     )
     return made
-
-
-def plain_contents(messages: Sequence[Message], controls: ControlTokens) -> list[str] | None:
-    """Returns the contents of messages that consist of one plain text each; None if marks would split or change one."""
-    texts = [message["content"] for message in messages]
-    if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
-        return None
-    together = "\n".join(texts)
-    return None if controls.contains_token_text(together) or _TAG.search(together) else texts
 
 
 def broken_up(values: Any, controls: ControlTokens) -> Any:
@@ -223,18 +196,6 @@ def _map(value: Any, change: Callable[[str, str], str], rename: Callable[[str], 
     if isinstance(value, (list, tuple)):
         return [_map(item, change, rename, key) for item in value]
     return value
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield name
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -29,8 +29,6 @@ from llmtrain.data.chat.marks import (
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import format_value
 
-MAX_SKELETONS = 10_000
-"""Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
 
@@ -88,14 +86,22 @@ class Renderer:
         """The control tokens whose texts are broken up in messages."""
         return NO_CONTROL_TOKENS if self.parses else self.controls
 
-    def rendered(self, conversation: Conversation, plain: str) -> Rendered:
-        """Returns the rendering of the whole conversation, obtained with marks.
+    def marked(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation with marks, in which the texts of control tokens are broken up."""
+        messages, tools = marked(conversation.messages, self.breaks), broken_up(conversation.tools, self.breaks)
+        return replace(conversation, messages=tuple(messages), tools=tuple(tools))
 
-        Raises RowError unless it equals `plain`, the rendering without marks, and contains every message.
+    def checked(self, conversation: Conversation, plain: str | RowError, marked: str | RowError) -> Rendered:
+        """Returns the rendering of a conversation, given the texts rendered without and with marks.
+
+        Raises RowError unless both texts are the same and contain every message.
         """
-        tools = conversation.tools
-        reject_reserved([conversation.messages, tools])
-        with_marks = self._render(conversation.messages, tools)
+        if isinstance(plain, RowError):
+            raise plain
+        reject_reserved([conversation.messages, conversation.tools])
+        if isinstance(marked, RowError):
+            raise marked
+        with_marks = Rendered.of(marked, self.controls)
         if self.controls.plain(with_marks.text) != plain:
             raise RowError("the template changes the text of messages, so it is not known who wrote what")
         written = {stretch.message for stretch in with_marks.stretches}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import xxhash
 
@@ -22,6 +22,8 @@ from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.untrusted import expanded
 
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """Matches NAME or OWNER/NAME."""
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")

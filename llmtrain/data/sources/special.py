@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from llmtrain.errors import DataError, Problem
+from llmtrain.errors import Problem
 
 FEW = 10
 """Number of texts of special tokens that are accepted as plain text, without asking the user."""
@@ -85,10 +85,8 @@ class SpecialTokenCounter:
         )
 
 
-def refuse_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text: str) -> None:
-    """Raises DataError if there are more than a few. end_of_text: text of the token that ends documents."""
-    if counts.are_few:
-        return
+def too_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text: str) -> Problem:
+    """Returns the fault of a corpus with more than a few. end_of_text: text of the token that ends documents."""
     message = (
         f"'{corpus}' contains {counts}; as text they are read as ordinary characters, while "
         "`transformers` and `llmtrain generate` read them as the tokens"
@@ -102,7 +100,7 @@ def refuse_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text
             f"\n    if {end_of_text} separates documents, neither is right: "
             'split the text there, and write each document as a line {"text": ...} of a .jsonl file'
         )
-    raise DataError(Problem("data.special_tokens", field, message, fix))
+    return Problem("data.special_tokens", field, message, fix)
 
 
 def _expression(texts: list[str]) -> str:

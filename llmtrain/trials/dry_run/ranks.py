@@ -19,7 +19,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.data import BatchLoader, Prepared
-from llmtrain.data.sampler import rows_of
+from llmtrain.data.loader import rows_of
 from llmtrain.data.synthetic import synthetic
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.divergence import estimate_divergence

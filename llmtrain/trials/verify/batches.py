@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmtrain.data import NO_TARGET, BatchLoader, Completions, MicroBatch, Prepared, PreparedSource, StepBatch
 from llmtrain.data.samples import PackedSamples
-from llmtrain.data.store import Split
+from llmtrain.data.sources.corpus import Split
 from llmtrain.engines import Engine
 from llmtrain.engines.reference_model import Values, attach, log_probs
 from llmtrain.plan import Plan
@@ -63,7 +63,7 @@ class Batches:
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields what a plan's own schedule gives to a data parallel rank in each step."""
-        schedule = BatchLoader.of(plan, self.prepared, dp_rank)
+        loader = BatchLoader.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
 
         def uneven(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -74,7 +74,7 @@ class Batches:
             ]
 
         for step, hidden in enumerate(self._hidden):
-            batch = schedule.train_batch(step * self.size)
+            batch = loader.train_batch(step * self.size)
             targets, examples = (0, hidden) if batch.examples else (hidden, 0)
             yield replace(
                 batch,
@@ -89,8 +89,8 @@ class Batches:
         if not plan.recipe.objective.needs_reference:
             return self
         wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
-        schedule, order = BatchLoader.of(plan, self.prepared, 0), self.prepared.eval_order()
-        drawn = schedule.sample_ids(0, self.steps * self.size)
+        loader, order = BatchLoader.of(plan, self.prepared, 0), self.prepared.eval_order()
+        drawn = loader.sample_ids(0, self.steps * self.size)
         for number, source in enumerate(self.prepared.sources):
             wanted[source.key, "train"].append(drawn[1][drawn[0] == number])
         for number, index in order.by_source(self._held_out):
@@ -115,11 +115,11 @@ class Batches:
         """Global batches, read by document."""
         data, padding = self.recipe.data, self.prepared.eos_id
         sizes = {"global_batch_size": self.size, "micro_batch_size": self.size, "gradient_accumulation_steps": 1}
-        schedule = BatchLoader(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
+        loader = BatchLoader(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
         views = [source.train for source in self.prepared.sources]
         steps: list[Sequences] = []
         for step in range(self.steps):
-            ids = zip(*(column.tolist() for column in schedule.sample_ids(step * self.size, self.size)), strict=True)
+            ids = zip(*(column.tolist() for column in loader.sample_ids(step * self.size, self.size)), strict=True)
             steps.append([read_documents(views[source], number, data, padding) for source, number in ids])
         return steps
 
