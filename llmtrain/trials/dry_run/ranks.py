@@ -5,6 +5,7 @@ It trains, saves and takes a step, then loads the checkpoint into a new engine a
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
 import time
@@ -33,12 +34,16 @@ from llmtrain.trials.dry_run.job import RESULT_FILE, Checkpoint, DryRunJob, DryR
 from llmtrain.trials.dry_run.shrink import STEPS
 from llmtrain.trials.jobs import Say
 
+TIMEOUT_S = 300
+"""Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
+
 
 def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
     """Runs the dry run on this rank; rank 0 writes the result to `folder`.
 
     Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
     """
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     plan, checkpoints = job.plan, Path(job.checkpoints)
     prepared = synthetic(plan.recipe, Path(job.data))
     torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.parallel.tensor)
@@ -70,6 +75,7 @@ def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     )
     if dist.get_rank() == 0:
         write_atomically(folder / RESULT_FILE, result.model_dump_json())
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> DryRunStep:

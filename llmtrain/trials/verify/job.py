@@ -18,6 +18,7 @@ from llmtrain.plan.facts.model_facts import dropout_of
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.recipe import Part, Recipe
 from llmtrain.system.untrusted import read_json
+from llmtrain.trials.jobs import Job
 
 PROBES = ("recipe", "sgd")
 """Runs of each plan.
@@ -43,8 +44,11 @@ A failure of the workers is attributed to that plan until its verdict exists.
 """
 
 
-class VerifyJob(Part):
+class VerifyJob(Job):
     """The work of the workers of one world size; those of size 1 train the reference first."""
+
+    file = JOB_FILE
+    work = "llmtrain.trials.verify.train:verify_rank"
 
     recipe: Recipe
     steps: int
@@ -52,6 +56,11 @@ class VerifyJob(Part):
     """Name → plan."""
     started: float = Field(default_factory=time.time)
     """Seconds since the epoch."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the plans are for CPUs; all are for one kind of device."""
+        return next(iter(self.plans.values())).cluster.spec.on_cpu
 
     def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
         """Returns the plans for this number of workers."""
