@@ -43,11 +43,12 @@ def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, 
     from llmtrain.data import prepare
     from llmtrain.data.cache import Cache
     from llmtrain.data.progress import Progress
-    from llmtrain.data.sources.stdlib_chat import stdlib_chat_corpus
+    from llmtrain.data.sources.files import stdlib_corpus
+    from llmtrain.data.sources.stdlib_chat import StdlibChat
     from llmtrain.plan.load import load_recipe
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [one.text for one in stdlib_chat_corpus(Cache(folder / "cache", Progress())).documents()]
+    rows = [one.text for one in StdlibChat(stdlib_corpus(Cache(folder / "cache", Progress()))).documents()]
     (folder / "chats.jsonl").write_text("".join(f"{row}\n" for _ in range(copies) for row in rows), encoding="utf-8")
     fields = [f'data.tokenizer={{"vocab_size": {vocabulary}}}', f"data.cache_dir={folder / 'cache'}"]
     fields += [f"model.config.vocab_size={vocabulary}"]

@@ -17,7 +17,7 @@ from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
 from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_document
 from llmtrain.data.sources.hub import hub_corpus
-from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, stdlib_chat_corpus
+from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, StdlibChat
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.untrusted import expanded
@@ -187,15 +187,16 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if source.name in (STDLIB, STDLIB_CHAT):
         _refuse_hub_fields(source, ("subset", "split", "revision"), field)
+        files = stdlib_corpus(cache)
         if source.name == STDLIB:
-            return stdlib_corpus(cache)
-        return ConversationCorpus(stdlib_chat_corpus(cache), ChatSource("messages", system=source.system))
-    if files := find_files(source.name, source.split, field):
+            return files
+        return ConversationCorpus(StdlibChat(files), ChatSource("messages", system=source.system))
+    if found := find_files(source.name, source.split, field):
         _refuse_hub_fields(source, ("subset", "revision"), field)
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None
-    if files:
-        in_files = file_corpus(source, files, cache, column)
+    if found:
+        in_files = file_corpus(source, found, cache, column)
         column = None if _hold_conversations(source, _columns(in_files, cache)) else column
         opened: Corpus = replace(in_files, column=column)
     elif HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):

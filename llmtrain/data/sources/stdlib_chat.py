@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.sources.files import FileCorpus, stdlib_corpus, stdlib_folder
+from llmtrain.data.cache import key_of
+from llmtrain.data.sources.files import FileCorpus, stdlib_folder
 from llmtrain.data.sources.formats import Document
 
 STDLIB_CHAT = "stdlib_chat"
@@ -53,11 +53,6 @@ class StdlibChat:
                     messages = [{"role": ROLES[place % 2], "content": text} for place, text in enumerate(texts)]
                     place = f"{STDLIB_CHAT}, {subjects[0][0]}"
                     yield Document(json.dumps({"messages": messages}), number / count, place)
-
-
-def stdlib_chat_corpus(cache: Cache) -> StdlibChat:
-    """Returns the corpus for this Python's standard library."""
-    return StdlibChat(stdlib_corpus(cache))
 
 
 def _module(path: Path) -> str:
