@@ -337,12 +337,12 @@ class BatchLoader:
 def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """Returns the n-th sequence drawn from a source for each n; each epoch has its own order."""
     size = len(source.train)
-    epochs, places = np.divmod(numbers, size)
+    epochs, positions = np.divmod(numbers, size)
     # Epochs are sorted. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
         in_epoch = epochs == epoch
-        places[in_epoch] = permute(places[in_epoch], size, permutation_key(seed, source.key, epoch))
-    return places
+        positions[in_epoch] = permute(positions[in_epoch], size, permutation_key(seed, source.key, epoch))
+    return positions
 
 
 def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[int, int]:

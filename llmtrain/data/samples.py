@@ -108,13 +108,13 @@ class ConcatSamples(Samples):
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each document."""
         length = self.sequence_length
         prefetch_ranges(self.stream.tokens, index * length, (index + 1) * length + 1)
-        place = index[:, None] * length + np.arange(length)
+        indices = index[:, None] * length + np.arange(length)
         positions = np.tile(np.arange(length), (len(index), 1))
         if self.mask_documents:
             positions -= self._document_starts(index * length)
         tokens = self.stream.tokens
         require_intact(tokens, index * length, (index + 1) * length + 1)
-        return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
+        return Rows(tokens[indices].astype(np.int64), positions, tokens[indices + 1].astype(np.int64))
 
     def _document_starts(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns where the document of each token of some windows begins, as an offset in its window, [windows, T].
@@ -298,14 +298,14 @@ class EvalOrder:
     def __init__(self, views: Sequence[Samples], keys: Sequence[str]) -> None:
         self._views = views
         sizes = [len(view) for view in views]
-        place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
+        position = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
         source = np.repeat(np.arange(len(sizes)), sizes)
         index = [
             permute(np.arange(size), size, permutation_key("eval", key))
             for size, key in zip(sizes, keys, strict=True)
             if size
         ]
-        order = np.argsort(place, kind="stable")
+        order = np.argsort(position, kind="stable")
         self.sources: NDArray[np.int64] = source[order]
         """[sequences]: the source of each sequence."""
         self.index: NDArray[np.int64] = np.concatenate([*index, np.empty(0, np.int64)])[order]

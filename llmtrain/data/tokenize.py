@@ -170,8 +170,8 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, options: TokenizeOptions
         writers = {split: _TextWriter(folder, split, options, stack) for split in SPLITS}
         batches = prefetched(_batches(corpus, options.eval_fraction, counter))
         stack.callback(batches.close)
-        for batch, found in batches:
-            options.check(found, corpus, field)
+        for batch, counts in batches:
+            options.check(counts, corpus, field)
             texts = [chunk.text for chunk in batch]
             for chunk, ids in zip(batch, encoder.encode(texts), strict=True):
                 writers[chunk.split].add(ids, chunk.last)

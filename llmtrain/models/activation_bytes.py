@@ -63,9 +63,9 @@ def _untraceable(reason: str) -> RecipeError:
 class _Seen:
     """Counts the saved bytes of each layer, with hooks around the layers."""
 
-    def __init__(self, layers: Any, known: set[int]) -> None:
+    def __init__(self, layers: Any, excluded: set[int]) -> None:
         self.saved = [0] * len(layers)
-        self._known = known
+        self._known = excluded
         self._inside: int | None = None
         self._kept: list[Tensor] = []
         for index, layer in enumerate(layers):

@@ -149,11 +149,11 @@ class Layout:
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
         row = self._considered(row)
-        found = {f"column '{name}'" for name in self._unread_columns(row)}
+        names = {f"column '{name}'" for name in self._unread_columns(row)}
         for turn in self._turns(row):
-            found |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
-            found |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
-        return found
+            names |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
+            names |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
+        return names
 
     def _considered(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a row without the columns, and without the keys of its messages, that are ignored.
@@ -257,14 +257,14 @@ class ChatSource:
 
     def layout(self, columns: Iterable[str], field: str) -> Layout:
         """Returns the layout that `find_layout` finds for these columns."""
-        found = find_layout(
+        layout = find_layout(
             (name for name in columns if name not in self.ignored),
             field,
             format=self.format,
             named=dict(self.columns),
             system=self.system,
         )
-        return replace(found, ignored=frozenset(self.ignored))
+        return replace(layout, ignored=frozenset(self.ignored))
 
 
 def find_layout(
@@ -275,15 +275,15 @@ def find_layout(
     field: the recipe field of the source. named: part → column, for columns without a usual name.
     Raises DataError if no format matches, or if `named` has an unknown column or part.
     """
-    known = list(columns)
+    available = list(columns)
     for part, column in named.items():
-        if column not in known:
-            message = f"has no column '{column}'{did_you_mean(column, known)} (columns: {', '.join(known)})"
+        if column not in available:
+            message = f"has no column '{column}'{did_you_mean(column, available)} (columns: {', '.join(available)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
     formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
     for name in formats:
         columns_of = {
-            part: _column(part, names, named, known) for part, names in (NAMES[name] | OPTIONAL[name]).items()
+            part: _column(part, names, named, available) for part, names in (NAMES[name] | OPTIONAL[name]).items()
         }
         if all(columns_of[part] for part in NAMES[name]):
             if unused := set(named) - set(columns_of):
@@ -291,7 +291,7 @@ def find_layout(
                 raise DataError(Problem("data.column", f"{field}.columns", message))
             return Layout(name, {part: column for part, column in columns_of.items() if column}, system)
     parts = "; ".join(f"{name}: {', '.join(NAMES[name])}" for name in formats)
-    message = f"no conversations were found in the columns {', '.join(known) or '(none)'}"
+    message = f"no conversations were found in the columns {', '.join(available) or '(none)'}"
     fix = f'name the columns: columns={{"PART": "COLUMN"}} ({parts})'
     raise DataError(Problem("data.column", f"{field}.columns", message, fix))
 
@@ -316,8 +316,8 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
 
 
-def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: list[str]) -> str | None:
-    return named.get(part) or next((name for name in usual if name in known), None)
+def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], available: list[str]) -> str | None:
+    return named.get(part) or next((name for name in usual if name in available), None)
 
 
 def _message(number: int, turn: Any) -> Message:
@@ -382,10 +382,10 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         arguments = _json(arguments, f"the arguments of message {number} for {name}")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of message {number} for {name} are {format_value(arguments)}, not an object")
-    given = dict(arguments or {})
-    _check_nesting(given, f"the arguments of message {number} for {name}")
-    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **known, "function": {"name": name, "arguments": given}}
+    values = dict(arguments or {})
+    _check_nesting(values, f"the arguments of message {number} for {name}")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **call_id, "function": {"name": name, "arguments": values}}
 
 
 def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
@@ -406,8 +406,8 @@ def _may_mask(name: str, value: Any) -> bool:
 
 def truth_value(value: Any) -> bool | None:
     """Returns a truth value, which is a text in a cell of a CSV file; None for anything else."""
-    known = {"true": True, "1": True, "false": False, "0": False}
-    return known.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
+    values = {"true": True, "1": True, "false": False, "0": False}
+    return values.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
 
 
 def _or_ignore(name: str) -> str:

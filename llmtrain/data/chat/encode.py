@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import CONTROL, ControlTokens, Rendered, reject_reserved
-from llmtrain.data.chat.spans import PARTS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.data.chat.turns import PARTS, Renderer, Turn
 from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
@@ -139,20 +139,20 @@ class ChatEncoder:
             self._cached_turns[key] = turns
         return self._cached_turns[key]
 
-    def _check_tokens(self, whole: Rendered) -> None:
+    def _check_tokens(self, rendered: Rendered) -> None:
         """Raises RowError if the unmodified tokenizer gives other tokens, or if their offsets are unusable."""
-        encoding = self._tokenizer.encode(whole.text, add_special_tokens=False)
-        ids = self._ids(whole.text, encoding)
+        encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
+        ids = self._ids(rendered.text, encoding)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        covered = np.zeros(len(whole.text) + 1, np.int64)
+        covered = np.zeros(len(rendered.text) + 1, np.int64)
         np.add.at(covered, starts, 1)
         np.add.at(covered, ends, -1)
         bare = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
-        if any(whole.text[place].isalnum() for place in bare) or (np.diff(starts) < 0).any():
+        if any(rendered.text[position].isalnum() for position in bare) or (np.diff(starts) < 0).any():
             raise RowError(UNKNOWN_PLACES)
         controls = self._renderer.controls
-        plain = controls.plain(whole.text)
-        if controls.alias(plain) != whole.text:
+        plain = controls.plain(rendered.text)
+        if controls.alias(plain) != rendered.text:
             return  # a message contains a control token's text, which cannot be told from the token in `plain`
         if ids.tolist() != self._plain.encode(plain, add_special_tokens=False).ids:
             raise RowError("the tokenizer does not read each special token of the template as one token")
@@ -163,11 +163,11 @@ class ChatEncoder:
         Raises RowError if such a character did not become exactly its control token.
         """
         ids = np.array(encoding.ids, np.int64)
-        known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
-        places = np.flatnonzero(self._known[ids] >= 0)
-        if not np.array_equal(ids[places], known[:, 0]):
+        control_ids = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
+        positions = np.flatnonzero(self._known[ids] >= 0)
+        if not np.array_equal(ids[positions], control_ids[:, 0]):
             raise RowError("the tokenizer merges special tokens of the template with the text next to them")
-        ids[places] = known[:, 1]
+        ids[positions] = control_ids[:, 1]
         return ids
 
     def _encoded(self, chat: RenderedChat, encoding: Any) -> Encoded | RowError:
@@ -204,7 +204,7 @@ class ChatEncoder:
         is_trained = chat.conversation.trained
         mask = np.full(length, self._train_on == "all")
         if self._train_on == "all":
-            for text_span in chat.rendered.stretches:
+            for text_span in chat.rendered.spans:
                 if not is_trained[text_span.message]:
                     # A token that only partly belongs to such a message is not trained on either.
                     mask[offsets.after(text_span.start) : offsets.first(text_span.end)] = False
@@ -225,26 +225,26 @@ class _TokenOffsets:
     text: str
     encoding: Any
 
-    def first(self, place: int) -> int:
+    def first(self, position: int) -> int:
         """Returns the index of the first token that begins at or after a position."""
-        return self._skip(place, lambda start, end: start < place)
+        return self._skip(position, lambda start, end: start < position)
 
-    def after(self, place: int) -> int:
+    def after(self, position: int) -> int:
         """Returns the index of the first token that ends after a position."""
-        return self._skip(place, lambda start, end: end <= place)
+        return self._skip(position, lambda start, end: end <= position)
 
-    def _skip(self, place: int, before: Callable[[int, int], bool]) -> int:
-        found = self._covering(place)
-        while found < len(self.encoding) and before(*self._own(found)):
-            found += 1
-        return found
+    def _skip(self, position: int, before: Callable[[int, int], bool]) -> int:
+        token = self._covering(position)
+        while token < len(self.encoding) and before(*self._own(token)):
+            token += 1
+        return token
 
-    def _covering(self, place: int) -> int:
+    def _covering(self, position: int) -> int:
         """Returns the index of the token at a position, or at the next position that belongs to a token.
 
         Raises RowError if an alphanumeric character belongs to no token.
         """
-        for character in range(place, len(self.text)):
+        for character in range(position, len(self.text)):
             token = self.encoding.char_to_token(character)
             if token is not None:
                 return int(token)
@@ -259,10 +259,10 @@ class _TokenOffsets:
         return control.span() if control else (start, end)
 
 
-def _position(whole: Rendered, place: tuple[int, int]) -> int:
+def _position(rendered: Rendered, place: tuple[int, int]) -> int:
     """Returns the position in the whole text of a place: the number of a gap, and an offset in it."""
     number, offset = place
-    return (whole.stretches[number - 1].end if number else 0) + offset
+    return (rendered.spans[number - 1].end if number else 0) + offset
 
 
 def _with_control_characters(plain: Any, controls: ControlTokens) -> tuple[Any, dict[str, tuple[int, int]]]:

@@ -218,11 +218,11 @@ def decode(data: bytes, path: Path, offset: int = 0) -> str:
         raise DataError(_not_utf8(str(path), error, offset)) from None
 
 
-def require_column(place: str, column: str | None, known: Any) -> None:
+def require_column(place: str, column: str | None, columns: Any) -> None:
     """Raises DataError if a text column is missing; the message lists the existing columns."""
-    if column is None or column in known:
+    if column is None or column in columns:
         return
-    names = [str(name) for name in known]
+    names = [str(name) for name in columns]
     message = f"has no column '{column}'{did_you_mean(column, names)} (columns: {', '.join(names) or 'none'})"
     fix = "set text_column of the source to the column that contains the text"
     raise DataError(Problem("data.column", place, message, fix))

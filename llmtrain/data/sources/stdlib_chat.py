@@ -42,13 +42,13 @@ class StdlibChat:
     def documents(self) -> Iterator[Document]:
         """Yields the rows."""
         count = len(self.files.files)
-        for number, (path, known) in enumerate(zip(self.files.files, self.files.prints, strict=True), start=1):
+        for number, (path, stored) in enumerate(zip(self.files.files, self.files.prints, strict=True), start=1):
             module = _module(path)
             if any(part.startswith("_") for part in module.split(".")):
                 continue
-            for file in replace(self.files, files=(path,), prints=(known,)).documents():
-                found = _answered(module, ast.parse(file.text).body)
-                while subjects := list(islice(found, SUBJECTS)):
+            for file in replace(self.files, files=(path,), prints=(stored,)).documents():
+                answered = _answered(module, ast.parse(file.text).body)
+                while subjects := list(islice(answered, SUBJECTS)):
                     texts = [text for _, texts in subjects for text in texts]
                     messages = [{"role": ROLES[place % 2], "content": text} for place, text in enumerate(texts)]
                     place = f"{STDLIB_CHAT}, {subjects[0][0]}"

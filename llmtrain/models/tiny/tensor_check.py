@@ -109,11 +109,11 @@ def compare_tensor_split(
             for name, gradient in expected.gradients.items()
             if gradient is not None
         }
-        found = deviation(outcome, Outcome(expected.output, shards))
-        if found.output > SUM_TOLERANCE:
-            raise no_split(config, f"its logits deviate from the whole model's by {found.output:.0e}")
-        if found.gradient > SUM_TOLERANCE:
-            reason = f"its gradients deviate from the whole model's by {found.gradient:.0e} {found.parameter}"
+        difference = deviation(outcome, Outcome(expected.output, shards))
+        if difference.output > SUM_TOLERANCE:
+            raise no_split(config, f"its logits deviate from the whole model's by {difference.output:.0e}")
+        if difference.gradient > SUM_TOLERANCE:
+            reason = f"its gradients deviate from the whole model's by {difference.gradient:.0e} {difference.parameter}"
             raise no_split(config, reason)
     return split
 

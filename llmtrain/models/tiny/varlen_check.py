@@ -151,11 +151,11 @@ def _outcome(model: PreTrainedModel, logits_of: Callable[[PreTrainedModel, dict[
 
 
 def _difference(actual: Outcome, expected: Outcome) -> str:
-    found = deviation(actual, expected)
-    if found.output > TOLERANCE:
-        return f"logits deviate from those of 'eager' by {found.output:.0e}"
-    if found.gradient > GRADIENT_TOLERANCE:
-        return f"the gradient of {found.parameter} deviates from that of 'eager' by {found.gradient:.0e}"
+    difference = deviation(actual, expected)
+    if difference.output > TOLERANCE:
+        return f"logits deviate from those of 'eager' by {difference.output:.0e}"
+    if difference.gradient > GRADIENT_TOLERANCE:
+        return f"the gradient of {difference.parameter} deviates from that of 'eager' by {difference.gradient:.0e}"
     return ""
 
 

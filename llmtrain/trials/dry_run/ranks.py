@@ -98,12 +98,12 @@ def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> D
     return step
 
 
-def _evaluate(engine: Engine, data: BatchLoader, most: int | None) -> float:
+def _evaluate(engine: Engine, data: BatchLoader, max_sequences: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
     if engine.objective and engine.objective.needs_divergence:
-        estimate_divergence(engine, data.eval_batches(most))
-    for batch in data.eval_batches(most):
+        estimate_divergence(engine, data.eval_batches(max_sequences))
+    for batch in data.eval_batches(max_sequences):
         total += engine.eval_step(batch).item() * batch.num_items
         targets += batch.num_items
     return total / targets

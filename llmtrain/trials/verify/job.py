@@ -82,7 +82,7 @@ class Deviation(Part):
     def within(self, tolerance: Deviation) -> bool:
         """Whether no number exceeds its tolerance."""
         pairs = ((getattr(self, name), getattr(tolerance, name)) for name in NUMBERS)
-        return self.same_lr and all(ours is not None and ours <= most for ours, most in pairs)
+        return self.same_lr and all(ours is not None and ours <= limit for ours, limit in pairs)
 
 
 class Verdict(Part):
@@ -235,12 +235,12 @@ def choose_plans(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str
 
     Raises RecipeError for each part that matches no plan, and if no plan runs.
     """
-    known = {named_plan.name: named_plan for named_plan in plans}
+    by_name = {named_plan.name: named_plan for named_plan in plans}
     rules = {refusal.name: refusal.problem for refusal in refused}
     patterns = ["*"] if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
-    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in by_name)]
     if lost or not patterns:
-        raise RecipeError([_unknown(pattern, list(known), rules) for pattern in lost or [wanted]])
+        raise RecipeError([_unknown(pattern, list(by_name), rules) for pattern in lost or [wanted]])
     return [named_plan for named_plan in plans if any(fnmatchcase(named_plan.name, pattern) for pattern in patterns)]
 
 
