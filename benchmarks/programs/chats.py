@@ -43,11 +43,12 @@ def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, 
     from llmtrain.data import prepare
     from llmtrain.data.cache import Cache
     from llmtrain.data.progress import Progress
-    from llmtrain.data.sources.stdlib_chat import stdlib_chat_corpus
+    from llmtrain.data.sources.files import stdlib_corpus
+    from llmtrain.data.sources.stdlib_chat import StdlibChat
     from llmtrain.plan.load import load_recipe
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [one.text for one in stdlib_chat_corpus(Cache(folder / "cache", Progress())).documents()]
+    rows = [one.text for one in StdlibChat(stdlib_corpus(Cache(folder / "cache", Progress()))).documents()]
     (folder / "chats.jsonl").write_text("".join(f"{row}\n" for _ in range(copies) for row in rows), encoding="utf-8")
     fields = [f'data.tokenizer={{"vocab_size": {vocabulary}}}', f"data.cache_dir={folder / 'cache'}"]
     fields += [f"model.config.vocab_size={vocabulary}"]
@@ -63,11 +64,11 @@ def write(folder: Path, copies: int, vocabulary: int = VOCABULARY) -> dict[str, 
 def ours(folder: Path) -> dict[str, float]:
     """Reads, renders, proves, tokenizes and writes the conversations; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache
-    from llmtrain.data.chat.store import ChatOptions
     from llmtrain.data.chat.template import load_template
+    from llmtrain.data.chat.tokenize import ChatOptions
     from llmtrain.data.progress import Progress
     from llmtrain.data.sources.corpus import open_corpora
-    from llmtrain.data.store import TokenizeOptions, token_store
+    from llmtrain.data.tokenize import TokenizeOptions, token_store
     from llmtrain.data.tokenizer import prepare_tokenizer
     from llmtrain.recipe import DataConfig, Source
 

@@ -66,7 +66,7 @@ def ours(corpus: Path) -> dict[str, float]:
     """Reads, splits, tokenizes and writes the file; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import TokenizeOptions, token_store
+    from llmtrain.data.tokenize import TokenizeOptions, token_store
 
     data = recipe_of(corpus).data
     opened, tokenizer = tokenizer_of(corpus)

@@ -48,7 +48,7 @@ def growth(corpus: Path) -> dict[str, float]:
     from llmtrain.data import packing
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import TokenizeOptions, token_store
+    from llmtrain.data.tokenize import TokenizeOptions, token_store
 
     peaks = Peaks()
 

@@ -3,11 +3,11 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
+from llmtrain.data.loader import BatchLoader, Completions, Documents, MicroBatch, StepBatch, with_max_steps
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare, verify_prepared
 from llmtrain.data.progress import Progress
 from llmtrain.data.prompts import encode_prompts
 from llmtrain.data.report import data_summary, notes, report
-from llmtrain.data.sampler import BatchLoader, Completions, Documents, MicroBatch, StepBatch, with_max_steps
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.store import TokenStore
 

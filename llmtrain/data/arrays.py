@@ -69,7 +69,7 @@ class _HashedMap(mmap.mmap):
 
     path: Path
     hashes: NDArray[np.uint64] | None = None
-    """[chunks]; None if its writer, an earlier version, computed none."""
+    """[chunks]; None for a file of hashes."""
     intact: NDArray[np.bool_]
     """[chunks]: whether a chunk has been read and has its hash."""
 
@@ -81,10 +81,9 @@ def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArra
     mapped = _map_file(path, size)
     if mapped is None:
         return np.empty(0, dtype)  # an empty file cannot be mapped
-    if path.with_suffix(HASHES).exists():
-        chunks = -(-size // CHUNK_BYTES)
-        mapped.hashes = np.frombuffer(_map_file(path.with_suffix(HASHES), chunks * 8) or b"", np.uint64)
-        mapped.intact = np.zeros(chunks, np.bool_)
+    chunks = -(-size // CHUNK_BYTES)
+    mapped.hashes = np.frombuffer(_map_file(path.with_suffix(HASHES), chunks * 8) or b"", np.uint64)
+    mapped.intact = np.zeros(chunks, np.bool_)
     # Not an np.memmap: indexing one makes an np.memmap each time, which is slow.
     return np.frombuffer(mapped, dtype)
 
@@ -117,7 +116,7 @@ def require_intact(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray
     """Compares the ranges starts[i] to ends[i] (items) of an array that `open_array` opened with their hashes.
 
     Each chunk is compared once, when it is first needed: this reads no other page than the caller does, and costs
-    little beside reading. Does nothing for other arrays, and for files without hashes.
+    little beside reading. Does nothing for other arrays.
 
     Raises DataError for a chunk that is not as it was written.
     """
@@ -142,37 +141,22 @@ def require_all_intact(array: NDArray[Any]) -> None:
     require_intact(array, np.array([0]), np.array([len(array)]))
 
 
-def has_hashes(folder: Path) -> bool:
-    """Whether the arrays in a folder have hashes; an earlier version wrote none."""
-    return any(folder.glob(f"*{HASHES}"))
-
-
 def compare(folder: Path, on_read: Callable[[int], None]) -> list[Problem]:
     """Compares all arrays in a folder with their hashes, and returns the faults, at most one for each.
 
-    look: called with the number of bytes of each part that has been read.
+    on_read: called with the number of bytes of each part that has been read.
     """
     problems: list[Problem] = []
     for path in sorted(folder.glob("*.bin")):
         try:
-            if path.with_suffix(HASHES).exists():
-                _compare(path, on_read)
+            array = open_array(folder, path.stem, np.uint8, path.stat().st_size)
+            for start in range(0, len(array), COMPARED_BYTES):
+                end = min(start + COMPARED_BYTES, len(array))
+                require_intact(array, np.array([start]), np.array([end]))
+                on_read(end - start)
         except DataError as error:
             problems += error.problems
     return problems
-
-
-def _compare(path: Path, on_read: Callable[[int], None]) -> None:
-    array = open_array(path.parent, path.stem, np.uint8, path.stat().st_size)
-    mapped = _map_of(array)
-    with path.open("rb") as file:
-        while mapped is not None and mapped.hashes is not None and (data := file.read(COMPARED_BYTES)):
-            first = (file.tell() - len(data)) // CHUNK_BYTES
-            hashes = chunk_hashes(data)
-            different = np.flatnonzero(hashes != mapped.hashes[first : first + len(hashes)])
-            if different.size:
-                raise _changed(path, first + int(different[0]))
-            on_read(len(data))
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

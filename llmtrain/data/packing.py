@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.arrays import ArrayWriter, require_intact
-from llmtrain.data.store import SPLITS, Stream, TokenStore
+from llmtrain.data.sources.corpus import SPLITS
+from llmtrain.data.store import Stream, TokenStore
 
 FORMAT = 1
 """Version of the index format; part of its key."""
@@ -151,12 +152,12 @@ def _fill_bins(segments: list[int], lengths: list[int], capacity: int) -> list[l
     with_room: dict[int, list[int]] = defaultdict(list)  # remaining room → bins
     rooms: list[int] = []  # the keys of `with_room`, sorted
     for segment, length in zip(segments, lengths, strict=True):
-        place = bisect_left(rooms, length)
-        if place < len(rooms):
-            room = rooms[place]
+        index = bisect_left(rooms, length)
+        if index < len(rooms):
+            room = rooms[index]
             chosen = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[place]
+                del with_room[room], rooms[index]
             bins[chosen].append(segment)
         else:
             room, chosen = capacity, len(bins)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-MOST_WAIT_S = 5.0
+MAX_WAIT_S = 5.0
 """Longest time that closing waits for the thread: a chat template, which is a program, may never end."""
 
 
@@ -54,7 +54,7 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
             raise item.error
     finally:
         stop.set()
-        deadline = time.monotonic() + MOST_WAIT_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while thread.is_alive() and time.monotonic() < deadline:  # it may be waiting for room in the queue
             with suppress(queue.Empty):
                 ready.get(timeout=0.02)

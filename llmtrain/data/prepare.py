@@ -14,13 +14,14 @@ import numpy as np
 from llmtrain.data import packing
 from llmtrain.data.arrays import compare
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
-from llmtrain.data.chat.store import ChatOptions
 from llmtrain.data.chat.template import ChatTemplate, load_template
+from llmtrain.data.chat.tokenize import ChatOptions
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
-from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, open_corpora
-from llmtrain.data.store import SPLITS, TokenizeOptions, TokenStore, token_store
+from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Corpus, open_corpora
+from llmtrain.data.store import TokenStore
+from llmtrain.data.tokenize import TokenizeOptions, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
+from llmtrain.data.loader import BatchLoader
 from llmtrain.data.prepare import Prepared
 from llmtrain.data.report import notes
-from llmtrain.data.sampler import BatchLoader
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import visible
@@ -24,7 +24,7 @@ BROKEN = "\ufffd"
 """Stands for the bytes of an incomplete character."""
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8: at most as many tokens."""
-MOST_TOKENS = 1 << 15
+MAX_TOKENS = 1 << 15
 """Tokens of a first batch that are kept: a page that a browser opens at once."""
 STYLES = {"trained": "bold green", "context": "dim", "special": "magenta", "trained special": "bold green reverse"}
 
@@ -118,8 +118,8 @@ def render_terminal(sequences: Sequence[SequencePreview], has_colors: bool) -> G
     lines = [legend + Text("context, ", STYLES["context"]) + Text("special tokens", STYLES["special"])]
     for number, sequence in enumerate(sequences, start=1):
         lines.append(Text(f"\nsequence {number}, {sequence}", "bold"))
-        for place, document in enumerate(sequence.documents, start=1):
-            lines.append(Text(f"--- document {place}", "dim"))
+        for document_number, document in enumerate(sequence.documents, start=1):
+            lines.append(Text(f"--- document {document_number}", "dim"))
             line = Text()
             for is_trained, tokens in groupby(document, key=lambda token: token.is_trained):
                 brackets = ("[[", "]]") if is_trained and not has_colors else ("", "")
@@ -148,8 +148,8 @@ def render_html(sequences: Sequence[SequencePreview], prepared: Prepared, recipe
 
 def first_batch_html(prepared: Prepared, recipe: Recipe) -> str:
     """Returns a page with the first batch of a run, or the first sequences of it."""
-    most = max(1, MOST_TOKENS // recipe.data.sequence_length)
-    return render_html(first_sequences(prepared, recipe, min(most, recipe.batch.global_batch_size)), prepared, recipe)
+    limit = max(1, MAX_TOKENS // recipe.data.sequence_length)
+    return render_html(first_sequences(prepared, recipe, min(limit, recipe.batch.global_batch_size)), prepared, recipe)
 
 
 def _token_html(token: Token) -> str:

@@ -11,7 +11,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain.data.arrays import has_hashes
 from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
@@ -75,36 +74,34 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
 
 def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     """Returns remarks on the data, one line each."""
-    found = []
+    remarks = []
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         if epochs > 1 and not recipe.train.epochs:
-            found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
+            remarks.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in prepared.all_sources:
-        if old := [str(folder) for folder in source.folders if not has_hashes(folder)]:
-            what = "an earlier version wrote no hashes, so only sizes are compared; to prepare again, remove"
-            found.append(f"{source.name}: {what} {' and '.join(old)}")
         if chats := source.store.meta.get("conversations"):
-            found.append(_conversations(source, chats, recipe))
+            remarks.append(_conversations(source, chats, recipe))
             if end := chats.get("ordinary_end"):
-                found.append(
+                remarks.append(
                     f"{source.name}: the chat template ends turns with {end}, which is not a special token of the "
                     "tokenizer; generation stops at it, but it remains in texts that are decoded without special "
                     "tokens: set special to true in the tokenizer's files"
                 )
-        special = source.store.special
-        if special and special.count:
+        if (special := source.store.special).count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
-            found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
+            remarks.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
     if difference := prepared.tokenizer.difference:
-        found.append(f"the tokenizer is read in two ways: {difference} (data.tokenizer_class=generic reads the latter)")
+        remarks.append(
+            f"the tokenizer is read in two ways: {difference} (data.tokenizer_class=generic reads the latter)"
+        )
     unused = sum(source.train.unused() for source in prepared.sources)
     if recipe.data.chat_template and not prepared.chat_template and recipe.model.new_tokens != "template":
-        found.append("data.chat_template has no effect: no source has conversations")
+        remarks.append("data.chat_template has no effect: no source has conversations")
     if prepared.chat_template and prepared.chat_template.writes_date:
-        found.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")
+        remarks.append(f"the chat template writes the current date; all conversations have {DATE:%Y-%m-%d} instead")
     if unused:
-        found.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
-    return found
+        remarks.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
+    return remarks
 
 
 def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe) -> str:

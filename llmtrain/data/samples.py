@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ from llmtrain.data.arrays import (
     require_intact,
 )
 from llmtrain.data.order import permutation_key, permute
-from llmtrain.data.store import Split, Stream
+from llmtrain.data.sources.corpus import Split
+from llmtrain.data.store import Stream
 
 NO_TARGET = -100
 """Label of a position without a target, which `torch.nn.functional.cross_entropy` ignores by default."""
@@ -43,36 +45,41 @@ class Rows(NamedTuple):
     """Likewise, [rows, conversations]: whether the completion is desirable, or chosen."""
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """The sequences of a split."""
 
-    @property
-    def sequence_length(self) -> int:
-        """T, the length of a sequence in tokens."""
+    sequence_length: int
+    """T, the length of a sequence in tokens."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def prefetch_counts(self, index: NDArray[np.int64]) -> None:
-        """Starts reading from disk what `count_targets` of `index` needs, without waiting."""
-
+    @abstractmethod
     def count_inputs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of inputs, without padding, in each sequence of `index`."""
 
+    @abstractmethod
     def count_targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
-    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of pairs, or of labelled completions, in each sequence of `index`; 0 for others."""
-
+    @abstractmethod
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`."""
 
+    def prefetch_counts(self, index: NDArray[np.int64]) -> None:  # noqa: B027 - not every kind reads something
+        """Starts reading from disk what `count_targets` of `index` needs, without waiting."""
+
+    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of pairs, or of labelled completions, in each sequence of `index`; 0 for others."""
+        return np.zeros(len(index), np.int64)
+
     def unused(self) -> int:
         """Returns the number of tokens in the stream that no sequence reads as input or target."""
+        return 0
 
 
 @dataclass(frozen=True)
-class ConcatSamples:
+class ConcatSamples(Samples):
     """Sequence i is tokens i·T to (i + 1)·T of the stream; the rest at its end, less than T, is not used."""
 
     stream: Stream
@@ -93,28 +100,21 @@ class ConcatSamples:
         """Returns the size of the rest at the end of the stream."""
         return len(self.stream) - (len(self) * self.sequence_length + 1 if len(self) else 0)
 
-    def prefetch_counts(self, index: NDArray[np.int64]) -> None:
-        """Does nothing, since counting targets reads nothing."""
-
     def count_targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns T for each sequence, since every position has a target."""
         return np.full(len(index), self.sequence_length)
-
-    def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns 0 for each sequence, since completions are never cut."""
-        return np.zeros(len(index), np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each document."""
         length = self.sequence_length
         prefetch_ranges(self.stream.tokens, index * length, (index + 1) * length + 1)
-        place = index[:, None] * length + np.arange(length)
+        indices = index[:, None] * length + np.arange(length)
         positions = np.tile(np.arange(length), (len(index), 1))
         if self.mask_documents:
             positions -= self._document_starts(index * length)
         tokens = self.stream.tokens
         require_intact(tokens, index * length, (index + 1) * length + 1)
-        return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
+        return Rows(tokens[indices].astype(np.int64), positions, tokens[indices + 1].astype(np.int64))
 
     def _document_starts(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns where the document of each token of some windows begins, as an offset in its window, [windows, T].
@@ -134,7 +134,7 @@ class ConcatSamples:
 
 
 @dataclass(frozen=True)
-class PackedSamples:
+class PackedSamples(Samples):
     """Sequence i is segments offsets[i] to offsets[i + 1] of the index that `pack_documents` wrote, then padding.
 
     Positions of the padding start from 0, as if it were another document.
@@ -165,10 +165,6 @@ class PackedSamples:
         sizes: NDArray[np.int64] = before[end] - before[first]
         return sizes
 
-    def unused(self) -> int:
-        """Returns 0, since every token is used."""
-        return 0
-
     def prefetch_counts(self, index: NDArray[np.int64]) -> None:
         """Starts reading the target counts, each of which is on a page of its own in a large corpus."""
         prefetch_ranges(self.target_counts, index, index + 1)
@@ -186,7 +182,7 @@ class PackedSamples:
     def count_examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`."""
         if not self.of_completions:
-            return np.zeros(len(index), np.int64)
+            return super().count_examples(index)
         require_intact(self.offsets, index, index + 2)
         return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
 
@@ -302,14 +298,14 @@ class EvalOrder:
     def __init__(self, views: Sequence[Samples], keys: Sequence[str]) -> None:
         self._views = views
         sizes = [len(view) for view in views]
-        place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
+        position = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes if size] or [np.empty(0)])
         source = np.repeat(np.arange(len(sizes)), sizes)
         index = [
             permute(np.arange(size), size, permutation_key("eval", key))
             for size, key in zip(sizes, keys, strict=True)
             if size
         ]
-        order = np.argsort(place, kind="stable")
+        order = np.argsort(position, kind="stable")
         self.sources: NDArray[np.int64] = source[order]
         """[sequences]: the source of each sequence."""
         self.index: NDArray[np.int64] = np.concatenate([*index, np.empty(0, np.int64)])[order]

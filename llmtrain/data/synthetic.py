@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.prepare import Prepared, packed_source, unique_names
 from llmtrain.data.progress import Progress
-from llmtrain.data.store import SPLITS, TokenStore
+from llmtrain.data.sources.corpus import SPLITS
+from llmtrain.data.store import StreamWriter, TokenStore, write_counts
 from llmtrain.data.tokenizer import PreparedTokenizer
 from llmtrain.recipe import Recipe
 
@@ -36,7 +36,7 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
     )
     length = recipe.data.sequence_length
     sources, names, objective = [], unique_names(recipe.data.sources), recipe.objective
-    kind = "" if not objective.is_preference else "pairs" if objective.compares_pairs else "labelled"
+    kind = "" if not objective.is_preference else "pairs" if objective.compares_pairs else "judged"
     for number, source in enumerate(recipe.data.sources):
         key = key_of("synthetic", number, vocabulary, length, *([kind] if kind else []))
         entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, kind))  # type: ignore[misc]
@@ -50,23 +50,15 @@ def _write(folder: Path, seed: int, vocabulary: int, length: int, kind: str) -> 
     kind: the key of the metadata that says what documents are, if they are completions.
     """
     random = np.random.default_rng(seed)
-    splits: dict[str, Any] = {}
     with ExitStack() as stack:
-
-        def write(name: str, dtype: Any, values: Any) -> None:
-            stack.enter_context(ArrayWriter(folder, name, dtype)).append(values)
-
-        for split in SPLITS:
+        writers = {split: StreamWriter(folder, split, vocabulary, stack) for split in SPLITS}
+        for split, writer in writers.items():
             sizes = random.integers(2, max(3, length // 2 if kind else length * 3 // 2), DOCUMENTS[split])
-            ends = np.concatenate([[0], np.cumsum(sizes)])
+            ends = np.cumsum(sizes)
             tokens = random.integers(EOS + 1, vocabulary, ends[-1])
-            tokens[ends[1:] - 1] = EOS
-            write(f"{split}_tokens", np.uint32, tokens)
-            write(f"{split}_documents", np.uint64, ends)
-            if kind == "labelled":
-                write(f"{split}_desirable", np.bool_, random.integers(0, 2, len(sizes) // 2))
-            splits[split] = {"documents": len(sizes), "tokens": len(tokens)}
-            if split == "train":
-                write("train_counts", np.int64, np.bincount(tokens, minlength=vocabulary))
-    meta = {"dtype": "uint32", "vocab_size": vocabulary, "splits": splits, "characters": 0, "seconds": 0.0}
+            tokens[ends - 1] = EOS
+            writer.append(tokens, ends)
+            if kind == "judged":
+                writer.open("desirable", np.bool_).append(random.integers(0, 2, len(sizes) // 2))
+    meta = write_counts(folder, writers) | {"characters": 0, "seconds": 0.0}
     return meta | ({kind: True} if kind else {})

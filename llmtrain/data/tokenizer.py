@@ -121,28 +121,28 @@ def prepare_tokenizer(
 
     Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast tokenizer.
     """
-    wanted = data.tokenizer
-    if isinstance(wanted, TrainedTokenizer):
+    declared = data.tokenizer
+    if isinstance(declared, TrainedTokenizer):
         weights = integer_weights([source.weight for source in data.sources])
         identities = [split_identity(corpus, eval_fraction) for corpus in corpora]
         parsed = ["parse"] if data.special_tokens == "parse" else []
         has_chats = any(isinstance(corpus, ConversationCorpus) for corpus in corpora)
         special = control_tokens(named_template(data.chat_template)) if has_chats and data.chat_template else ()
         chats = ["messages", list(special)] if has_chats else []
-        key = key_of("trained", FORMAT, wanted.vocab_size, eval_fraction, weights, identities, *parsed, *chats)
+        key = key_of("trained", FORMAT, declared.vocab_size, eval_fraction, weights, identities, *parsed, *chats)
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task("Training the tokenizer") as task:
                 texts = _training_texts(data, corpora, eval_fraction)
-                meta = _train(folder, wanted, special, data.sequence_length, texts)
+                meta = _train(folder, declared, special, data.sequence_length, texts)
                 task.update(1.0)
             return meta
     else:
-        source = expanded(wanted)
+        source = expanded(declared)
         # A hub name keeps the meaning that it had when this folder first used it, as in `hub_corpus`.
-        content = _files_hash(source) if source.is_dir() else wanted
-        own = source / "chat_template.jinja"
-        chat: list[Any] = [_hash(own)] if own.is_file() else []
+        content = _files_hash(source) if source.is_dir() else declared
+        template_file = source / "chat_template.jinja"
+        chat: list[Any] = [_hash(template_file)] if template_file.is_file() else []
         if more := {path.name: _hash(path) for path in source.glob("additional_chat_templates/*.jinja")}:
             chat.append(more)
         template = named_template(data.chat_template) if data.chat_template and new_tokens == "template" else None
@@ -152,7 +152,7 @@ def prepare_tokenizer(
         key = key_of("imported", form, source.is_dir(), content, *chat, *added, *generic)
 
         def build(folder: Path) -> dict[str, Any]:
-            name = str(source) if source.is_dir() else wanted
+            name = str(source) if source.is_dir() else declared
             return _import(folder, name, new_tokens, template, is_generic=bool(generic))
 
     entry = cache.entry("tokenizers", key, build)
@@ -175,7 +175,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def _train(
-    folder: Path, wanted: TrainedTokenizer, special: Sequence[str], sequence_length: int, texts: Iterator[str]
+    folder: Path, declared: TrainedTokenizer, special: Sequence[str], sequence_length: int, texts: Iterator[str]
 ) -> dict[str, Any]:
     """Trains a byte-level BPE (Radford et al. 2019) and writes it in the format of `transformers`.
 
@@ -184,14 +184,14 @@ def _train(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokens = list(dict.fromkeys([END_OF_TEXT, *special]))
-    if wanted.vocab_size < BYTES + len(tokens):
-        message = f"{wanted.vocab_size} tokens are too few for {BYTES} bytes and {', '.join(tokens)}"
+    if declared.vocab_size < BYTES + len(tokens):
+        message = f"{declared.vocab_size} tokens are too few for {BYTES} bytes and {', '.join(tokens)}"
         raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"use at least {BYTES + len(tokens)}"))
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=wanted.vocab_size,
+        vocab_size=declared.vocab_size,
         special_tokens=tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -249,16 +249,16 @@ def _import(folder: Path, name: str, new_tokens: NewTokens, template: str | None
         raise DataError(Problem("data.eos", FIELD, message, fix))
     file = stored_file(name, "tokenizer.json")
     difference = _difference(file, fast, type(tokenizer).__name__) if file else ""
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     if new_tokens:
-        wanted = tokens_to_add(new_tokens, template or read_template(None, name))
-        lacking = [AddedToken(token, normalized=False) for token in wanted if token not in known]
+        added = tokens_to_add(new_tokens, template or read_template(None, name))
+        lacking = [AddedToken(token, normalized=False) for token in added if token not in vocabulary]
         tokenizer.add_tokens(lacking, special_tokens=new_tokens == "template")
     tokenizer.save_pretrained(folder)
     first = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else None
     meta = _meta(folder, fast, tokenizer.eos_token_id, bos) | {"difference": difference}
-    return meta | {"known_size": max(known.values()) + 1} if new_tokens else meta
+    return meta | {"known_size": max(vocabulary.values()) + 1} if new_tokens else meta
 
 
 def _difference(file: Path, fast: Any, name: str) -> str:
@@ -327,15 +327,15 @@ def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
     if not of_bytes and '"Metaspace"' not in decoder and '"▁"' not in decoder:
         return None
     single = re.compile("<0x[0-9A-F]{2}>" if described["model"].get("byte_fallback") else "(?!)")
-    found = np.zeros(size, np.int64)
+    sizes = np.zeros(size, np.int64)
     for token, number in tokenizer.get_vocab(with_added_tokens=False).items():
         if of_bytes:
-            found[number] = len(token)
+            sizes[number] = len(token)
         else:
-            found[number] = 1 if single.fullmatch(token) else len(token.replace("▁", " ").encode())
+            sizes[number] = 1 if single.fullmatch(token) else len(token.replace("▁", " ").encode())
     for number, added in tokenizer.get_added_tokens_decoder().items():
-        found[number] = 0 if added.special else len(added.content.encode())
-    return found
+        sizes[number] = 0 if added.special else len(added.content.encode())
+    return sizes
 
 
 def _files_hash(folder: Path) -> str:

@@ -20,8 +20,8 @@ from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import META, Cache, cache_folder, key_of
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import PackedSamples, Samples
+from llmtrain.data.sources.corpus import SPLITS, Split
 from llmtrain.data.sources.files import fingerprints
-from llmtrain.data.store import SPLITS, Split
 from llmtrain.engines.engine import Engine
 from llmtrain.engines.runtime.agree import all_reduce_max, broadcast, gather
 from llmtrain.engines.runtime.distributed import rank

@@ -7,64 +7,29 @@ first.
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.models.build import causal_lm, training_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.torch import fake_tensors, storage_of
 from llmtrain.plan import Plan
-from llmtrain.system.durable import write_atomically
-from llmtrain.system.untrusted import UNREADABLE, read_json
 
 
 def traced_layers(plan: Plan) -> tuple[int, ...]:
     """Returns the bytes that each layer saves for one micro-batch on one rank that holds the layer unsplit.
 
-    Results are kept in the cache folder. Raises RecipeError for a model whose forward pass reads the values of its
-    tensors, for fused attention, and for a model of which a part is frozen.
+    Raises RecipeError for a model whose forward pass reads the values of its tensors, for fused attention, and for a
+    model of which a part is frozen.
     """
-    if plan.recipe.model.is_partly_frozen:
+    recipe = plan.recipe
+    if recipe.model.is_partly_frozen:
         message = "traces what a layer keeps if all of it is trained, but a part is frozen"
         raise RecipeError(Problem("plan.trace_frozen", "--trace", message, "leave it out for the estimate"))
-    file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
-    with suppress(*UNREADABLE):
-        return tuple(read_json(file, list[int]))
-    layers = _trace(plan)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(layers))
-    return layers
-
-
-def _key(plan: Plan) -> str:
-    """Returns a key of all that the result depends on.
-
-    It contains the configuration and not the folder where it was found, because the folder may be overwritten.
-    """
-    recipe = plan.recipe
-    return key_of(
-        training_configuration(recipe).to_json_string(),
-        recipe.model.attention_kernel,
-        recipe.model.revision,
-        recipe.data.sequence_length,
-        recipe.data.has_document_mask,
-        recipe.batch.micro_batch_size,
-        recipe.parallel.precision,
-        torch.__version__,
-        transformers.__version__,
-    )
-
-
-def _trace(plan: Plan) -> tuple[int, ...]:
-    recipe = plan.recipe
     if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.has_document_mask:
         # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
         # positions to decide whether it needs a mask, and fake tensors have no values.
@@ -98,9 +63,9 @@ def _untraceable(reason: str) -> RecipeError:
 class _Seen:
     """Counts the saved bytes of each layer, with hooks around the layers."""
 
-    def __init__(self, layers: Any, known: set[int]) -> None:
+    def __init__(self, layers: Any, excluded: set[int]) -> None:
         self.saved = [0] * len(layers)
-        self._known = known
+        self._known = excluded
         self._inside: int | None = None
         self._kept: list[Tensor] = []
         for index, layer in enumerate(layers):

@@ -122,9 +122,9 @@ def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
         f"{name}.{parameter}" for name in saved for parameter, _ in whole.get_submodule(name).named_parameters()
     )
     packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
-    found = Trained(weights, adapted, saved, lora, packed)
-    _check_used(config, found)
-    return found
+    trained = Trained(weights, adapted, saved, lora, packed)
+    _check_used(config, trained)
+    return trained
 
 
 def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
@@ -180,9 +180,9 @@ def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
     assert trained.config is not None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained.weights)
-    found = _inject_adapter(model, trained.config, list(trained.modules))
-    found.modules_to_save, found.inference_mode = list(trained.saved) or None, True
-    return found
+    config = _inject_adapter(model, trained.config, list(trained.modules))
+    config.modules_to_save, config.inference_mode = list(trained.saved) or None, True
+    return config
 
 
 def file_name(name: str) -> str:
@@ -262,14 +262,14 @@ def _adapted_modules(
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
-        found = [name for name in names if check_target_module_exists(lora, name)]
-        matched = {name: [name] for name in found} or {str(lora.target_modules): []}
+        targeted = [name for name in names if check_target_module_exists(lora, name)]
+        matched = {name: [name] for name in targeted} or {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
-        found = [name for name in names if name in linear - ends - unreached]
-        matched = {"all-linear": found}
+        targeted = [name for name in names if name in linear - ends - unreached]
+        matched = {"all-linear": targeted}
     else:
         matched = {target: [name for name in names if matches(name, [target])] for target in adapter.targets}
-        found = [name for name in names if name in linear - unreached and matches(name, adapter.targets)]
+        targeted = [name for name in names if name in linear - unreached and matches(name, adapter.targets)]
     problems = []
     if unmatched := [target for target, modules in matched.items() if not modules]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
@@ -285,11 +285,11 @@ def _adapted_modules(
     if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
         message = f"the loss of {_type(whole)} does not depend on an adapter of {abbreviate(idle)}"
         problems.append(Problem("adapter.unused", field, message, "name the other linear layers"))
-    if heads := [name for name in found if name in ends]:
+    if heads := [name for name in targeted if name in ends]:
         message = f"{abbreviate(heads)} is the head, whose weight the chunked loss reads directly"
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
-    return tuple(found), problems
+    return tuple(targeted), problems
 
 
 def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
@@ -306,19 +306,19 @@ def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
 def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[str, ...], list[Problem]]:
     """Returns the names of the modules that are trained as a whole, and the problems with them."""
     patterns = lora.modules_to_save or []
-    found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
+    saved = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
     field, problems = "model.adapter.modules_to_save", []
-    if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in found)]:
+    if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in saved)]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
     shared = [alias for alias, group in aliases(whole).items() if len(group) > 1]
-    tied = [name for name in found if any(alias.startswith(f"{name}.") for alias in shared)]
+    tied = [name for name in saved if any(alias.startswith(f"{name}.") for alias in shared)]
     if tied:
         message = f"{abbreviate(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
         problems.append(
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
-    return tuple(found), problems
+    return tuple(saved), problems
 
 
 def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
@@ -413,13 +413,13 @@ def _draw_lora_a(like: Tensor, seed: int) -> Tensor:
 
 
 def _pretrained_value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    found = values.get(name)
-    if found is None or found.shape != like.shape:
+    value = values.get(name)
+    if value is None or value.shape != like.shape:
         message = (
-            f"has no weight '{name}'" if found is None else f"'{name}' is {list(found.shape)}, not {list(like.shape)}"
+            f"has no weight '{name}'" if value is None else f"'{name}' is {list(value.shape)}, not {list(like.shape)}"
         )
         raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
-    return found.to(like)
+    return value.to(like)
 
 
 def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
@@ -447,23 +447,23 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     import peft
 
     try:
-        found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
+        config = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
     except Exception as error:  # likewise; PEFT raises KeyError for an unknown kind of adapter
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     field = "model.adapter.pretrained"
-    if not isinstance(found, peft.LoraConfig):
-        message = f"{adapter.pretrained} is an adapter of the kind {found.peft_type}, and only LoRA is supported"
+    if not isinstance(config, peft.LoraConfig):
+        message = f"{adapter.pretrained} is an adapter of the kind {config.peft_type}, and only LoRA is supported"
         raise RecipeError(Problem("adapter.kind", field, message))
-    if wrong := wrong_values(found):
+    if wrong := wrong_values(config):
         raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {wrong}"))
-    more = [name for name in CHANGES_MORE if getattr(found, name, None) not in (None, False)]
-    more += ["bias"] * (found.bias != "none")
-    more += ["init_lora_weights"] * (found.init_lora_weights not in LEAVES_BASE)
+    more = [name for name in CHANGES_MORE if getattr(config, name, None) not in (None, False)]
+    more += ["bias"] * (config.bias != "none")
+    more += ["init_lora_weights"] * (config.init_lora_weights not in LEAVES_BASE)
     if more:
-        values = ", ".join(f"{name} = {getattr(found, name)}" for name in more)
+        values = ", ".join(f"{name} = {getattr(config, name)}" for name in more)
         raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {values}, which is not supported"))
-    found.lora_dropout = adapter.dropout
-    return found
+    config.lora_dropout = adapter.dropout
+    return config
 
 
 def wrong_values(lora: peft.LoraConfig) -> str:

@@ -202,7 +202,7 @@ def _load_dequantized(
 ) -> PreTrainedModel:
     """Returns the model of quantized files, which only `transformers` can read, with weights of `dtype`."""
     config.quantization_config = {**config.quantization_config, "dequantize": True}
-    loaded, found = AutoModelForCausalLM.from_pretrained(
+    loaded, report = AutoModelForCausalLM.from_pretrained(
         model.pretrained,
         config=config,
         revision=model.revision,
@@ -213,7 +213,7 @@ def _load_dequantized(
         output_loading_info=True,
     )
     if problems := wrong_names(
-        model, sorted(found["missing_keys"]), sorted(found["unexpected_keys"]), len(loaded.state_dict())
+        model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), len(loaded.state_dict())
     ):
         raise RecipeError(problems)
     # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.

@@ -31,7 +31,7 @@ from transformers.utils import ModelOutput
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.stages import backbone
-from llmtrain.models.tiny.compare import Comparison
+from llmtrain.models.tiny.compare import SUM_TOLERANCE, deviation, loss_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model
 
@@ -42,9 +42,6 @@ class NoChunksError(Exception):
 
 ONE_CHUNK = 2**31
 """A chunk size that puts all tokens into one chunk."""
-TOLERANCE = 1e-5
-"""Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. The same terms are
-summed in a different order."""
 
 
 class _FixedOutput(nn.Module):
@@ -233,11 +230,11 @@ def check_chunks(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], T
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink_configuration(config, LAYERS), loss_of)
+            worst = _deviation(shrink_configuration(config, LAYERS), loss_of)
     except (*COPY_ERRORS, NoChunksError) as error:
         raise _refused(config, f" ({type(error).__name__}: {error})") from error
-    if deviation > TOLERANCE:
-        raise _refused(config, f": losses or gradients deviate by {deviation:.0e}")
+    if worst > SUM_TOLERANCE:
+        raise _refused(config, f": losses or gradients deviate by {worst:.0e}")
 
 
 def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
@@ -247,9 +244,10 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 def _deviation(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
     model = build_tiny_model(config, "eager")
-    comparison = Comparison(model)
+    expected = loss_outcome(model)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False, loss_of=loss_of)
     worst = 0.0
     for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ONE_CHUNK)):
-        worst = max(worst, comparison.deviation(takes_targets=True))
+        changed = deviation(loss_outcome(model, takes_targets=True), expected)
+        worst = max(worst, changed.output, changed.gradient)
     return worst

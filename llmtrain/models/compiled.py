@@ -28,8 +28,9 @@ from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
-from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
 from llmtrain.models.varlen import VARLEN, varying_documents
 from llmtrain.overrides.torch import (
     compile_cpp,
@@ -50,7 +51,7 @@ MAX_COMPILED_VARIANTS = 8 * MAX_LAYER_KINDS
 """Largest number of compiled functions for one piece of code, in a process that may train several plans: kinds × with
 and without a mask × training and evaluation × two sizes of micro-batches. Beyond this limit, dynamo would fall back to
 eager execution or fail."""
-MOST_THREADS = 32
+MAX_THREADS = 32
 """Largest number of threads that torch's compiler chooses by itself."""
 
 Compiled = Callable[..., Any]
@@ -88,7 +89,7 @@ def share_compiler_threads(ranks: int) -> None:
 
     By default torch would use all processors, up to 32, in each rank.
     """
-    limit_compiler_threads(max(1, min(MOST_THREADS, available_cores() // ranks)))
+    limit_compiler_threads(max(1, min(MAX_THREADS, available_cores() // ranks)))
 
 
 @cache
@@ -207,13 +208,13 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
+            worst = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
     except (*COPY_ERRORS, too_many_graphs()) as error:
         raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
         torch.compiler.reset()
-    if deviation > TOLERANCE:
-        raise _refused(config, f": logits or gradients deviate by {deviation:.0e}")
+    if worst > TOLERANCE:
+        raise _refused(config, f": logits or gradients deviate by {worst:.0e}")
     _accepted.add(key)
 
 
@@ -223,25 +224,17 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 
 def _deviation(config: PreTrainedConfig, attention: str) -> float:
-    """Returns the largest deviation of logits, auxiliary loss and gradients, each relative to its largest value."""
+    """Returns the largest deviation of logits and gradients."""
     model = build_tiny_model(config, attention)
     tokens, positions = packed_input(config)
     bounds = Documents.of(positions).arguments(tokens.device) if attention == VARLEN else {}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def computed() -> list[Tensor | None]:
+    def outcome() -> Outcome:
         output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
-        terms = [output.logits.square().mean(), getattr(output, "aux_loss", None)]
-        loss = torch.stack([term for term in terms if term is not None]).sum()
-        return [output.logits.detach(), loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True)]
+        return logits_outcome(model, output.logits, getattr(output, "aux_loss", None))
 
-    expected = computed()
+    expected = outcome()
     for layer in decoder_layers(model)[1]:
         layer.forward = _compiled_layer(layer.forward, attention, "aot_eager", MAX_LAYER_KINDS)
-    worst = 0.0
-    for actual, eager in zip(computed(), expected, strict=True):
-        if actual is not None and eager is not None:
-            worst = max(worst, relative_deviation(actual, eager))
-        elif actual is not None or eager is not None:
-            return float("inf")
-    return worst
+    compiled = deviation(outcome(), expected)
+    return max(compiled.output, compiled.gradient)

@@ -163,8 +163,8 @@ class WeightImporter:
         }
         head, table = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         if head is not None and head.weight is not table.weight:
-            own, origin = names[id(head.weight)], names[id(table.weight)]
-            self._aliases[own] = (*self._aliases[own], *self._aliases[origin])
+            head_name, table_name = names[id(head.weight)], names[id(table.weight)]
+            self._aliases[head_name] = (*self._aliases[head_name], *self._aliases[table_name])
 
     def stored(self, group: Iterable[str]) -> list[str]:
         """Returns those names of a weight under which the files hold it."""
@@ -184,8 +184,8 @@ class WeightImporter:
 
     def tensor(self, name: str, read: Read) -> Tensor:
         """Returns a weight. read: returns a tensor of the files. Raises KeyError if the files lack the weight."""
-        own = self._own_name(name) or name
-        return self._converted(self._file_tensors[own], read)[own]
+        stored_name = self._own_name(name) or name
+        return self._converted(self._file_tensors[stored_name], read)[stored_name]
 
     def _own_name(self, name: str) -> str | None:
         """Returns the name under which the files hold a weight."""
@@ -197,15 +197,15 @@ class WeightImporter:
         renamings = [conversion for conversion in mapping if isinstance(conversion, core_model_loading.WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
         by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
-        own, prefix = self._model.state_dict(), self._model.base_model_prefix
+        state, prefix = self._model.state_dict(), self._model.base_model_prefix
         buffers = {name for name, _ in self._model.named_buffers()}
         skipped = re.compile("|".join((*skipped_patterns(self._model), *OLD_BUFFERS)))
         origins: dict[str, _FileTensors] = {}
         for key in sorted(files, key=core_model_loading.dot_natural_key):
-            target, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, own)
-            if target not in own and key in own:
-                target, pattern = core_model_loading.rename_source_key(key, [], [], prefix, own)
-            if target in own:
+            target, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target, pattern = core_model_loading.rename_source_key(key, [], [], prefix, state)
+            if target in state:
                 converter = by_pattern[pattern] if pattern is not None else None
                 origins.setdefault(target, _FileTensors(target, converter)).keys.append((pattern or key, key))
             elif target not in buffers and not skipped.search(key):

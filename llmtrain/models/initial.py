@@ -39,7 +39,7 @@ def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = 
                 continue  # a part that another stage has
             # A tied weight is drawn by the module under whose name the model lists it, not by every module that uses
             # it: ModernBERT would otherwise draw its head, and thus its embedding, with a smaller variance.
-            elsewhere = [parameter for own, parameter in reached if names[id(parameter)] != own]
+            elsewhere = [parameter for path, parameter in reached if names[id(parameter)] != path]
             with (
                 gather(parameters) if gather and parameters else nullcontext(),
                 _in_fp32(parameters),
@@ -74,7 +74,7 @@ def _initialized_parameters(name: str, module: nn.Module) -> list[tuple[str, nn.
 
     A family may modify the children of a module (GPT-2 scales `c_proj` from its block), but nothing deeper.
     """
-    children = ((_join(name, own), child) for own, child in module.named_children())
+    children = ((_join(name, child_name), child) for child_name, child in module.named_children())
     return [
         (full_name, parameter)
         for prefix, part in ((name, module), *children)

@@ -127,11 +127,11 @@ def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[s
     """
     prefix, layers = decoder_layers(model)
     linear = (name for name, module in layers.named_modules(prefix=prefix) if type(module) is nn.Linear)
-    found = frozenset(f"{name}.weight" for name in linear) - trained
-    if not found:
+    names = frozenset(f"{name}.weight" for name in linear) - trained
+    if not names:
         message = f"the decoder layers of {model.config.model_type} have no frozen nn.Linear"
         raise RecipeError(Problem("model.quantize", "model.quantize", message, "--set model.quantize=none"))
-    return found
+    return names
 
 
 def pack_linear_layers(
@@ -143,10 +143,10 @@ def pack_linear_layers(
     """
     tables = make_tables(device)
     for name, whole in names.items():
-        path, _, own = name.removesuffix(".weight").rpartition(".")
+        path, _, attribute = name.removesuffix(".weight").rpartition(".")
         parent = model.get_submodule(path)
-        layer: Any = parent.get_submodule(own)
-        setattr(parent, own, Nf4Linear(read(whole).to(device), layer.bias, dtype, tables))
+        layer: Any = parent.get_submodule(attribute)
+        setattr(parent, attribute, Nf4Linear(read(whole).to(device), layer.bias, dtype, tables))
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

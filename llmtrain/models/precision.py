@@ -51,10 +51,10 @@ def fp8_unavailable(device: torch.device) -> str:
         return f"products in fp8 need a GPU, and this is a {device.type}"
     if torch.version.hip is not None:
         return "torchao's conversion has only been checked for NVIDIA's fp8"
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
         least = _version(LEAST_CAPABILITY)
-        return f"products in fp8 need compute capability {least}, and this GPU has {_version(found)}"
+        return f"products in fp8 need compute capability {least}, and this GPU has {_version(capability)}"
     return ""
 
 

@@ -109,14 +109,14 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     incoming = WeightImporter(model, _shapes(files))
     if source.config.get("tie_word_embeddings") is False:
         incoming.untie()
-    own = {name: group for name, group in aliases(model).items() if name == group[0]}
+    names = {name: group for name, group in aliases(model).items() if name == group[0]}
     unused = () if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
-    problems = wrong_names(source, [name for name in own if not incoming.has(name)], unused, len(own))
+    problems = wrong_names(source, [name for name in names if not incoming.has(name)], unused, len(names))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tables = _vocabulary_weights(model) if source.kept_rows else frozenset()
     wrong = [
         name
-        for name in own
+        for name in names
         if incoming.has(name)
         and incoming.shape(name) != shapes[name]
         and not (name in tables and _has_fewer_rows(incoming.shape(name), shapes[name]))
@@ -137,7 +137,7 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     if problems:
         raise RecipeError(problems)
     pretrained = Pretrained(incoming, files, tables, source.kept_rows or 0)
-    for group in own.values():
+    for group in names.values():
         pretrained.check_equal(incoming.stored(group), source)
     return pretrained
 
@@ -163,8 +163,8 @@ def wrong_names(source: ModelConfig, missing: Sequence[str], unused: Sequence[st
 def _vocabulary_weights(model: PreTrainedModel) -> frozenset[str]:
     """Returns all names of the weights that have a row for each token: those of the embedding and of the head."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    found = {id(weight) for module in modules if module is not None for weight in module.parameters()}
-    return frozenset(name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in found)
+    ids = {id(weight) for module in modules if module is not None for weight in module.parameters()}
+    return frozenset(name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in ids)
 
 
 def _has_fewer_rows(before: torch.Size, after: torch.Size) -> bool:
@@ -211,10 +211,10 @@ def _files(source: ModelConfig) -> dict[str, Path]:
             message = f"{folder} lacks {len(gone)} of the files that its index names: {abbreviate(gone)}"
             raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "complete the folder"))
         return files
-    found = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
-    if not found:
+    single_files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not single_files:
         raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
-    return {name: file for file in found for name in _meta_tensors(file)}
+    return {name: file for file in single_files for name in _meta_tensors(file)}
 
 
 class _Index(BaseModel):

@@ -263,8 +263,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     lists = decoder_lists(model)
     if len(lists) != 1:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
-        found = " and ".join(lists) or "none"
-        raise cannot_cut(model.config, f"it should have one list of {count} decoder layers and has {found}")
+        names = " and ".join(lists) or "none"
+        raise cannot_cut(model.config, f"it should have one list of {count} decoder layers and has {names}")
     (named_list,) = lists.items()
     return named_list
 
@@ -321,11 +321,11 @@ def _remove_unused(
     A module with no other parameters and no children is replaced; in other modules, zeros replace the parameters.
     """
     for name, module in list(model.named_modules()):
-        own = dict(module.named_parameters(recurse=False))
-        unused = {attribute: p for attribute, p in own.items() if canonical[id(p)] not in used}
+        parameters = dict(module.named_parameters(recurse=False))
+        unused = {attribute: p for attribute, p in parameters.items() if canonical[id(p)] not in used}
         if not unused or name.startswith(f"{list_name}."):
             continue
-        if len(unused) == len(own) and next(module.children(), None) is None:
+        if len(unused) == len(parameters) and next(module.children(), None) is None:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, AbsentModule(module, device))
             continue
@@ -341,15 +341,15 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     A parameter that `_init_weights` does not draw, such as the router of Ernie 4.5, keeps the constant of its
     constructor.
     """
-    made: dict[int, nn.Parameter] = {}
+    allocated: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_meta:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in allocated:
                 value = torch.empty_like(parameter, device=device)
                 first = getattr(parameter, "first", None)
                 if first is not None and first.numel() and first.device.type == value.device.type:
                     value.copy_(first.expand_as(value))
-                made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-            setattr(part, name, made[id(parameter)])
+                allocated[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            setattr(part, name, allocated[id(parameter)])

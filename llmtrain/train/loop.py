@@ -80,7 +80,7 @@ def fit(run: Run) -> None:
         evaluate(run)
     meter = Meter()
     saved = state.step
-    with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
+    with closing(run.data.train_batches(state.samples)) as batches:
         while state.step < run.stop_step and not run.stop.should_stop(state.step):
             run.heartbeat.begin_step(state.step + 1)
             wait_started = time.perf_counter()

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.data import MicroBatch, prepare
-from tests.helpers.small_corpora import MakeRecipe, whole_schedule
+from tests.helpers.small_corpora import MakeRecipe, whole_batches
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
@@ -29,8 +29,8 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 def first_batch(make_recipe: MakeRecipe, corpus_file: Path, **data: object) -> MicroBatch:
     prepared = prepare(make_recipe(corpus_file, sequence_length=64, **data))
-    schedule = whole_schedule(prepared)
-    return schedule.train_batch(0).micro_batches[0]
+    loader = whole_batches(prepared)
+    return loader.train_batch(0).micro_batches[0]
 
 
 def logits(model: LlamaForCausalLM, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor:

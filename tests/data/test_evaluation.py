@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import BatchLoader, Prepared, Progress, prepare
 from llmtrain.data.cache import Cache, cache_folder, key_of
-from llmtrain.data.sources.corpus import open_corpora
-from llmtrain.data.store import Split
+from llmtrain.data.sources.corpus import Split, open_corpora
 from llmtrain.errors import DataError
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
@@ -105,15 +104,15 @@ def test_named_sets_are_evaluated_in_addition_to_the_held_out_documents(
     assert prepared.eval_sequences() == without.eval_sequences() > 0
     assert text(prepared, "eval", source=1) == BOOK
     assert [source.name for source in prepared.evaluated("both")] == [str(book), str(other)]
-    schedule = BatchLoader(
+    loader = BatchLoader(
         prepared, seed=1, global_batch_size=8, micro_batch_size=8, gradient_accumulation_steps=1, dp_rank=0, dp_size=1
     )
-    assert schedule.eval_sets == ["", "book", "both"]
-    for name in schedule.eval_sets:
-        batches = list(schedule.eval_batches(None, name))
+    assert loader.eval_sets == ["", "book", "both"]
+    for name in loader.eval_sets:
+        batches = list(loader.eval_batches(None, name))
         assert sum(batch.samples for batch in batches) == prepared.eval_sequences(name)
         assert {batch.eval_source for batch in batches} == {source.name for source in prepared.evaluated(name)}
-    assert len(BOOK) - 8 < schedule.eval_bytes(None, "book") < len(BOOK)  # the first token is no target
+    assert len(BOOK) - 8 < loader.eval_bytes(None, "book") < len(BOOK)  # the first token is no target
 
 
 def test_a_set_without_a_sequence_is_named(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:

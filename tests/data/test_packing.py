@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from llmtrain.data.packing import best_fit, cut_documents
 from llmtrain.data.samples import NO_TARGET, ConcatSamples, PackedSamples, Samples
 from llmtrain.data.store import Stream
+from llmtrain.data.synthetic import synthetic
 from llmtrain.recipe import LONGEST_SEQUENCE
+from tests.helpers.small_pairs import small_pairs
 
 PAD = 9999
 
@@ -145,3 +148,10 @@ def test_packing_takes_no_longer_for_a_long_sequence() -> None:
     order, sizes = best_fit(lengths, LONGEST_SEQUENCE)
     assert sizes.tolist() == [len(lengths)]
     assert sorted(order.tolist()) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(("objective", "labelled"), [("language_model", False), ("dpo", False), ("kto", True)])
+def test_random_documents_have_what_the_objective_reads(objective: str, labelled: bool, tmp_path: Path) -> None:
+    recipe = small_pairs(tmp_path / "pairs.jsonl", **{"objective.name": objective})
+    stream = synthetic(recipe, tmp_path / "random").sources[0].store.streams["train"]
+    assert (stream.holds_pairs, stream.desirable is not None) == (objective == "dpo", labelled)

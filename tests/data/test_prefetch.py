@@ -52,7 +52,7 @@ def test_prefetching_is_bounded() -> None:
 
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(prefetch, "MAX_WAIT_S", 0.05)
     release = threading.Event()
 
     def stuck() -> Iterator[int]:

@@ -24,7 +24,7 @@ from llmtrain.data.samples import fill_fraction
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Recipe
 from llmtrain.system.streams import short_names
-from tests.helpers.small_corpora import MakeRecipe, make_texts, whole_schedule, write_jsonl
+from tests.helpers.small_corpora import MakeRecipe, make_texts, whole_batches, write_jsonl
 
 PREPARE = """
     import json, sys, time
@@ -159,13 +159,13 @@ def test_simultaneous_processes_prepare_the_store_once(
 
 
 SLOW = """
-    from llmtrain.data import store
-    encode = store.Encoder.encode
+    from llmtrain.data import tokenize
+    encode = tokenize.Encoder.encode
     def slow(encoder, texts):
         print("tokenizing", flush=True)
         time.sleep(float(sys.argv[2]))
         return encode(encoder, texts)
-    store.Encoder.encode = slow
+    tokenize.Encoder.encode = slow
     prepare(recipe)
 """
 
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_the_old_store_usable(make_recipe: MakeRecipe, corpus
     check = """
         from llmtrain.errors import DataError
         from pathlib import Path
-        from llmtrain.data.sampler import BatchLoader
+        from llmtrain.data.loader import BatchLoader
         old = prepare(recipe)
         try:
             prepare(recipe.with_(**{"data.sources.0.name": sys.argv[2]}))
@@ -291,12 +291,12 @@ def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path
 
 def read_all(prepared: Prepared) -> None:
     """Reads what a run reads."""
-    schedule = whole_schedule(prepared, epochs=1)
+    loader = whole_batches(prepared, epochs=1)
     read = 0
-    for batch in schedule.train_batches(0):
+    for batch in loader.train_batches(0):
         if (read := read + batch.samples) >= prepared.train_sequences:
             break
-    list(schedule.eval_batches())
+    list(loader.eval_batches())
     prepared.unigram_loss(8)
 
 
@@ -326,19 +326,6 @@ def test_a_changed_byte_stops_the_run_that_reads_it(
         app(["data", str(recipe_file), "--verify"])
     size = sum(path.stat().st_size for path in paths)
     assert f"{size:,} bytes are as they were written" in capsys.readouterr().out
-
-
-def test_a_store_without_hashes_is_read_with_a_note(make_recipe: MakeRecipe, corpus_file: Path) -> None:
-    """Earlier versions wrote none."""
-    recipe = make_recipe(corpus_file)
-    prepared = prepare(recipe)
-    assert not any("hashes" in note for note in notes(prepared, recipe))
-    (tokens, packs) = prepared.sources[0].folders
-    for path in [*tokens.glob("*.xxh3"), *packs.glob("*.xxh3")]:
-        path.unlink()
-    prepared = prepare(recipe)
-    read_all(prepared)
-    assert f"only sizes are compared; to prepare again, remove {tokens} and {packs}" in notes(prepared, recipe)[0]
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": null}\n'])
@@ -444,7 +431,7 @@ def test_the_summary_counts_the_epochs_of_each_source(
     recipe = recipe.with_(**{"train.max_steps": 40})
     prepared = prepare(recipe)
     epochs = [source["epochs"] for source in data_summary(prepared, recipe)["sources"]]
-    drawn = whole_schedule(prepared).sample_ids(0, 320)[0]
+    drawn = whole_batches(prepared).sample_ids(0, 320)[0]
     for number, source in enumerate(prepared.sources):
         assert epochs[number] == int((drawn == number).sum()) / len(source.train)
     assert epochs[0] < 1 < epochs[1]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from llmtrain.data import NO_TARGET, sampler, samples
+from llmtrain.data import NO_TARGET, loader, samples
 from llmtrain.engines import forward, optim
 from llmtrain.models import build, loss
 from llmtrain.overrides.torch import squared_norm
@@ -100,7 +100,7 @@ def late_document_mask(patch):
 
 
 def joined_documents(patch):
-    """The sampler treats each sequence as one document."""
+    """The loader treats each sequence as one document."""
     _on_rows(patch, lambda rows: rows._replace(position_ids=rows.position_ids * 0 + range(rows.position_ids.shape[1])))
 
 
@@ -123,19 +123,19 @@ def labels_shifted_twice(patch):
         last = torch.full_like(batch.labels[:, :1], NO_TARGET)
         return replace(batch, labels=torch.cat([batch.labels[:, 1:], last], dim=1))
 
-    original = sampler._tensors
-    patch.setattr(sampler, "_tensors", lambda *arguments: [shift(batch) for batch in original(*arguments)])
+    original = loader._tensors
+    patch.setattr(loader, "_tensors", lambda *arguments: [shift(batch) for batch in original(*arguments)])
 
 
 def miscounted_targets(patch):
     """Each sequence counts one target too many."""
-    original = sampler._counts
+    original = loader._counts
 
-    def counts(*arguments):
-        targets, examples = original(*arguments)
-        return targets + 1, examples
+    def counts(views, sources, sequences):
+        targets, examples = original(views, sources, sequences)
+        return targets + len(sequences), examples
 
-    patch.setattr(sampler, "_counts", counts)
+    patch.setattr(loader, "_counts", counts)
 
 
 def lost_model_field(patch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
@@ -25,7 +25,6 @@ ROLES = {
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant turn that is a tool call."""
-_PLAIN = ("user", "assistant", "system")
 _EXCHANGE = ("user", "assistant")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TRAINED = ("train", "weight", "loss", "trainable", "loss_mask", "loss_weight")
@@ -42,6 +41,9 @@ _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 """Names of keys and columns that may say who speaks."""
 
+MAX_MESSAGES = 1000
+"""Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
+for this number."""
 MAX_NESTED = 100
 """Maximum nesting depth of a call's arguments, and of the list of tools."""
 _CONTAINERS = (Mapping, list, tuple)
@@ -147,11 +149,11 @@ class Layout:
     def unread(self, row: Mapping[str, Any]) -> set[str]:
         """Returns the columns of a row, and the keys of its messages, that hold values and are not read."""
         row = self._considered(row)
-        found = {f"column '{name}'" for name in self._unread_columns(row)}
+        names = {f"column '{name}'" for name in self._unread_columns(row)}
         for turn in self._turns(row):
-            found |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
-            found |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
-        return found
+            names |= {f"key '{key}'" for key in turn.keys() - KEYS if turn[key] is not None}
+            names |= {f"key 'content.{key}'" for part in _parts_of(turn) for key in part.keys() - PART_KEYS}
+        return names
 
     def _considered(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a row without the columns, and without the keys of its messages, that are ignored.
@@ -255,14 +257,14 @@ class ChatSource:
 
     def layout(self, columns: Iterable[str], field: str) -> Layout:
         """Returns the layout that `find_layout` finds for these columns."""
-        found = find_layout(
+        layout = find_layout(
             (name for name in columns if name not in self.ignored),
             field,
             format=self.format,
             named=dict(self.columns),
             system=self.system,
         )
-        return replace(found, ignored=frozenset(self.ignored))
+        return replace(layout, ignored=frozenset(self.ignored))
 
 
 def find_layout(
@@ -273,15 +275,15 @@ def find_layout(
     field: the recipe field of the source. named: part → column, for columns without a usual name.
     Raises DataError if no format matches, or if `named` has an unknown column or part.
     """
-    known = list(columns)
+    available = list(columns)
     for part, column in named.items():
-        if column not in known:
-            message = f"has no column '{column}'{did_you_mean(column, known)} (columns: {', '.join(known)})"
+        if column not in available:
+            message = f"has no column '{column}'{did_you_mean(column, available)} (columns: {', '.join(available)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
     formats = FORMATS_TO_TRY.get(format, (format,) if format else ())
     for name in formats:
         columns_of = {
-            part: _column(part, names, named, known) for part, names in (NAMES[name] | OPTIONAL[name]).items()
+            part: _column(part, names, named, available) for part, names in (NAMES[name] | OPTIONAL[name]).items()
         }
         if all(columns_of[part] for part in NAMES[name]):
             if unused := set(named) - set(columns_of):
@@ -289,7 +291,7 @@ def find_layout(
                 raise DataError(Problem("data.column", f"{field}.columns", message))
             return Layout(name, {part: column for part, column in columns_of.items() if column}, system)
     parts = "; ".join(f"{name}: {', '.join(NAMES[name])}" for name in formats)
-    message = f"no conversations were found in the columns {', '.join(known) or '(none)'}"
+    message = f"no conversations were found in the columns {', '.join(available) or '(none)'}"
     fix = f'name the columns: columns={{"PART": "COLUMN"}} ({parts})'
     raise DataError(Problem("data.column", f"{field}.columns", message, fix))
 
@@ -298,11 +300,10 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {format_value(turns)}, not a list of messages")
-    if _are_plain(turns):
-        messages, trained = list(turns), [True] * len(turns)
-    else:
-        messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-        trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
+    if len(turns) > MAX_MESSAGES:
+        raise RowError(f"has {len(turns):,} messages, of at most {MAX_MESSAGES:,}")
+    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+    trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
@@ -315,8 +316,8 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
 
 
-def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: list[str]) -> str | None:
-    return named.get(part) or next((name for name in usual if name in known), None)
+def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], available: list[str]) -> str | None:
+    return named.get(part) or next((name for name in usual if name in available), None)
 
 
 def _message(number: int, turn: Any) -> Message:
@@ -340,17 +341,6 @@ def _message(number: int, turn: Any) -> Message:
     if not message["content"].strip() and "tool_calls" not in message and role != "tool":
         raise RowError(f"message {number} ({role}) is empty")
     return message
-
-
-def _are_plain(turns: Sequence[Any]) -> bool:
-    """Whether each message is just a role and a text that need no conversion. Most messages are."""
-    for turn in turns:
-        if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
-            return False
-        content = turn.get("content")
-        if type(content) is not str or not content or content.isspace():
-            return False
-    return True
 
 
 def _content(turn: Any) -> Any:
@@ -392,10 +382,10 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         arguments = _json(arguments, f"the arguments of message {number} for {name}")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of message {number} for {name} are {format_value(arguments)}, not an object")
-    given = dict(arguments or {})
-    _check_nesting(given, f"the arguments of message {number} for {name}")
-    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **known, "function": {"name": name, "arguments": given}}
+    values = dict(arguments or {})
+    _check_nesting(values, f"the arguments of message {number} for {name}")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **call_id, "function": {"name": name, "arguments": values}}
 
 
 def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
@@ -416,8 +406,8 @@ def _may_mask(name: str, value: Any) -> bool:
 
 def truth_value(value: Any) -> bool | None:
     """Returns a truth value, which is a text in a cell of a CSV file; None for anything else."""
-    known = {"true": True, "1": True, "false": False, "0": False}
-    return known.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
+    values = {"true": True, "1": True, "false": False, "0": False}
+    return values.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
 
 
 def _or_ignore(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
-from llmtrain.data.chat.marks import CONTROL, ControlTokens, Rendered, plain_contents, reject_reserved
-from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
-from llmtrain.data.chat.spans import MAX_SKELETONS, PARTS, Renderer, Turn
+from llmtrain.data.chat.marks import CONTROL, ControlTokens, Rendered, reject_reserved
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.data.chat.turns import PARTS, Renderer, Turn
 from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
-MAX_MESSAGES = 1000
-"""Largest number of messages of a conversation: the template renders all earlier ones for each turn, which takes 20 s
-for this number."""
+MAX_CACHED_TURNS = 10_000
+"""Largest number of template texts whose turns are cached."""
 UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
 
 
@@ -45,24 +42,9 @@ class RenderedChat:
     """A rendered conversation."""
 
     conversation: Conversation
-    text: str
-    """The rendered text, with a single character for each control token that the template wrote."""
+    rendered: Rendered
     turns: list[Turn]
     """The turns of the assistant."""
-    whole: Rendered | Skeleton
-    """The rendering with marks of this conversation, or the skeleton of one that only differs in contents."""
-
-    @property
-    def rendered(self) -> Rendered:
-        """The rendering with the positions of the messages."""
-        if isinstance(self.whole, Rendered):
-            return self.whole
-        return Rendered.filled(self.whole.gaps, [message["content"] for message in self.conversation.messages])
-
-    @property
-    def bounds(self) -> Bounds | None:
-        """The bounds by which its turns are found without token offsets; None if they are not known."""
-        return self.whole.bounds if isinstance(self.whole, Skeleton) and all(self.conversation.trained) else None
 
 
 class ChatEncoder:
@@ -90,15 +72,13 @@ class ChatEncoder:
         """Token id in the copy → id of the control token that it stands for; -1 for all other tokens."""
         for copy, token in self._aliases.values():
             self._known[copy] = token
-        self._is_byte_level = is_byte_level(self._plain)
         special = template.special
         self._eos = self._plain.token_to_id(special["eos_token"]) if "eos_token" in special else None
         bos = special.get("bos_token")
         bos = controls.aliases.get(bos) if bos and bos != special.get("eos_token") else None
         self._renderer = Renderer(template, controls, parse_special, bos)
-        self._proven: dict[Any, list[Turn]] = {}
-        self._skeletons: dict[tuple[str, ...], Skeleton] = {}
-        """Roles of the messages → skeleton of the last conversation of plain texts that was rendered with marks."""
+        self._cached_turns: dict[Any, list[Turn]] = {}
+        """What the template writes around the texts of messages → the turns of such conversations."""
 
     @property
     def ordinary_end(self) -> str:
@@ -121,127 +101,58 @@ class ChatEncoder:
         except RowError as fault:
             raise RecipeError(Problem("chat.template", "the messages", str(fault))) from None
 
-    def tokenize(self, rendered: Sequence[RenderedChat | RowError]) -> list[Encoded | RowError]:
-        """Returns the tokens of rendered conversations, on all cores."""
-        chats = [chat for chat in rendered if isinstance(chat, RenderedChat)]
-        bounds = [chat.bounds for chat in chats]
-        texts = [chat.text for chat, chat_bounds in zip(chats, bounds, strict=True) if chat_bounds]
-        ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        encoded_by_bounds = iter(self._encode_by_bounds(list(zip(filter(None, bounds), ids, strict=True))))
-        results: list[Encoded | RowError | None] = [
-            next(encoded_by_bounds) if chat_bounds else None for chat_bounds in bounds
-        ]
-        remaining = [number for number, result in enumerate(results) if result is None]
-        texts = [chats[number].text for number in remaining]
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        for number, encoding in zip(remaining, encodings, strict=True):
-            results[number] = self._encode_by_offsets(chats[number], encoding)
-        encoded = iter(result for result in results if result)
-        return [chat if isinstance(chat, RowError) else next(encoded) for chat in rendered]
-
-    def render(self, conversations: Sequence[Conversation]) -> list[RenderedChat | RowError]:
+    def render(self, conversations: Sequence[Conversation | RowError]) -> list[RenderedChat | RowError]:
         """Renders each conversation and finds its assistant turns; returns an error where that is impossible."""
-        texts = self.template.render_each(conversations)
-        return [self._rendered(conversation, text) for conversation, text in zip(conversations, texts, strict=True)]
+        valid = [conversation for conversation in conversations if isinstance(conversation, Conversation)]
+        plain = self.template.render_each(valid)
+        marked = self.template.render_each([self._renderer.marked(conversation) for conversation in valid])
+        rendered = map(self._rendered, valid, plain, marked)
+        return [chat if isinstance(chat, RowError) else next(rendered) for chat in conversations]
 
-    def _rendered(self, conversation: Conversation, text: str | RowError) -> RenderedChat | RowError:
-        """text: what the template renders for the conversation without marks."""
-        if len(conversation.messages) > MAX_MESSAGES:
-            return RowError(f"has {len(conversation.messages):,} messages; at most {MAX_MESSAGES:,} can be marked")
-        if isinstance(text, RowError):
-            return text
-        roles = tuple([message["role"] for message in conversation.messages])
-        contents = None if conversation.tools else plain_contents(conversation.messages, self._renderer.controls)
-        if contents and (skeleton := self._skeletons.get(roles)) and skeleton.renders(contents, text):
-            # Most conversations only differ in their contents. The text around these was already checked.
-            return RenderedChat(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
+    def tokenize(self, chats: Sequence[RenderedChat | RowError]) -> list[Encoded | RowError]:
+        """Returns the tokens of rendered conversations, on all cores."""
+        texts = [chat.rendered.text for chat in chats if isinstance(chat, RenderedChat)]
+        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        return [chat if isinstance(chat, RowError) else self._encoded(chat, next(encodings)) for chat in chats]
+
+    def _rendered(
+        self, conversation: Conversation, plain: str | RowError, marked: str | RowError
+    ) -> RenderedChat | RowError:
+        """plain, marked: what the template renders for the conversation without and with marks."""
         try:
-            whole = self._renderer.rendered(conversation, text)
-            turns = self._turns(conversation, whole)
+            rendered = self._renderer.checked(conversation, plain, marked)
+            return RenderedChat(conversation, rendered, self._turns(conversation, rendered))
         except RowError as fault:
             return fault
-        if contents and [owner for owner, _ in whole.gaps] == list(range(-1, len(roles))):
-            if len(self._skeletons) >= MAX_SKELETONS:
-                self._skeletons.clear()
-            bounds = Bounds.of(whole.gaps, turns, self._tokenizer, self._known) if self._is_byte_level else None
-            self._skeletons[roles] = Skeleton(whole.gaps, turns, self._renderer.controls, bounds)
-        return RenderedChat(conversation, whole.text, turns, whole)
 
-    def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+    def _turns(self, conversation: Conversation, rendered: Rendered) -> list[Turn]:
         parts = tuple(
             (message["role"], *filter(message.get, PARTS), len(message.get("tool_calls", ())))
             for message in conversation.messages
         )
-        key = (parts, bool(conversation.tools), whole.gaps, whole.repeated)
-        if key not in self._proven:
-            turns = self._renderer.turns(conversation, whole)
-            self._check_tokens(whole)
-            if len(self._proven) >= MAX_SKELETONS:
-                self._proven.clear()
-            self._proven[key] = turns
-        return self._proven[key]
+        key = (parts, bool(conversation.tools), rendered.gaps, rendered.repeated)
+        if key not in self._cached_turns:
+            turns = self._renderer.turns(conversation, rendered)
+            self._check_tokens(rendered)
+            if len(self._cached_turns) >= MAX_CACHED_TURNS:
+                self._cached_turns.clear()
+            self._cached_turns[key] = turns
+        return self._cached_turns[key]
 
-    def _encode_by_bounds(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
-        """Returns the encoded conversations whose turns lie between control tokens; None for the others.
-
-        Processes all conversations at once. It needs no token offsets, which `encode_batch_fast` does not compute.
-        """
-        if not chats:
-            return []
-        bounds = [chat_bounds for chat_bounds, _ in chats]
-        lists = [ids for _, ids in chats]
-        stops = np.cumsum([len(token_ids) for token_ids in lists])
-        ids = np.fromiter(chain.from_iterable(lists), np.int64, int(stops[-1]))
-        places = np.flatnonzero(self._known[ids] >= 0)
-        ends = np.searchsorted(places, stops)  # number of control tokens up to the end of each conversation
-        expected = np.cumsum([len(chat_bounds.controls) for chat_bounds in bounds])
-        if (
-            not np.array_equal(ends, expected)
-            or (ids[places] != np.concatenate([chat_bounds.controls for chat_bounds in bounds])).any()
-        ):
-            return [None] * len(chats)
-        ids[places] = self._known[ids[places]]
-        sizes = [len(chat_bounds.first) for chat_bounds in bounds]
-        owners = np.repeat(np.arange(len(bounds)), sizes)
-        before = np.concatenate([[0], ends[:-1]])[owners]
-        first = places[np.concatenate([chat_bounds.first for chat_bounds in bounds]) + before] + 1
-        after = places[np.concatenate([chat_bounds.last for chat_bounds in bounds]) + before] + 1
-        fits = np.ones(len(bounds), bool)
-        heads = [chat_bounds.head for chat_bounds in bounds]
-        for head in set(heads):
-            with_head = np.array([chat_head == head for chat_head in heads])[owners]
-            for token in head:
-                fits[owners[with_head][ids[np.minimum(first[with_head], len(ids) - 1)] != token]] = False
-                first[with_head] += 1
-        if self._train_on == "all":
-            trained = np.ones(len(ids), bool)
-        else:
-            turns = np.cumsum(sizes) - 1 if self._train_on == "last_assistant" else slice(None)
-            begin = np.minimum(first, after)  # a turn that does not fit may be shorter than the head
-            edges = np.stack([begin[turns], after[turns]], axis=1).ravel()
-            stretches = np.diff(edges, prepend=0, append=len(ids))
-            trained = np.repeat(np.arange(len(stretches)) % 2 == 1, stretches)
-        starts = np.concatenate([[0], stops[:-1]])
-        cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
-        return [
-            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), chat_bounds.ends) if fit else None
-            for chat_bounds, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
-        ]
-
-    def _check_tokens(self, whole: Rendered) -> None:
+    def _check_tokens(self, rendered: Rendered) -> None:
         """Raises RowError if the unmodified tokenizer gives other tokens, or if their offsets are unusable."""
-        encoding = self._tokenizer.encode(whole.text, add_special_tokens=False)
-        ids = self._ids(whole.text, encoding)
+        encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
+        ids = self._ids(rendered.text, encoding)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        covered = np.zeros(len(whole.text) + 1, np.int64)
+        covered = np.zeros(len(rendered.text) + 1, np.int64)
         np.add.at(covered, starts, 1)
         np.add.at(covered, ends, -1)
         bare = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
-        if any(whole.text[place].isalnum() for place in bare) or (np.diff(starts) < 0).any():
+        if any(rendered.text[position].isalnum() for position in bare) or (np.diff(starts) < 0).any():
             raise RowError(UNKNOWN_PLACES)
         controls = self._renderer.controls
-        plain = controls.plain(whole.text)
-        if controls.alias(plain) != whole.text:
+        plain = controls.plain(rendered.text)
+        if controls.alias(plain) != rendered.text:
             return  # a message contains a control token's text, which cannot be told from the token in `plain`
         if ids.tolist() != self._plain.encode(plain, add_special_tokens=False).ids:
             raise RowError("the tokenizer does not read each special token of the template as one token")
@@ -252,20 +163,21 @@ class ChatEncoder:
         Raises RowError if such a character did not become exactly its control token.
         """
         ids = np.array(encoding.ids, np.int64)
-        known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
-        places = np.flatnonzero(self._known[ids] >= 0)
-        if not np.array_equal(ids[places], known[:, 0]):
+        control_ids = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
+        positions = np.flatnonzero(self._known[ids] >= 0)
+        if not np.array_equal(ids[positions], control_ids[:, 0]):
             raise RowError("the tokenizer merges special tokens of the template with the text next to them")
-        ids[places] = known[:, 1]
+        ids[positions] = control_ids[:, 1]
         return ids
 
-    def _encode_by_offsets(self, chat: RenderedChat, encoding: Any) -> Encoded | RowError:
-        whole, turns = chat.rendered, chat.turns
+    def _encoded(self, chat: RenderedChat, encoding: Any) -> Encoded | RowError:
+        rendered, turns = chat.rendered, chat.turns
         try:
-            ids = self._ids(whole.text, encoding)
-            places = _TokenOffsets(whole.text, encoding)
+            ids = self._ids(rendered.text, encoding)
+            offsets = _TokenOffsets(rendered.text, encoding)
             spans = [
-                (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
+                (offsets.first(_position(rendered, turn.start)), offsets.after(_position(rendered, turn.end)))
+                for turn in turns
             ]
             size, last = len(ids), turns[-1]
             closing = self._aliases[last.closing][1] if last.closing else self._eos
@@ -273,35 +185,34 @@ class ChatEncoder:
                 # Without an end token, the model would not learn to stop.
                 ids = np.append(ids, closing)
                 spans[-1] = (spans[-1][0], len(ids))
-            trained = self._trained(chat, whole, spans, places, len(ids))
+            mask = self._loss_mask(chat, spans, offsets, len(ids))
         except RowError as fault:
             return fault
-        if not trained[1:].any():
+        if not mask[1:].any():
             return RowError("none of its tokens are trained on")
         cuts = {turn.message: end for turn, (_, end) in zip(turns, spans, strict=True)}
         ends = {int(ids[end - 1]) for turn, (_, end) in zip(turns, spans, strict=True) if turn.ended or end > size}
-        return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
+        return Encoded(ids, mask, tuple(cuts.values()), frozenset(ends))
 
-    def _trained(
-        self, chat: RenderedChat, whole: Rendered, spans: list[tuple[int, int]], places: _TokenOffsets, length: int
+    def _loss_mask(
+        self, chat: RenderedChat, spans: list[tuple[int, int]], offsets: _TokenOffsets, length: int
     ) -> NDArray[np.bool_]:
-        is_trained, turns = chat.conversation.trained, chat.turns
+        """Returns whether each token is trained on, [length].
+
+        spans: for each turn of the assistant, the index of its first token, and the index after its last token.
+        """
+        is_trained = chat.conversation.trained
+        mask = np.full(length, self._train_on == "all")
         if self._train_on == "all":
-            trained = np.ones(length, bool)
-            for stretch in whole.stretches:
-                if not is_trained[stretch.message]:
+            for text_span in chat.rendered.spans:
+                if not is_trained[text_span.message]:
                     # A token that only partly belongs to such a message is not trained on either.
-                    trained[places.after(stretch.start) : places.first(stretch.end)] = False
-            for turn, (first, end) in zip(turns, spans, strict=True):
-                if not is_trained[turn.message]:
-                    trained[first:end] = False
-            return trained
-        last = turns[-1].message
-        trained = np.zeros(length, bool)
-        for turn, (first, end) in zip(turns, spans, strict=True):
-            if is_trained[turn.message] and (self._train_on == "assistant" or turn.message == last):
-                trained[first:end] = True
-        return trained
+                    mask[offsets.after(text_span.start) : offsets.first(text_span.end)] = False
+        last = chat.turns[-1].message
+        for turn, (first, end) in zip(chat.turns, spans, strict=True):
+            if self._train_on != "last_assistant" or turn.message == last:
+                mask[first:end] = is_trained[turn.message]
+        return mask
 
 
 @dataclass(frozen=True)
@@ -314,26 +225,26 @@ class _TokenOffsets:
     text: str
     encoding: Any
 
-    def first(self, place: int) -> int:
+    def first(self, position: int) -> int:
         """Returns the index of the first token that begins at or after a position."""
-        return self._skip(place, lambda start, end: start < place)
+        return self._skip(position, lambda start, end: start < position)
 
-    def after(self, place: int) -> int:
+    def after(self, position: int) -> int:
         """Returns the index of the first token that ends after a position."""
-        return self._skip(place, lambda start, end: end <= place)
+        return self._skip(position, lambda start, end: end <= position)
 
-    def _skip(self, place: int, before: Callable[[int, int], bool]) -> int:
-        found = self._covering(place)
-        while found < len(self.encoding) and before(*self._own(found)):
-            found += 1
-        return found
+    def _skip(self, position: int, before: Callable[[int, int], bool]) -> int:
+        token = self._covering(position)
+        while token < len(self.encoding) and before(*self._own(token)):
+            token += 1
+        return token
 
-    def _covering(self, place: int) -> int:
+    def _covering(self, position: int) -> int:
         """Returns the index of the token at a position, or at the next position that belongs to a token.
 
         Raises RowError if an alphanumeric character belongs to no token.
         """
-        for character in range(place, len(self.text)):
+        for character in range(position, len(self.text)):
             token = self.encoding.char_to_token(character)
             if token is not None:
                 return int(token)
@@ -348,10 +259,10 @@ class _TokenOffsets:
         return control.span() if control else (start, end)
 
 
-def _position(whole: Rendered, place: tuple[int, int]) -> int:
+def _position(rendered: Rendered, place: tuple[int, int]) -> int:
     """Returns the position in the whole text of a place: the number of a gap, and an offset in it."""
     number, offset = place
-    return (whole.stretches[number - 1].end if number else 0) + offset
+    return (rendered.spans[number - 1].end if number else 0) + offset
 
 
 def _with_control_characters(plain: Any, controls: ControlTokens) -> tuple[Any, dict[str, tuple[int, int]]]:

@@ -1,13 +1,14 @@
 """Marks in rendered text: which text came from which message, and which special tokens the template wrote.
 
 A template is a program, so a search cannot tell where its own text ends and a message's text begins. Messages are
-therefore rendered with marks: characters of Unicode's private planes. Marks enclose each stretch of a message's text.
+therefore rendered with marks: characters of Unicode's private planes. Marks enclose each span of a message's text.
 A break mark splits each special token text that a message contains. Removing the marks gives their positions, and must
 give the same text as rendering without marks. This is checked for each conversation.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ BREAK = "\U000fffff"
 """Inserted into a message's text where it contains the text of a special token, so that it is not read as the token."""
 FIRST_MARK = 0x100000
 """The text of message i is enclosed by the characters with code FIRST_MARK + 2 · i and FIRST_MARK + 2 · i + 1."""
-MOST_MESSAGES = 0x8000
 RESERVED = re.compile(r"[\ud800-\udfff\U000f0000-\U0010ffff]")
 """Characters that no message may contain: halves of surrogate pairs, and the characters with a meaning here."""
 SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
@@ -57,24 +57,20 @@ class ControlTokens:
         An assistant may write an added token that is not special, such as `<think>`, so its messages keep these.
         """
         tokens = self._special if role == "assistant" else self._all
-        return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-
-    def contains_token_text(self, text: str) -> bool:
-        """Whether a text contains the text of a control token."""
-        return self._all.search(text) is not None
+        return tokens.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
     def alias(self, text: str) -> str:
         """Returns a text written by a template, with each control token replaced by its character.
 
         Raises RowError if the template wrote a reserved character.
         """
-        if found := _NOT_WRITTEN.search(text):
-            raise RowError(f"the template writes the character U+{ord(found[0]):X}, which is reserved")
-        return self._all.sub(lambda found: self.aliases[found[0]], text)
+        if match := _NOT_WRITTEN.search(text):
+            raise RowError(f"the template writes the character U+{ord(match[0]):X}, which is reserved")
+        return self._all.sub(lambda match: self.aliases[match[0]], text)
 
     def plain(self, text: str) -> str:
         """Returns a text with each such character replaced by its control token's text."""
-        return CONTROL.sub(lambda found: self._texts[found[0]], text)
+        return CONTROL.sub(lambda match: self._texts[match[0]], text)
 
 
 @dataclass(frozen=True)
@@ -91,13 +87,13 @@ class Rendered:
     """A rendered text, with a single character for each control token that the template wrote."""
 
     text: str
-    stretches: tuple[TextSpan, ...]
+    spans: tuple[TextSpan, ...]
 
     @classmethod
     def of(cls, marked: str, controls: ControlTokens) -> Rendered:
-        """Reads and removes the marks. Raises RowError if the template split or cut off a stretch."""
+        """Reads and removes the marks. Raises RowError if the template split or cut off a span."""
         parts = _MARK.split(controls.alias(marked))
-        text, stretches, opened = [parts[0]], [], None
+        text, spans, opened = [parts[0]], [], None
         length = len(parts[0])
         for mark, part in zip(parts[1::2], parts[2::2], strict=True):
             if mark != BREAK:
@@ -105,26 +101,13 @@ class Rendered:
                 if (opened is not None) != bool(is_end) or (opened and opened[0] != message):
                     raise RowError(f"the template splits the text of message {message + 1}")
                 if opened:
-                    stretches.append(TextSpan(*opened, length))
+                    spans.append(TextSpan(*opened, length))
                 opened = None if is_end else (message, length)
             text.append(part)
             length += len(part)
         if opened:
             raise RowError(f"the template cuts off the text of message {opened[0] + 1}")
-        return cls("".join(text), tuple(stretches))
-
-    @classmethod
-    def filled(cls, gaps: tuple[tuple[int, str], ...], contents: Sequence[str]) -> Rendered:
-        """Returns the rendering made of the gaps, with one content after each gap except the last."""
-        parts, stretches, length = [], [], 0
-        for number, ((_, gap), content) in enumerate(zip(gaps, contents, strict=False)):
-            start = length + len(gap)
-            length = start + len(content)
-            parts += [gap, content]
-            stretches.append(TextSpan(number, start, length))
-        made = cls("".join([*parts, gaps[-1][1]]), tuple(stretches))
-        made.__dict__["gaps"] = gaps  # the cached property need not be computed again
-        return made
+        return cls("".join(text), tuple(spans))
 
     @staticmethod
     def partial(marked: str, controls: ControlTokens) -> str:
@@ -133,24 +116,24 @@ class Rendered:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, str], ...]:
-        """The template's own text before the first stretch and after each stretch, each with the number of the message
+        """The template's own text before the first span and after each span, each with the number of the message
         that precedes it (-1 for none): the skeleton."""
-        owners = [-1, *(stretch.message for stretch in self.stretches)]
-        starts = [0, *(stretch.end for stretch in self.stretches)]
-        ends = [*(stretch.start for stretch in self.stretches), len(self.text)]
+        owners = [-1, *(span.message for span in self.spans)]
+        starts = [0, *(span.end for span in self.spans)]
+        ends = [*(span.start for span in self.spans), len(self.text)]
         return tuple((owner, self.text[start:end]) for owner, start, end in zip(owners, starts, ends, strict=True))
 
     def texts(self, message: int) -> list[str]:
-        """Returns the text of each stretch of a message."""
-        return [self.text[stretch.start : stretch.end] for stretch in self.stretches if stretch.message == message]
+        """Returns the text of each span of a message."""
+        return [self.text[span.start : span.end] for span in self.spans if span.message == message]
 
     @cached_property
     def repeated(self) -> frozenset[int]:
-        """The indices of the stretches whose text is that of an earlier stretch of the same message."""
+        """The indices of the spans whose text is that of an earlier span of the same message."""
         seen: set[tuple[int, str]] = set()
         repeated = []
-        for number, stretch in enumerate(self.stretches):
-            text = stretch.message, self.text[stretch.start : stretch.end]
+        for number, span in enumerate(self.spans):
+            text = span.message, self.text[span.start : span.end]
             if text in seen:
                 repeated.append(number)
             seen.add(text)
@@ -159,9 +142,8 @@ class Rendered:
 
 def reject_reserved(values: Any) -> None:
     """Raises RowError for a text with a reserved character."""
-    for text in _strings(values):
-        if found := RESERVED.search(text):
-            raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
+    if match := RESERVED.search(json.dumps(values, ensure_ascii=False, default=str)):
+        raise RowError(f"contains the character U+{ord(match[0]):X}, which is reserved")
 
 
 def marked(messages: Sequence[Message], controls: ControlTokens) -> list[Message]:
@@ -171,21 +153,12 @@ def marked(messages: Sequence[Message], controls: ControlTokens) -> list[Message
 
 def _marked(message: Message, number: int, controls: ControlTokens) -> Message:
     role = message["role"]
-    made: Message = _map(
+    marked_message: Message = _map(
         message,
         lambda key, text: _mark(key, text, number, role, controls),
         lambda name: controls.break_up(name, role),
     )
-    return made
-
-
-def plain_contents(messages: Sequence[Message], controls: ControlTokens) -> list[str] | None:
-    """Returns the contents of messages that consist of one plain text each; None if marks would split or change one."""
-    texts = [message["content"] for message in messages]
-    if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
-        return None
-    together = "\n".join(texts)
-    return None if controls.contains_token_text(together) or _TAG.search(together) else texts
+    return marked_message
 
 
 def broken_up(values: Any, controls: ControlTokens) -> Any:
@@ -223,18 +196,6 @@ def _map(value: Any, change: Callable[[str, str], str], rename: Callable[[str], 
     if isinstance(value, (list, tuple)):
         return [_map(item, change, rename, key) for item in value]
     return value
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield name
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -114,12 +114,12 @@ class ChatTemplate:
         if any("tool_calls" in message for message in messages) and self.arguments_as_text:
             messages = [_with_text_arguments(message) for message in messages]
         try:
-            texts, found = self._call([messages], tools, prompt, spans)
+            texts, all_spans = self._call([messages], tools, prompt, spans)
         except DataError:  # it exceeds its limits
             raise
         except Exception as error:  # a template is a program and can raise anything
             raise RowError(f"the chat template refuses it: {reason(error)}") from error
-        return texts[0], list(found[0]) if found else []
+        return texts[0], list(all_spans[0]) if all_spans else []
 
     def _call(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Any] = (), prompt: bool = False, spans: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import xxhash
 
@@ -17,11 +17,13 @@ from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
 from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_document
 from llmtrain.data.sources.hub import hub_corpus
-from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, stdlib_chat_corpus
+from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, StdlibChat
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.untrusted import expanded
 
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """Matches NAME or OWNER/NAME."""
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
@@ -125,9 +127,9 @@ def split_documents(
     for text, fraction, *_ in corpus.documents():
         on_document(text)
         if _holds_out_the_end(corpus, eval_fraction):
-            place = _cut_before_the_end(text, eval_fraction)
-            yield CorpusPart(text[:place], fraction * (1 - eval_fraction), is_held_out=False)
-            yield CorpusPart(text[place:], fraction, is_held_out=True)
+            cut = _cut_before_the_end(text, eval_fraction)
+            yield CorpusPart(text[:cut], fraction * (1 - eval_fraction), is_held_out=False)
+            yield CorpusPart(text[cut:], fraction, is_held_out=True)
         else:
             yield CorpusPart(text, fraction, held_out(text, eval_fraction))
 
@@ -142,8 +144,8 @@ def first_break(text: str, lowest: int, highest: int) -> int | None:
 
     This is after a line end, or else before a space. Returns None if the range has neither.
     """
-    found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
-    return found.end() if found else None
+    match = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
+    return match.end() if match else None
 
 
 def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
@@ -156,8 +158,8 @@ def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
         with closing(reader(corpus.files[0], None)) as rows:  # type: ignore[type-var]
             return {"columns": list(json.loads(first.text)) if (first := next(rows, None)) else []}
 
-    found: list[str] = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
-    return found
+    columns: list[str] = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
+    return columns
 
 
 def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
@@ -185,15 +187,16 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if source.name in (STDLIB, STDLIB_CHAT):
         _refuse_hub_fields(source, ("subset", "split", "revision"), field)
+        files = stdlib_corpus(cache)
         if source.name == STDLIB:
-            return stdlib_corpus(cache)
-        return ConversationCorpus(stdlib_chat_corpus(cache), ChatSource("messages", system=source.system))
-    if files := find_files(source.name, source.split, field):
+            return files
+        return ConversationCorpus(StdlibChat(files), ChatSource("messages", system=source.system))
+    if paths := find_files(source.name, source.split, field):
         _refuse_hub_fields(source, ("subset", "revision"), field)
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None
-    if files:
-        in_files = file_corpus(source, files, cache, column)
+    if paths:
+        in_files = file_corpus(source, paths, cache, column)
         column = None if _hold_conversations(source, _columns(in_files, cache)) else column
         opened: Corpus = replace(in_files, column=column)
     elif HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):

@@ -55,7 +55,7 @@ class FileCorpus:
     def identity(self) -> str:
         """Identifies the content: the same for equal documents in the same order, wherever the files are."""
         column = self.column if READERS.get(self.kind, read_document) is not read_document else None
-        return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
+        return key_of("files", self.kind, column, [stored.hash for stored in self.prints], self.lenient)
 
     @property
     def is_one_document(self) -> bool:
@@ -65,19 +65,19 @@ class FileCorpus:
     def documents(self) -> Iterator[Document]:
         """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
         reader = READERS.get(self.kind, read_document)
-        total = max(1, sum(known.size for known in self.prints))
+        total = max(1, sum(stored.size for stored in self.prints))
         done = 0
-        for path, known in zip(self.files, self.prints, strict=True):
+        for path, stored in zip(self.files, self.prints, strict=True):
             try:
                 for document in reader(path, self.column):
-                    yield document._replace(fraction=(done + document.fraction * known.size) / total)
+                    yield document._replace(fraction=(done + document.fraction * stored.size) / total)
             except DataError as error:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
-            if _stamp(path) != (known.size, known.modified):
+            if _stamp(path) != (stored.size, stored.modified):
                 # The token store would otherwise be saved under the identity of the old content.
                 raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
-            done += known.size
+            done += stored.size
 
 
 def find_files(name: str, split: str, field: str) -> list[Path]:
@@ -183,7 +183,7 @@ def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
         message = f"'{unreadable}' has an unknown format ({readable})"
         raise DataError(Problem("data.format", f"{field}.name", message, "convert it to .jsonl or .parquet"))
     if len(kinds) > 1:
-        found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
-        message = f"'{name}' has files of several kinds ({found})"
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
+        message = f"'{name}' has files of several kinds ({counts})"
         raise DataError(Problem("data.mixed", f"{field}.name", message, "name one kind with a glob: FOLDER/**/*.jsonl"))
     return sorted(files)

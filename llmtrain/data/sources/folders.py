@@ -149,8 +149,8 @@ def _read(path: Path, kind: type[Description]) -> Description:
         raise DataError(Problem("data.format", str(path), message, fix)) from None
 
 
-def _require_split(folder: Path, split: str, known: Iterable[str], field: str) -> None:
-    splits = list(dict.fromkeys(known))
+def _require_split(folder: Path, split: str, names: Iterable[str], field: str) -> None:
+    splits = list(dict.fromkeys(names))
     if split not in splits:
         message = f"'{folder}' has no split '{split}'{did_you_mean(split, splits)} (splits: {', '.join(splits)})"
         raise DataError(Problem("data.split", f"{field}.split", message, "name one of them, or name files with a glob"))
@@ -160,12 +160,12 @@ def _require_one_split(folder: Path, splits_of: Mapping[Path, Sequence[str]], fi
     """Raises DataError for files that would be left out, or belong to two splits."""
     named = min(splits_of, key=lambda path: abs(len(splits_of[path]) - 1))
     for count, what in ((0, "no split"), (2, "several splits")):
-        if found := [path for path, splits in splits_of.items() if min(len(splits), 2) == count]:
-            places = ", ".join(str(path.relative_to(folder)) for path in found[:SHOWN])
-            more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+        if paths := [path for path, splits in splits_of.items() if min(len(splits), 2) == count]:
+            shown = ", ".join(str(path.relative_to(folder)) for path in paths[:SHOWN])
+            more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
             message = (
                 f"'{folder}' has files whose names name {what}, while {named.relative_to(folder)} "
-                f"names '{splits_of[named][0]}': {places}{more}"
+                f"names '{splits_of[named][0]}': {shown}{more}"
             )
             fix = "name the files to read with a glob: FOLDER/**/*.jsonl"
             raise DataError(Problem("data.split", f"{field}.name", message, fix))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from llmtrain.errors import DataError, Problem
+from llmtrain.errors import Problem
 
 FEW = 10
 """Number of texts of special tokens that are accepted as plain text, without asking the user."""
@@ -57,8 +57,10 @@ class SpecialTokenCounter:
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         texts = sorted(filter(None, special_tokens))
-        # One pattern per first character: a search is ten times as fast if all alternatives share a prefix.
-        self._patterns = [re.compile(_expression(list(group))) for _, group in groupby(texts, key=lambda text: text[0])]
+        # One pattern per first character: a search is ten times as fast if all alternatives share a prefix. Of several
+        # texts that match, the longest one is preferred, which is the last one in the order of texts.
+        groups = (reversed(list(group)) for _, group in groupby(texts, key=lambda text: text[0]))
+        self._patterns = [re.compile("|".join(map(re.escape, group))) for group in groups]
         self._tokens: Counter[str] = Counter()
         self._documents = self._of_documents = self._characters = 0
         self._example = ""
@@ -85,10 +87,8 @@ class SpecialTokenCounter:
         )
 
 
-def refuse_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text: str) -> None:
-    """Raises DataError if there are more than a few. end_of_text: text of the token that ends documents."""
-    if counts.are_few:
-        return
+def too_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text: str) -> Problem:
+    """Returns the fault of a corpus with more than a few. end_of_text: text of the token that ends documents."""
     message = (
         f"'{corpus}' contains {counts}; as text they are read as ordinary characters, while "
         "`transformers` and `llmtrain generate` read them as the tokens"
@@ -102,17 +102,4 @@ def refuse_many(counts: SpecialTokenCounts, corpus: str, field: str, end_of_text
             f"\n    if {end_of_text} separates documents, neither is right: "
             'split the text there, and write each document as a line {"text": ...} of a .jsonl file'
         )
-    raise DataError(Problem("data.special_tokens", field, message, fix))
-
-
-def _expression(texts: list[str]) -> str:
-    """Returns a regular expression that matches these texts (sorted and distinct), preferring the longest.
-
-    Common prefixes are factored out, so that searching for hundreds of texts is as fast as for one.
-    """
-    branches = [
-        re.escape(first) + (_expression([text[1:] for text in group]) if first else "")
-        for first, group in groupby(texts, key=lambda text: text[:1])
-    ]
-    # The empty branch sorts first and always matches, so the order is reversed.
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(reversed(branches))})"
+    return Problem("data.special_tokens", field, message, fix)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.sources.files import FileCorpus, stdlib_corpus, stdlib_folder
+from llmtrain.data.cache import key_of
+from llmtrain.data.sources.files import FileCorpus, stdlib_folder
 from llmtrain.data.sources.formats import Document
 
 STDLIB_CHAT = "stdlib_chat"
@@ -42,22 +42,17 @@ class StdlibChat:
     def documents(self) -> Iterator[Document]:
         """Yields the rows."""
         count = len(self.files.files)
-        for number, (path, known) in enumerate(zip(self.files.files, self.files.prints, strict=True), start=1):
+        for number, (path, stored) in enumerate(zip(self.files.files, self.files.prints, strict=True), start=1):
             module = _module(path)
             if any(part.startswith("_") for part in module.split(".")):
                 continue
-            for file in replace(self.files, files=(path,), prints=(known,)).documents():
-                found = _answered(module, ast.parse(file.text).body)
-                while subjects := list(islice(found, SUBJECTS)):
+            for file in replace(self.files, files=(path,), prints=(stored,)).documents():
+                answered = _answered(module, ast.parse(file.text).body)
+                while subjects := list(islice(answered, SUBJECTS)):
                     texts = [text for _, texts in subjects for text in texts]
                     messages = [{"role": ROLES[place % 2], "content": text} for place, text in enumerate(texts)]
                     place = f"{STDLIB_CHAT}, {subjects[0][0]}"
                     yield Document(json.dumps({"messages": messages}), number / count, place)
-
-
-def stdlib_chat_corpus(cache: Cache) -> StdlibChat:
-    """Returns the corpus for this Python's standard library."""
-    return StdlibChat(stdlib_corpus(cache))
 
 
 def _module(path: Path) -> str:

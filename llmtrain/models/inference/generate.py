@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, TextStreamer
 
 from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
-from llmtrain.data.chat.spans import PROBE
 from llmtrain.data.chat.template import load_template
+from llmtrain.data.chat.turns import PROBE
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
 from llmtrain.plan.facts.template_limits import limited_templates
@@ -163,10 +163,10 @@ class Chat:
     def _ends(self) -> list[int]:
         """Returns the tokens that end a turn, as the template writes it, and those that the model declares."""
         declared = self._model.generation_config.eos_token_id
-        (found,) = self._encoder.encode([Conversation(PROBE, (True, True))])
-        ends = found.ends if isinstance(found, Encoded) else frozenset()
-        more = declared if isinstance(declared, list) else [declared]
-        return sorted({*ends, *more, self._tokenizer.eos_token_id} - {None})
+        (encoded,) = self._encoder.encode([Conversation(PROBE, (True, True))])
+        ends = encoded.ends if isinstance(encoded, Encoded) else frozenset()
+        declared_ids = declared if isinstance(declared, list) else [declared]
+        return sorted({*ends, *declared_ids, self._tokenizer.eos_token_id} - {None})
 
 
 class _TextStreamer(TextStreamer):  # type: ignore[misc]

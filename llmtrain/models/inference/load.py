@@ -83,25 +83,25 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         return model
 
 
-def _differences(name: str, model: PreTrainedModel, found: Any) -> Iterator[Problem]:
+def _differences(name: str, model: PreTrainedModel, report: Any) -> Iterator[Problem]:
     """Yields how the weights of a model's files differ from those that it needs.
 
     found: what `transformers` reports about them.
     """
-    if found.missing_keys:
-        message = f"lacks {len(found.missing_keys)} of its model's weights: {abbreviate(sorted(found.missing_keys))}"
+    if report.missing_keys:
+        message = f"lacks {len(report.missing_keys)} of its model's weights: {abbreviate(sorted(report.missing_keys))}"
         yield Problem("model.weights", name, message, AGAIN)
-    if found.mismatched_keys:
-        weight, here, needed = min(found.mismatched_keys)
+    if report.mismatched_keys:
+        weight, here, needed = min(report.mismatched_keys)
         message = (
-            f"{len(found.mismatched_keys)} of its weights have other shapes than its model's, such as '{weight}': "
+            f"{len(report.mismatched_keys)} of its weights have other shapes than its model's, such as '{weight}': "
         )
         yield Problem("model.weights", name, f"{message}{list(here)}, not {list(needed)}", AGAIN)
-    if found.unexpected_keys and not _is_part(name, model):
-        message = f"{len(found.unexpected_keys)} of its weights do not belong to its model: "
+    if report.unexpected_keys and not _is_part(name, model):
+        message = f"{len(report.unexpected_keys)} of its weights do not belong to its model: "
         fix = "use the configuration that was written with the weights"
-        yield Problem("model.weights", name, message + abbreviate(sorted(found.unexpected_keys)), fix)
-    for error in (*found.error_msgs, *found.conversion_errors.values()):
+        yield Problem("model.weights", name, message + abbreviate(sorted(report.unexpected_keys)), fix)
+    for error in (*report.error_msgs, *report.conversion_errors.values()):
         yield Problem("model.weights", name, f"its weights cannot be loaded: {reason(ValueError(error))}", AGAIN)
 
 

@@ -58,8 +58,8 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
-        own = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
-        _check_switches(model, [layer for layer, _ in layers], *own)
+        field = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
+        _check_switches(model, [layer for layer, _ in layers], *field)
     for layer, again in layers:
         layer.gradient_checkpointing = again  # type: ignore[assignment]
     if parallel.offload_activations:
@@ -155,11 +155,11 @@ class OffloadedInputs:
         """Runs a layer like `torch.utils.checkpoint.checkpoint`. is_first: whether it is the first one in a pass."""
         if not hidden.is_cuda:
             return checkpoint(function, hidden, *args, use_reentrant=False)
-        place = hidden.data_ptr(), hidden.shape
+        address = hidden.data_ptr(), hidden.shape
 
         def pack(tensor: Tensor) -> Tensor | _Copy:
             # Masks and the like are the same tensors for all layers.
-            return self._keep(tensor, is_first) if (tensor.data_ptr(), tensor.shape) == place else tensor
+            return self._keep(tensor, is_first) if (tensor.data_ptr(), tensor.shape) == address else tensor
 
         with saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, _Copy) else kept):
             return checkpoint(function, hidden, *args, use_reentrant=False)

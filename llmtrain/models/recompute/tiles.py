@@ -15,14 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.stages import Placeholder, decoder_layers
-from llmtrain.models.tiny.compare import deviation_of
+from llmtrain.models.tiny.compare import SUM_TOLERANCE, deviation_of
 from llmtrain.models.tiny.model import COPY_ERRORS
 
 NAMES = ("mlp", "feed_forward", "ffn")
 """Names of the feed-forward part of a layer in the families."""
-TOLERANCE = 1e-5
-"""Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. Gradients of
-weights are summed over tiles: the order of summation of a few hundred terms differs, by some units of 2⁻²⁴."""
 
 
 def no_tiles(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -101,5 +98,5 @@ def check_tiles(config: PreTrainedConfig) -> None:
         deviation = deviation_of(lambda model: use_tiles(model, 5), config)
     except COPY_ERRORS as error:
         raise no_tiles(config, f"its tiny copy fails ({type(error).__name__}: {error})") from error
-    if deviation > TOLERANCE:
+    if deviation > SUM_TOLERANCE:
         raise no_tiles(config, f"its loss or gradients would deviate by {deviation:.0e}")

@@ -50,9 +50,9 @@ class TorchTensorGroup:
 
     def reduce_scatter(self, values: Sequence[Tensor]) -> Tensor:
         """Reduces and scatters tensors of equal shape."""
-        own = torch.empty_like(values[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own, torch.cat(list(values)), group=self._group)
-        return own
+        part = torch.empty_like(values[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(part, torch.cat(list(values)), group=self._group)
+        return part
 
     def all_gather(self, value: Tensor) -> list[Tensor]:
         """All-gathers tensors of equal shape."""

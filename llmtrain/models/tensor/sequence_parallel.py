@@ -146,8 +146,8 @@ class SequenceParallel:
 
 def _sublayer_of(name: str) -> str:
     """Returns the name of the child of a layer that a module is or belongs to, such as its attention; else empty."""
-    found = re.match(r".*?\.\d+\.[^.]+", name)
-    return found.group() if found else ""
+    match = re.match(r".*?\.\d+\.[^.]+", name)
+    return match.group() if match else ""
 
 
 def _is_on_this_stage(layer: nn.Module) -> bool:

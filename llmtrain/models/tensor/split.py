@@ -78,9 +78,9 @@ class TensorParallel:
 
         names: parameter of `model` → its name in the whole model.
         """
-        for own, name in names.items():
+        for path, name in names.items():
             if name in self.split.shards:
-                parameter: Any = model.get_parameter(own)
+                parameter: Any = model.get_parameter(path)
                 parameter.tensor_shard = self.split.shards[name]
                 parameter.model_parallel = True  # read by DeepSpeed: each rank's shard counts in the gradient norm
         for name, module in model.named_modules():
@@ -173,8 +173,8 @@ def _row_parallel(module: nn.Module, forward: Forward, block: TensorParallelBloc
         # Added once, after the sum over ranks.
         return block.reduce_output(functional.linear(value, module.get_parameter("weight"))) + bias
 
-    if isinstance(own := getattr(module, "bias", None), nn.Parameter):
-        block.prepare_whole_parameter(own)
+    if isinstance(parameter := getattr(module, "bias", None), nn.Parameter):
+        block.prepare_whole_parameter(parameter)
     return run
 
 
@@ -195,9 +195,9 @@ def _vocabulary_parallel_embedding(module: Any, forward: Forward, block: TensorP
         first = block.group.rank * rows
         if padding is not None:  # the row that gets no gradient
             module.padding_idx = padding - first if first <= padding < first + rows else None
-        own = (tokens >= first) & (tokens < first + rows)
-        values = forward(torch.where(own, tokens - first, 0))
-        return block.reduce_output(values.masked_fill(~own.unsqueeze(-1), 0))
+        is_local = (tokens >= first) & (tokens < first + rows)
+        values = forward(torch.where(is_local, tokens - first, 0))
+        return block.reduce_output(values.masked_fill(~is_local.unsqueeze(-1), 0))
 
     return run
 
@@ -301,7 +301,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
     """Returns how a parameter is sharded, given the style of each of its names; None if it stays whole."""
-    wanted: dict[str, Shard | None] = {}
+    by_name: dict[str, Shard | None] = {}
     for name, style in uses.items():
         shape = model.get_parameter(name).shape
         shard = STYLES[style].shard(len(shape))
@@ -310,10 +310,10 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
                 reason = f"dimension {shard.dim} of {name} {list(shape)} is not divisible by {degree}"
                 raise no_split(model.config, reason)
             shard = None
-        wanted[name] = shard
-    if len(set(wanted.values())) == 1:
-        return next(iter(wanted.values()))
-    for name, shard in wanted.items():
+        by_name[name] = shard
+    if len(set(by_name.values())) == 1:
+        return next(iter(by_name.values()))
+    for name, shard in by_name.items():
         if shard is not None and not STYLES[uses[name]].can_stay_whole:
             raise no_split(model.config, f"{name} is tied to a weight that is split in another way")
     return None

@@ -153,4 +153,4 @@ def _one_of_each(values: dict[str, Any], total: int, layers: int) -> list[int]:
         ranks.append((seen[kind], layer))
         seen[kind] += 1
     order = [layer for _, layer in sorted(ranks)]
-    return [order[place % total] for place in range(layers)]
+    return [order[number % total] for number in range(layers)]

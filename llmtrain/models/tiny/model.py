@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and how far their results deviate from each other."""
+"""Tiny models with random weights, and their input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def build_tiny_model(config: PreTrainedConfig, attention: str) -> PreTrainedMode
 
 def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
     """Returns two sequences of 16 tokens, which hold one and two documents, and their positions; both [2, 16]."""
-    tokens = torch.randint(3, min(config.get_text_config(decoder=True).vocab_size, 90), (2, 16))
+    size = min(config.get_text_config(decoder=True).vocab_size, 90)
+    tokens = torch.randint(3, size, (2, 16), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
     return tokens, positions
 

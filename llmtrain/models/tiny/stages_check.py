@@ -88,8 +88,8 @@ def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]
     for index in range(len(cut.bounds)):
         stage = build_stage(whole.config, index, cut, attention, torch.float32, CPU).train(whole.training)
         with torch.no_grad():
-            for own, name in stage.hf_names.items():
-                stage.get_parameter(own).copy_(weights[name])
+            for path, name in stage.hf_names.items():
+                stage.get_parameter(path).copy_(weights[name])
         stages.append(stage)
     return stages
 
@@ -143,8 +143,10 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
         received = output if isinstance(output, tuple) else (output,)
         total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
         gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
-        own = stage.hf_names
-        used.append({own[name] for name, gradient in zip(names, gradients, strict=True) if gradient is not None})
-        everything.update(own[name] for name in names)
+        whole_names = stage.hf_names
+        used.append(
+            {whole_names[name] for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        )
+        everything.update(whole_names[name] for name in names)
     used[0] |= everything - set().union(*used)
     return tuple(frozenset(names) for names in used)

@@ -12,20 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
 
-TOLERANCE = 1e-5
-"""Largest allowed deviation of a logit or of a gradient, relative to the largest one.
-
-Sums of about a hundred fp32 products are computed in a different order, which causes deviations of a few 2⁻²⁴ in each
-of a few layers. A term that is omitted or counted twice causes a deviation of at least half its size.
-"""
 _RANKS = 2
 """Ranks of the tiny copy. Whether sums over ranks are correct does not depend on their number."""
 VOCABULARY = 100
@@ -99,31 +94,31 @@ def compare_tensor_split(
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
         whole = build_tiny_model(config, attention)
-        inputs = packed_input(config)
-        weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
-        expected = _outcome(whole, inputs, weights)
+        expected = _outcome(whole)
     except MODEL_ERRORS as error:
         raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     split = replace(plan_split(whole, _RANKS), sequence_parallel=sequence_parallel)
     try:
-        results = _run_split(whole, split, inputs, weights)
+        outcomes = _run_split(whole, split)
     except MODEL_ERRORS as error:
         # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
         raise no_split(config, f"its forward pass fails when split ({type(error).__name__}: {error})") from error
-    names = [name for name, _ in _trained(whole)]
-    for rank, (logits, gradients) in enumerate(results):
-        _require_equal(config, "its logits deviate", [logits], [expected[0]])
-        own = [
-            split.shards[name].part(gradient, rank, _RANKS) if name in split.shards else gradient
-            for name, gradient in zip(names, expected[1], strict=True)
-        ]
-        _require_equal(config, "its gradients deviate", gradients, own, names)
+    for rank, outcome in enumerate(outcomes):
+        shards = {
+            name: split.shards[name].part(gradient, rank, _RANKS) if name in split.shards else gradient
+            for name, gradient in expected.gradients.items()
+            if gradient is not None
+        }
+        difference = deviation(outcome, Outcome(expected.output, shards))
+        if difference.output > SUM_TOLERANCE:
+            raise no_split(config, f"its logits deviate from the whole model's by {difference.output:.0e}")
+        if difference.gradient > SUM_TOLERANCE:
+            reason = f"its gradients deviate from the whole model's by {difference.gradient:.0e} {difference.parameter}"
+            raise no_split(config, reason)
     return split
 
 
-def _run_split(
-    whole: PreTrainedModel, split: DeclaredSplit, inputs: tuple[Tensor, ...], weights: Tensor
-) -> list[tuple[Tensor, list[Tensor]]]:
+def _run_split(whole: PreTrainedModel, split: DeclaredSplit) -> list[Outcome]:
     places: list[Tensor | None] = [None] * _RANKS
     barrier = threading.Barrier(_RANKS, timeout=_TIMEOUT_S)
     models = []
@@ -135,9 +130,9 @@ def _run_split(
         tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
         models.append(model)
 
-    def run(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+    def run(model: PreTrainedModel) -> Outcome:
         try:
-            return _outcome(model, inputs, weights)
+            return _outcome(model)
         except BaseException:
             barrier.abort()
             raise
@@ -151,29 +146,7 @@ def _run_split(
     return [task.result() for task in tasks]
 
 
-def _outcome(model: PreTrainedModel, inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns the logits and the gradients of all trainable parameters.
-
-    The gradients are those of a weighted sum of all logits, plus the auxiliary loss if there is one.
-    """
-    output = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
-    total = (output.logits * weights).sum()
-    auxiliary = getattr(output, "aux_loss", None)
-    if auxiliary is not None:
-        total = total + auxiliary
-    parameters = [parameter for _, parameter in _trained(model)]
-    return output.logits.detach(), list(torch.autograd.grad(total, parameters, materialize_grads=True))
-
-
-def _trained(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _require_equal(
-    config: PreTrainedConfig, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str] = ("",)
-) -> None:
-    largest = max(float(value.abs().max()) for value in theirs if value.numel())
-    for name, our, their in zip(names, ours, theirs, strict=True):
-        deviation = float((our - their).abs().max()) / largest if our.shape == their.shape else float("inf")
-        if not deviation <= TOLERANCE:
-            raise no_split(config, f"{what} from the whole model's by {deviation:.0e} {name}".rstrip())
+def _outcome(model: PreTrainedModel) -> Outcome:
+    tokens, positions = packed_input(model.config)
+    output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    return logits_outcome(model, output.logits, getattr(output, "aux_loss", None), zeros=True)

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
+from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
 from llmtrain.models.varlen import VARLEN, takes_cu_seq_lens
@@ -24,9 +25,6 @@ GRADIENT_TOLERANCE = 1e-4
 slices, the same terms are summed in a different order."""
 PROBE = "llmtrain_probe"
 _NOISE = ("dropout", "pdrop")
-
-Result = tuple[Tensor, dict[str, Tensor]]
-"""Logits, and gradients by parameter name."""
 
 
 def wrong_attention(config: PreTrainedConfig, attention: str, reason: str) -> FamilyError:
@@ -106,10 +104,10 @@ def varlen_deviation(config: PreTrainedConfig) -> str:
     The result may agree with `eager` on packed documents or on each document alone: in some families, masks that are
     not computed from positions let packed documents attend to each other.
     """
-    actual = _forward_and_backward(_model(config, VARLEN), _packed_logits)
+    actual = _outcome(_model(config, VARLEN), _packed_logits)
     reason = ""
     for logits_of in (_packed_logits, _logits_alone):
-        difference = _difference(actual, _forward_and_backward(_model(config, "eager"), logits_of))
+        difference = _difference(actual, _outcome(_model(config, "eager"), logits_of))
         if not difference:
             return ""
         reason = reason or difference
@@ -148,35 +146,17 @@ def _logits_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     return torch.cat(parts, dim=1)[0]
 
 
-def _forward_and_backward(
-    model: PreTrainedModel, logits_of: Callable[[PreTrainedModel, dict[str, Any]], Tensor]
-) -> Result:
-    """Computes logits, and the gradients of a sum in which every logit has a different weight."""
-    torch.manual_seed(0)
-    logits = logits_of(model, packed(model.config))
-    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad((logits * weights).sum(), list(trained.values()), materialize_grads=True)
-    return logits.detach(), dict(zip(trained, gradients, strict=True))
+def _outcome(model: PreTrainedModel, logits_of: Callable[[PreTrainedModel, dict[str, Any]], Tensor]) -> Outcome:
+    return logits_outcome(model, logits_of(model, packed(model.config)), None, zeros=True)
 
 
-def _difference(actual: Result, expected: Result) -> str:
-    deviation = _largest(actual[0] - expected[0]) / _largest(expected[0])
-    if not deviation <= TOLERANCE:
-        return f"logits deviate from those of 'eager' by {deviation:.0e}"
-    scale = max(map(_largest, expected[1].values()))
-    deviation, name = max(
-        (_largest(actual[1][name] - gradient) / scale, name) for name, gradient in expected[1].items()
-    )
-    return (
-        ""
-        if deviation <= GRADIENT_TOLERANCE
-        else f"the gradient of {name} deviates from that of 'eager' by {deviation:.0e}"
-    )
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max())
+def _difference(actual: Outcome, expected: Outcome) -> str:
+    difference = deviation(actual, expected)
+    if difference.output > TOLERANCE:
+        return f"logits deviate from those of 'eager' by {difference.output:.0e}"
+    if difference.gradient > GRADIENT_TOLERANCE:
+        return f"the gradient of {difference.parameter} deviates from that of 'eager' by {difference.gradient:.0e}"
+    return ""
 
 
 def _describe(error: Exception) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
+from llmtrain.trials.jobs import Job
 
 JOB_FILE = "dry_run_job.json"
 """The file that the ranks read."""
@@ -13,8 +14,11 @@ RESULT_FILE = "findings.json"
 """The file that rank 0 writes."""
 
 
-class DryRunJob(Part):
+class DryRunJob(Job):
     """The input of every rank."""
+
+    file = JOB_FILE
+    work = "llmtrain.trials.dry_run.ranks:run_rank"
 
     plan: Plan
     """The scaled-down plan."""
@@ -22,6 +26,11 @@ class DryRunJob(Part):
     """Folder of the plan's random documents."""
     checkpoints: str
     """Folder for checkpoints."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Always, since the devices of the plan need not be here."""
+        return True
 
 
 class DryRunStep(Part):

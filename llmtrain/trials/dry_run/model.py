@@ -80,27 +80,29 @@ def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tin
         The copy's layers correspond to layers at equal distances, from the first to the last. If none of the layers
         in `among` corresponds to one of the copy, all layers of the copy are chosen.
         """
-        wanted = set(among)
+        names_in_model = set(among)
         kinds: dict[str, list[str]] = {}
         for name in names:
             kinds.setdefault(_LAYER.sub(".*.", name, count=1), []).append(name)
-        meant = {_LAYER.sub(".*.", name, count=1) for name in wanted}
+        meant = {_LAYER.sub(".*.", name, count=1) for name in names_in_model}
         groups = (named for kind, named in kinds.items() if kind in meant)
-        return tuple(name for named in groups for name in [n for n in named if corresponding(n) in wanted] or named)
+        return tuple(
+            name for named in groups for name in [n for n in named if corresponding(n) in names_in_model] or named
+        )
 
     def corresponding(name: str) -> str:
         return _LAYER.sub(lambda m: f".{int(m[1]) * (depth - 1) // max(tiny_depth - 1, 1)}.", name, count=1)
 
-    if (own := model.adapter) is None:
+    if (declared := model.adapter) is None:
         return {"trainable": chosen(weights, trained.weights) or tuple(weights)}
-    every = own.pretrained is None and own.targets == "all-linear"
+    every = declared.pretrained is None and declared.targets == "all-linear"
     targets = () if every else chosen(modules, trained.modules)
     adapter = LoraConfig(
         rank=RANK,
-        dropout=own.dropout,
+        dropout=declared.dropout,
         targets=targets or "all-linear",
-        dora=own.dora,
-        rslora=own.rslora,
+        dora=declared.dora,
+        rslora=declared.rslora,
         modules_to_save=chosen(modules, trained.saved),
     )
     return {"adapter": adapter}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmtrain.data import BatchLoader, Prepared
+from llmtrain.data.loader import rows_of
 from llmtrain.data.order import Mixture
-from llmtrain.data.sampler import rows_of
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
 
@@ -72,15 +72,15 @@ def _ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
 
 def _reads(plan: Plan, prepared: Prepared | None) -> Iterator[Read]:
     mixture = Mixture([source.weight for source in plan.recipe.data.sources])
-    schedule = BatchLoader.of(plan, prepared, dp_rank=0) if prepared else None
+    loader = BatchLoader.of(plan, prepared, dp_rank=0) if prepared else None
     batch = plan.batch
     for step in range(STEPS):
         for replica in range(min(plan.readers, REPLICAS)):
             for micro in range(min(batch.gradient_accumulation_steps, MICRO_BATCHES)):
                 rows = rows_of(micro, replica, plan.readers, plan.read_size)
                 first, shown = step * batch.global_batch_size + rows.start, min(plan.read_size, ROWS)
-                if schedule:
-                    sources, sequences = schedule.sample_ids(first, shown)
+                if loader:
+                    sources, sequences = loader.sample_ids(first, shown)
                 else:
                     sources, sequences = mixture.locate(np.arange(first, first + shown))[0], np.empty(0, np.int64)
                 yield Read(

@@ -5,6 +5,7 @@ It trains, saves and takes a step, then loads the checkpoint into a new engine a
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
 import time
@@ -19,7 +20,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.data import BatchLoader, Prepared
-from llmtrain.data.sampler import rows_of
+from llmtrain.data.loader import rows_of
 from llmtrain.data.synthetic import synthetic
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.divergence import estimate_divergence
@@ -33,12 +34,16 @@ from llmtrain.trials.dry_run.job import RESULT_FILE, Checkpoint, DryRunJob, DryR
 from llmtrain.trials.dry_run.shrink import STEPS
 from llmtrain.trials.jobs import Say
 
+TIMEOUT_S = 300
+"""Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
+
 
 def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
     """Runs the dry run on this rank; rank 0 writes the result to `folder`.
 
     Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
     """
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     plan, checkpoints = job.plan, Path(job.checkpoints)
     prepared = synthetic(plan.recipe, Path(job.data))
     torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.parallel.tensor)
@@ -70,6 +75,7 @@ def run_rank(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     )
     if dist.get_rank() == 0:
         write_atomically(folder / RESULT_FILE, result.model_dump_json())
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> DryRunStep:
@@ -92,12 +98,12 @@ def _step(engine: Engine, data: BatchLoader, state: TrainerState, say: Say) -> D
     return step
 
 
-def _evaluate(engine: Engine, data: BatchLoader, most: int | None) -> float:
+def _evaluate(engine: Engine, data: BatchLoader, max_sequences: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
     if engine.objective and engine.objective.needs_divergence:
-        estimate_divergence(engine, data.eval_batches(most))
-    for batch in data.eval_batches(most):
+        estimate_divergence(engine, data.eval_batches(max_sequences))
+    for batch in data.eval_batches(max_sequences):
         total += engine.eval_step(batch).item() * batch.num_items
         targets += batch.num_items
     return total / targets

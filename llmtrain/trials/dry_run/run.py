@@ -60,8 +60,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
         print(f"dry run: {ranks(job.plan)} on this machine", file=sys.stderr, flush=True)
         # One process imports torch, DeepSpeed and transformers: a laptop has two cores for eight ranks.
         with ForkServer(("llmtrain.trials.dry_run.ranks",)) as fork_server:
-            module, workers = "llmtrain.trials.dry_run.worker", job.plan.workers
-            if code := run_job(module, job, JOB_FILE, workers, run_dir, ENVIRONMENT, fork_server):
+            if code := run_job(job, job.plan.workers, run_dir, ENVIRONMENT, fork_server):
                 sys.exit(code)
         result = read_json(folder / RESULT_FILE, DryRunResult)
     finally:

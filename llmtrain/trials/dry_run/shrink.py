@@ -30,7 +30,7 @@ from llmtrain.plan.rules import resolve
 from llmtrain.recipe import ModelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST = 2
+MAX_DEGREE = 2
 """Ranks of each kind of parallelism."""
 LAYERS = 2
 """Layers of a stage."""
@@ -74,7 +74,7 @@ class Shrunk:
 
 def layers_kept(plan: Plan) -> int:
     """Returns the number of decoder layers of the small model."""
-    return min(plan.model.layers, LAYERS * plan.parallel.pipeline_chunks * min(plan.parallel.pipeline, MOST))
+    return min(plan.model.layers, LAYERS * plan.parallel.pipeline_chunks * min(plan.parallel.pipeline, MAX_DEGREE))
 
 
 def shrink_plan(plan: Plan, model: ModelConfig) -> Shrunk:
@@ -90,13 +90,13 @@ def shrink_plan(plan: Plan, model: ModelConfig) -> Shrunk:
 
 
 def _degrees(plan: Plan) -> dict[Axis, int]:
-    small = {axis: min(plan.degree(axis), MOST) for axis in AXES}
+    small = {axis: min(plan.degree(axis), MAX_DEGREE) for axis in AXES}
     has_replicas = plan.cluster.world_size // plan.parts("layers") > plan.degree(EXPERT) > 1
     same_layers = math.prod(small[axis] for axis in AXES if axis.has_ranks and "layers" not in axis.divides)
     if has_replicas and plan.data_parallel_size > 1 and same_layers == small[EXPERT]:
-        small[DATA] *= MOST
-    if plan.parallel.hierarchical_partition > 1 and same_layers == MOST:  # two groups of two
-        small[DATA] *= MOST
+        small[DATA] *= MAX_DEGREE
+    if plan.parallel.hierarchical_partition > 1 and same_layers == MAX_DEGREE:  # two groups of two
+        small[DATA] *= MAX_DEGREE
     if plan.parallel.strategy == "data_parallel":
         small[DATA] = 1  # it only distributes its work over GPUs
     return small
@@ -120,7 +120,7 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         "batch.global_batch_size": total,
         "batch.micro_batch_size": rows,
         **{axis.field: degrees[axis] for axis in CHOSEN},
-        "parallel.hierarchical_partition": min(recipe.parallel.hierarchical_partition, MOST),
+        "parallel.hierarchical_partition": min(recipe.parallel.hierarchical_partition, MAX_DEGREE),
         **_types_and_places(recipe),
         # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
@@ -216,5 +216,5 @@ def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     yield "steps", steps, f"{scaled.train.steps}", "learning, and the learning rate schedule"
     yield "precision", full.parallel.precision, scaled.parallel.precision, "the loss scale and overflows"
     for field, name in PLACES.items():
-        places = (getattr(full.parallel, field), getattr(scaled.parallel, field))
-        yield f"{name} in", *places, "disk reads and writes"
+        devices = (getattr(full.parallel, field), getattr(scaled.parallel, field))
+        yield f"{name} in", *devices, "disk reads and writes"

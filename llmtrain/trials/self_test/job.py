@@ -10,19 +10,26 @@ from llmtrain.plan import Plan
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Part, parse_recipe
 from llmtrain.recipe.cluster import Cluster
+from llmtrain.trials.jobs import Job
 
-JOB_FILE = "measure.json"
-"""The file that the workers read."""
 HEAD_DIM = 128
 
 STEP_S = 0.5
 """Seconds that the matrix products of a timed step may take at most."""
 
 
-class MeasureJob(Part):
+class MeasureJob(Job):
     """The work of every rank."""
 
+    file = "measure.json"
+    work = "llmtrain.trials.self_test.measure:measure_rank"
+
     cluster: Cluster
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the node has no other devices."""
+        return self.cluster.spec.on_cpu
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import distributed as dist
@@ -21,7 +22,9 @@ from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.predict.work import ATTENTION_BACKWARD
 from llmtrain.recipe.cluster import Cluster
-from llmtrain.trials.self_test.job import HEAD_DIM, DeviceRates, timed_plan
+from llmtrain.system.durable import write_atomically
+from llmtrain.trials.jobs import Say
+from llmtrain.trials.self_test.job import HEAD_DIM, DeviceRates, MeasureJob, rates_file, timed_plan
 
 HEADS = 16
 SIZES = (256, 512, 1024, 2048, 4096)
@@ -37,6 +40,11 @@ LAUNCHES = 2000
 WARM_UP, STEPS = 2, 5
 EXACT = 64
 """Inner size of a product of integers from −2 to 2. Its sums are at most 256, so they are exact even in bf16."""
+
+
+def measure_rank(job: MeasureJob, folder: Path, device: torch.device, _: Say) -> None:
+    """Measures this rank's device, and writes the rates to the folder."""
+    write_atomically(rates_file(folder, dist.get_rank()), measure_device(job.cluster, device).model_dump_json())
 
 
 def measure_device(cluster: Cluster, device: torch.device) -> DeviceRates:

@@ -130,14 +130,14 @@ BUSY = (
 
 
 def _compared(
-    check: str, what: str, own: dict[int, float], slowest: float, expected: float | None, unit: str = "FLOP/s"
+    check: str, what: str, by_rank: dict[int, float], slowest: float, expected: float | None, unit: str = "FLOP/s"
 ) -> Finding:
     """Compares the slowest rate with the expected one, and with the median of the devices (`own`, by rank)."""
     text = f"{what}: {_rate(slowest, unit)}"
     if expected:
         text += f", {slowest / expected:.2g} of the assumed {_rate(expected, unit)}"
-    median = statistics.median(own.values()) if own else slowest
-    late = [f"rank {rank} reaches {rate / median:.2g}" for rank, rate in own.items() if _is_late(rate, median)]
+    median = statistics.median(by_rank.values()) if by_rank else slowest
+    late = [f"rank {rank} reaches {rate / median:.2g}" for rank, rate in by_rank.items() if _is_late(rate, median)]
     if late:
         return warning(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
     if expected and _is_late(slowest, expected):
@@ -192,11 +192,11 @@ def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> 
         slow = took > (1 + TOLERATED) * second.step_s
         fix = "the report helps to find out why: attach it to an issue"
         yield warning("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
-    held = max((rates.allocated_bytes or 0 for rates in ranks), default=0)
+    allocated = max((rates.allocated_bytes or 0 for rates in ranks), default=0)
     memory = memory_of(plan)
-    if held and memory:
-        text = f"a step held {readable_bytes(held)}; {readable_bytes(memory.allocated)} predicted"
-        large = held > (1 + TOLERATED) * memory.allocated
+    if allocated and memory:
+        text = f"a step held {readable_bytes(allocated)}; {readable_bytes(memory.allocated)} predicted"
+        large = allocated > (1 + TOLERATED) * memory.allocated
         fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
         yield warning("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
 

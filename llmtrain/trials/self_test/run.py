@@ -22,7 +22,7 @@ from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.untrusted import read_json
 from llmtrain.trials.jobs import run_job
-from llmtrain.trials.self_test.job import JOB_FILE, DeviceRates, MeasureJob, rates_file, timed_plan
+from llmtrain.trials.self_test.job import DeviceRates, MeasureJob, rates_file, timed_plan
 from llmtrain.trials.self_test.report import findings, measured_by, measuring_failed, parity
 from llmtrain.trials.verify.certify import verify
 from llmtrain.trials.verify.job import Certificate, comparable
@@ -137,7 +137,6 @@ _OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
 
 def _measure(cluster: Cluster, folder: Path) -> list[DeviceRates]:
     run_dir = RunDir(folder / "rates")
-    job, module = MeasureJob(cluster=cluster), "llmtrain.trials.self_test.worker"
-    if code := run_job(module, job, JOB_FILE, cluster.world_size, run_dir):
+    if code := run_job(MeasureJob(cluster=cluster), cluster.world_size, run_dir):
         sys.exit(code)
     return [read_json(rates_file(run_dir.path, rank), DeviceRates) for rank in range(cluster.world_size)]

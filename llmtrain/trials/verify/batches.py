@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmtrain.data import NO_TARGET, BatchLoader, Completions, MicroBatch, Prepared, PreparedSource, StepBatch
 from llmtrain.data.samples import PackedSamples
-from llmtrain.data.store import Split
+from llmtrain.data.sources.corpus import Split
 from llmtrain.engines import Engine
 from llmtrain.engines.reference_model import Values, attach, log_probs
 from llmtrain.plan import Plan
@@ -50,20 +50,20 @@ class Batches:
         """Yields the global batch of each step; each `order` has another order of its samples."""
         for step, sequences in enumerate(self._uneven_steps):
             generator = torch.Generator().manual_seed(self.steps * (order or 0) + step)
-            places = torch.arange(self.size) if order is None else torch.randperm(self.size, generator=generator)
-            yield [sequences[place] for place in places.tolist()]
+            permutation = torch.arange(self.size) if order is None else torch.randperm(self.size, generator=generator)
+            yield [sequences[index] for index in permutation.tolist()]
 
     def held_out(self) -> Sequences:
         """Returns the held-out sequences."""
         views = [source.eval for source in self.prepared.evaluated()]
         order = self.prepared.eval_order()
-        places = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
+        numbered = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
         data, padding = self.recipe.data, self.prepared.eos_id
-        return [read_documents(views[source], number, data, padding) for source, number in places]
+        return [read_documents(views[source], number, data, padding) for source, number in numbered]
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields what a plan's own schedule gives to a data parallel rank in each step."""
-        schedule = BatchLoader.of(plan, self.prepared, dp_rank)
+        loader = BatchLoader.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
 
         def uneven(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -74,7 +74,7 @@ class Batches:
             ]
 
         for step, hidden in enumerate(self._hidden):
-            batch = schedule.train_batch(step * self.size)
+            batch = loader.train_batch(step * self.size)
             targets, examples = (0, hidden) if batch.examples else (hidden, 0)
             yield replace(
                 batch,
@@ -88,16 +88,16 @@ class Batches:
         """Returns batches with references (`Completions`) that the engine computes. All ranks call it."""
         if not plan.recipe.objective.needs_reference:
             return self
-        wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
-        schedule, order = BatchLoader.of(plan, self.prepared, 0), self.prepared.eval_order()
-        drawn = schedule.sample_ids(0, self.steps * self.size)
+        needed: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
+        loader, order = BatchLoader.of(plan, self.prepared, 0), self.prepared.eval_order()
+        drawn = loader.sample_ids(0, self.steps * self.size)
         for number, source in enumerate(self.prepared.sources):
-            wanted[source.key, "train"].append(drawn[1][drawn[0] == number])
+            needed[source.key, "train"].append(drawn[1][drawn[0] == number])
         for number, index in order.by_source(self._held_out):
-            wanted[self.prepared.evaluated()[number].key, "eval"].append(index)
+            needed[self.prepared.evaluated()[number].key, "eval"].append(index)
 
         def found(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
-            sequences = np.unique(np.concatenate([np.empty(0, np.int64), *wanted[source.key, split]]))
+            sequences = np.unique(np.concatenate([np.empty(0, np.int64), *needed[source.key, split]]))
             return log_probs(engine, plan, self.prepared, view, sequences)
 
         return Batches(self.recipe, attach(self.prepared, found), self.steps)
@@ -115,11 +115,11 @@ class Batches:
         """Global batches, read by document."""
         data, padding = self.recipe.data, self.prepared.eos_id
         sizes = {"global_batch_size": self.size, "micro_batch_size": self.size, "gradient_accumulation_steps": 1}
-        schedule = BatchLoader(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
+        loader = BatchLoader(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
         views = [source.train for source in self.prepared.sources]
         steps: list[Sequences] = []
         for step in range(self.steps):
-            ids = zip(*(column.tolist() for column in schedule.sample_ids(step * self.size, self.size)), strict=True)
+            ids = zip(*(column.tolist() for column in loader.sample_ids(step * self.size, self.size)), strict=True)
             steps.append([read_documents(views[source], number, data, padding) for source, number in ids])
         return steps
 
@@ -157,13 +157,13 @@ class Batches:
             left = Completions.of(found.segment_ids, labels, found.references, found.desirable)
             return replace(rows, labels=labels, completions=left)
         hidden, start = (place[:, None] for place in self._places(samples))
-        places = torch.arange(rows.labels.shape[1])[None]
+        columns = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
         if self.recipe.data.has_document_mask:
             # Only the document that contains the position is cut there.
-            across = (places >= start) & (places - positions < start)
-            positions = torch.where(across, places - start, positions)
-        return replace(rows, labels=rows.labels.masked_fill(places < hidden, NO_TARGET), position_ids=positions)
+            across = (columns >= start) & (columns - positions < start)
+            positions = torch.where(across, columns - start, positions)
+        return replace(rows, labels=rows.labels.masked_fill(columns < hidden, NO_TARGET), position_ids=positions)
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
@@ -179,8 +179,8 @@ class Batches:
         begin = 0
         for document in documents:
             end = begin + len(document.inputs)
-            places = torch.arange(begin, end)
-            targets = document.targets.masked_fill(places < hidden, reference.NO_TARGET)
+            columns = torch.arange(begin, end)
+            targets = document.targets.masked_fill(columns < hidden, reference.NO_TARGET)
             is_cut = self.recipe.data.has_document_mask and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
             uneven += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))

@@ -45,7 +45,7 @@ def verify(
         job = VerifyJob(recipe=recipe, steps=steps, plans={named_plan.name: named_plan.plan for named_plan in plans})
         # One worker first, which trains the reference.
         with ForkServer() as fork_server:
-            forked_from = fork_server if any(named_plan.plan.cluster.spec.on_cpu for named_plan in plans) else None
+            forked_from = fork_server if job.on_cpu else None
             for world_size in sorted({1, *(named_plan.plan.workers for named_plan in plans)}):
                 _run(job, world_size, run_dir, forked_from)
         certificate = Certificate(
@@ -72,8 +72,7 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, fork_server: ForkServ
         _say(f"{world_size} worker{'s' if world_size > 1 else ''}\n")
         started = time.monotonic()
         try:
-            module = "llmtrain.trials.verify.worker"
-            code = run_job(module, job, JOB_FILE, world_size, run_dir, fork_server=fork_server)
+            code = run_job(job, world_size, run_dir, fork_server=fork_server)
         except UserError as error:
             name = _in_progress(run_dir.path)
             if name is None:

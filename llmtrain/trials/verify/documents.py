@@ -30,12 +30,12 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
         inside = samples.stream.documents[first:last].tolist()
         for first, last in zip([begin, *inside], [*inside, end], strict=True):
             document = _document(samples.stream, first, last)
-            place = int(np.searchsorted(samples.stream.documents, np.uint64(first)))
+            index = int(np.searchsorted(samples.stream.documents, np.uint64(first)))
             if samples.stream.holds_pairs:
-                document = replace(document, pair=(place // 2, place % 2 == 1))
+                document = replace(document, pair=(index // 2, index % 2 == 1))
             if samples.stream.desirable is not None:
-                start, stop = samples.stream.documents[place + 1 : place + 3].tolist()
-                label = bool(samples.stream.desirable[place // 2])
+                start, stop = samples.stream.documents[index + 1 : index + 3].tolist()
+                label = bool(samples.stream.desirable[index // 2])
                 document = replace(document, desirable=label, mismatched=_document(samples.stream, start, stop - 1))
             documents.append(document)
     missing = data.sequence_length - sum(len(document.inputs) for document in documents)

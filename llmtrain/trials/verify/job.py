@@ -18,6 +18,7 @@ from llmtrain.plan.facts.model_facts import dropout_of
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.recipe import Part, Recipe
 from llmtrain.system.untrusted import read_json
+from llmtrain.trials.jobs import Job
 
 PROBES = ("recipe", "sgd")
 """Runs of each plan.
@@ -43,8 +44,11 @@ A failure of the workers is attributed to that plan until its verdict exists.
 """
 
 
-class VerifyJob(Part):
+class VerifyJob(Job):
     """The work of the workers of one world size; those of size 1 train the reference first."""
+
+    file = JOB_FILE
+    work = "llmtrain.trials.verify.train:verify_rank"
 
     recipe: Recipe
     steps: int
@@ -52,6 +56,11 @@ class VerifyJob(Part):
     """Name → plan."""
     started: float = Field(default_factory=time.time)
     """Seconds since the epoch."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the plans are for CPUs; all are for one kind of device."""
+        return next(iter(self.plans.values())).cluster.spec.on_cpu
 
     def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
         """Returns the plans for this number of workers."""
@@ -73,7 +82,7 @@ class Deviation(Part):
     def within(self, tolerance: Deviation) -> bool:
         """Whether no number exceeds its tolerance."""
         pairs = ((getattr(self, name), getattr(tolerance, name)) for name in NUMBERS)
-        return self.same_lr and all(ours is not None and ours <= most for ours, most in pairs)
+        return self.same_lr and all(ours is not None and ours <= limit for ours, limit in pairs)
 
 
 class Verdict(Part):
@@ -226,12 +235,12 @@ def choose_plans(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str
 
     Raises RecipeError for each part that matches no plan, and if no plan runs.
     """
-    known = {named_plan.name: named_plan for named_plan in plans}
+    by_name = {named_plan.name: named_plan for named_plan in plans}
     rules = {refusal.name: refusal.problem for refusal in refused}
     patterns = ["*"] if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
-    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in by_name)]
     if lost or not patterns:
-        raise RecipeError([_unknown(pattern, list(known), rules) for pattern in lost or [wanted]])
+        raise RecipeError([_unknown(pattern, list(by_name), rules) for pattern in lost or [wanted]])
     return [named_plan for named_plan in plans if any(fnmatchcase(named_plan.name, pattern) for pattern in patterns)]
 
 

@@ -58,7 +58,7 @@ def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
         _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
 
 
-def _check_equal(name: str, found: torch.Tensor, weights: Weights, checkpoint: Path, where: str) -> None:
-    if not torch.equal(found.to("cpu", torch.float32), weights[name]):
+def _check_equal(name: str, weight: torch.Tensor, weights: Weights, checkpoint: Path, where: str) -> None:
+    if not torch.equal(weight.to("cpu", torch.float32), weights[name]):
         message = f"'{name}' has other values {where} than in the engine that was saved"
         raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))

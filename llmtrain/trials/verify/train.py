@@ -170,9 +170,9 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
     The other orders show the effect of rounding: they process samples in other orders, and the documents of a
     micro-batch together. So does a reference that does not round between operations.
     """
-    own, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
+    micro, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
-    sizes = (own,) if recipe.model.config.get("output_router_logits") else (own, 1, total)
+    sizes = (micro,) if recipe.model.config.get("output_router_logits") else (micro, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
     held_out = batches.held_out()

@@ -41,7 +41,7 @@ def made(tmp_path: Path) -> Recipe:
     )
 
 
-def schedule(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
+def loader_of(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
     sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks}
     return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, epochs=EPOCHS, **sizes)
 
@@ -50,7 +50,7 @@ def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...
     """The conversations of each step, over all ranks."""
     found: list[list[tuple[int, ...]]] = [[] for _ in range(steps)]
     for rank in range(ranks):
-        batches = schedule(prepared, rank, ranks).train_batches(0)
+        batches = loader_of(prepared, rank, ranks).train_batches(0)
         for step, batch in zip(range(steps), batches, strict=False):
             for micro in batch.micro_batches:
                 assert len(micro.labels) == 2
@@ -76,7 +76,7 @@ def test_any_number_of_ranks_reads_every_conversation_once_per_epoch(made: Recip
 
 def test_the_last_step_counts_its_own_targets_and_any_step_may_be_the_first(made: Recipe) -> None:
     prepared = prepare(made)
-    ahead: Any = schedule(prepared).train_batches(0)
+    ahead: Any = loader_of(prepared).train_batches(0)
     batches = [next(ahead) for _ in range(25)]
     ahead.close()
     assert [batch.samples for batch in batches[21:25]] == [BATCH, 4, BATCH, BATCH]
@@ -84,7 +84,7 @@ def test_the_last_step_counts_its_own_targets_and_any_step_may_be_the_first(made
     for batch in batches:
         seen = sum(int((micro.labels != NO_TARGET).sum()) for micro in batch.micro_batches)
         assert batch.target_tokens == seen
-        alone = schedule(prepared).train_batch(batch.first_sample)
+        alone = loader_of(prepared).train_batch(batch.first_sample)
         assert (alone.target_tokens, alone.samples) == (seen, batch.samples)
 
 
@@ -92,7 +92,7 @@ def test_the_proportions_are_those_of_the_sources(made: Recipe) -> None:
     prepared = prepare(made)
     assert [source.weight for source in prepared.sources] == [37, 23]
     assert prepared.key != prepare(made.with_(**{"train.epochs": None, "train.max_steps": 9})).key
-    sources, _ = schedule(prepared).sample_ids(0, 60)
+    sources, _ = loader_of(prepared).sample_ids(0, 60)
     assert np.bincount(sources).tolist() == [37, 23]
 
 

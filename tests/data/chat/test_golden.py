@@ -1,7 +1,7 @@
 """Tokens, masks and faults of conversations of many kinds under each template, against hashes of an earlier version.
 
 `python -m tests.data.chat.test_golden` writes the hashes again, after a change that is meant to change tokens: it needs
-another `FORMAT` in `llmtrain/data/chat/store.py`.
+another `FORMAT` in `llmtrain/data/chat/tokenize.py`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def test_the_reported_order_is_that_of_the_ranks(recipe):
     assert order.is_prepared
     assert order.ranks == ((0, 1), (2, 3), (4, 5))
     for read in order.reads:
-        schedule = BatchLoader.of(plan, prepared, read.data_rank)
-        rows = schedule.train_batch((read.step - 1) * 24).micro_batches[read.micro_batch]
+        loader = BatchLoader.of(plan, prepared, read.data_rank)
+        rows = loader.train_batch((read.step - 1) * 24).micro_batches[read.micro_batch]
         for row, (source, sequence) in enumerate(zip(read.sources, read.sequences, strict=True)):
             expected = prepared.sources[source].train.read(torch.tensor([sequence]).numpy())
             assert rows.input_ids[row].tolist() == expected.input_ids[0].tolist()

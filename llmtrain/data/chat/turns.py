@@ -29,8 +29,6 @@ from llmtrain.data.chat.marks import (
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import format_value
 
-MAX_SKELETONS = 10_000
-"""Number of checked skeletons that are kept."""
 PARTS = ("tool_calls", "content", "reasoning_content")
 """Parts of a message that a template may not support."""
 
@@ -75,8 +73,8 @@ class Renderer:
             after = self._render(PROBE, ()).gaps[-1][1]
         except RowError:
             return ""
-        found = [] if SPECIAL.search(after) else CONTROL.findall(after)
-        return found[-1] if found else ""
+        tokens = [] if SPECIAL.search(after) else CONTROL.findall(after)
+        return tokens[-1] if tokens else ""
 
     @cached_property
     def end(self) -> re.Pattern[str]:
@@ -88,44 +86,52 @@ class Renderer:
         """The control tokens whose texts are broken up in messages."""
         return NO_CONTROL_TOKENS if self.parses else self.controls
 
-    def rendered(self, conversation: Conversation, plain: str) -> Rendered:
-        """Returns the rendering of the whole conversation, obtained with marks.
+    def marked(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation with marks, in which the texts of control tokens are broken up."""
+        messages, tools = marked(conversation.messages, self.breaks), broken_up(conversation.tools, self.breaks)
+        return replace(conversation, messages=tuple(messages), tools=tuple(tools))
 
-        Raises RowError unless it equals `plain`, the rendering without marks, and contains every message.
+    def checked(self, conversation: Conversation, plain: str | RowError, marked: str | RowError) -> Rendered:
+        """Returns the rendering of a conversation, given the texts rendered without and with marks.
+
+        Raises RowError unless both texts are the same and contain every message.
         """
-        tools = conversation.tools
-        reject_reserved([conversation.messages, tools])
-        with_marks = self._render(conversation.messages, tools)
+        if isinstance(plain, RowError):
+            raise plain
+        reject_reserved([conversation.messages, conversation.tools])
+        if isinstance(marked, RowError):
+            raise marked
+        with_marks = Rendered.of(marked, self.controls)
         if self.controls.plain(with_marks.text) != plain:
             raise RowError("the template changes the text of messages, so it is not known who wrote what")
-        written = {stretch.message for stretch in with_marks.stretches}
+        written = {span.message for span in with_marks.spans}
         for number, message in enumerate(conversation.messages):
             if number not in written and (message["content"].strip() or "tool_calls" in message):
                 raise RowError(f"the template leaves out message {number + 1} ({message['role']})")
         self._require_text(conversation.messages, with_marks)
         return with_marks
 
-    def _require_text(self, messages: tuple[Message, ...], whole: Rendered) -> None:
+    def _require_text(self, messages: tuple[Message, ...], rendered: Rendered) -> None:
         """Raises RowError if the template cuts the text of the last turn: reasoning between tags, as DeepSeek's do."""
         if messages[-1]["role"] != "assistant":
             return
         given = Rendered.of(marked(messages[-1:], self.breaks)[0]["content"], self.controls).texts(0)
-        if missing := Counter(given) - Counter(whole.texts(len(messages) - 1)):
+        if missing := Counter(given) - Counter(rendered.texts(len(messages) - 1)):
             text = format_value(self.controls.plain(next(iter(missing))))
             raise RowError(f"the template leaves out a part of message {len(messages)}: {text}")
 
-    def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+    def turns(self, conversation: Conversation, rendered: Rendered) -> list[Turn]:
         """Returns the assistant's turns. Raises RowError if they cannot be determined."""
-        self._require_parts(conversation, whole)
+        self._require_parts(conversation, rendered)
         if conversation.messages[-1]["role"] == "assistant":
-            last, written = len(conversation.messages) - 1, whole.stretches[-1].message
+            last, written = len(conversation.messages) - 1, rendered.spans[-1].message
             if written != last:
                 raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
-            turns = self._turns_of_generation_blocks(conversation, whole)
+            turns = self._turns_of_generation_blocks(conversation, rendered)
         else:
             turns = [
-                self._turn(conversation, whole, number)
+                self._turn(conversation, rendered, number)
                 for number, message in enumerate(conversation.messages)
                 if message["role"] == "assistant"
             ]
@@ -133,7 +139,7 @@ class Renderer:
             turns[-1] = replace(turns[-1], closing=self._before_result(conversation))
         return turns
 
-    def _require_parts(self, conversation: Conversation, whole: Rendered) -> None:
+    def _require_parts(self, conversation: Conversation, rendered: Rendered) -> None:
         """Raises RowError if the template ignores the tools or a part of a message: it renders the same without it.
 
         Many templates silently ignore tool calls or reasoning. Reasoning is only required for the last message, because
@@ -150,13 +156,13 @@ class Renderer:
                     remaining = (*messages[:number], rest, *messages[number + 1 :])
                     without[f"{part} of message {number + 1}"] = (remaining, tools)
             calls = message.get("tool_calls", ())
-            for place in range(len(calls) if len(calls) > 1 else 0):
-                fewer = {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
+            for index in range(len(calls) if len(calls) > 1 else 0):
+                fewer = {**message, "tool_calls": [*calls[:index], *calls[index + 1 :]]}
                 remaining = (*messages[:number], fewer, *messages[number + 1 :])
-                without[f"call {place + 1} of message {number + 1}"] = (remaining, tools)
+                without[f"call {index + 1} of message {number + 1}"] = (remaining, tools)
         for what, (remaining, known_tools) in without.items():
             try:
-                same = self._render(remaining, known_tools) == whole
+                same = self._render(remaining, known_tools) == rendered
             except RowError:  # the template fails without this part, so it does use it
                 continue
             if same:
@@ -182,9 +188,9 @@ class Renderer:
         except RowError:
             return None
 
-    def _turn(self, conversation: Conversation, whole: Rendered, number: int) -> Turn:
-        first = next(place for place, stretch in enumerate(whole.stretches) if stretch.message == number)
-        owner, before = whole.gaps[first]
+    def _turn(self, conversation: Conversation, rendered: Rendered, number: int) -> Turn:
+        first = next(index for index, span in enumerate(rendered.spans) if span.message == number)
+        owner, before = rendered.gaps[first]
         what = f"the turn of the assistant in message {number + 1}"
         prompted = self._tail(conversation, number, prompt=True)
         if prompted is None or prompted[0] != owner:
@@ -204,8 +210,8 @@ class Renderer:
                 f"but with {self.controls.plain(before)!r}{'' if number else FIRST}"
             )
         ends = self._ends(conversation, number, opening)
-        last = _last_stretch(whole, number, ends)
-        end, ended = self._end(conversation, number, whole.gaps[last + 1][1], ends)
+        last = _last_span(rendered, number, ends)
+        end, ended = self._end(conversation, number, rendered.gaps[last + 1][1], ends)
         return Turn(number, (first, start), (last + 1, end), ended)
 
     def _opening(self, conversation: Conversation) -> str:
@@ -224,8 +230,8 @@ class Renderer:
         answered = self._tail(replace(conversation, messages=(*messages, result)), len(messages) + 1, before=True)
         if not bare or not answered or answered[0] != bare[0] or not answered[1].startswith(bare[1]):
             return ""
-        found = SPECIAL.match(answered[1], len(bare[1]))
-        return found[0] if found and found[0] != self.bos else ""
+        match = SPECIAL.match(answered[1], len(bare[1]))
+        return match[0] if match and match[0] != self.bos else ""
 
     def _head_of_text(self, conversation: Conversation, number: int, head: str) -> str:
         """Returns the text before a plain-text turn, for a template without a generation prompt."""
@@ -234,9 +240,9 @@ class Renderer:
             gaps = self._render((*conversation.messages[:number], *answer), conversation.tools).gaps
         except RowError:
             return head
-        found = next((text for (who, text), (by, _) in pairwise(gaps) if by == number), head)
+        text_before = next((text for (who, text), (by, _) in pairwise(gaps) if by == number), head)
         # The prompt ends before the white space that precedes an answer, so the model writes it.
-        return found if found.startswith(head) and found[len(head) :].strip() else head
+        return text_before if text_before.startswith(head) and text_before[len(head) :].strip() else head
 
     def _ends(self, conversation: Conversation, number: int, opening: str) -> list[str]:
         """Returns what the template writes after a turn if the conversation ends with it."""
@@ -253,8 +259,8 @@ class Renderer:
         is_last = number + 1 == len(conversation.messages)
         shared = [_common(end, after) for end in ends]
         for text in shared:
-            if found := [match.end() for match in self.end.finditer(text)]:
-                return found[-1], True
+            if positions := [match.end() for match in self.end.finditer(text)]:
+                return positions[-1], True
         if not any(self.end.search(end) for end in ends) and ends:
             # The template has no end token for turns. The model stops by writing the token of the next role.
             following = after[len(ends[-1]) :] if after.startswith(ends[-1]) else ""
@@ -264,38 +270,36 @@ class Renderer:
             return len(after), False
         return max((len(text.rstrip()) for text in shared), default=0), False
 
-    def _turns_of_generation_blocks(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+    def _turns_of_generation_blocks(self, conversation: Conversation, rendered: Rendered) -> list[Turn]:
         """Returns the turns that the template marks with `{% generation %}`, each extended to its end token."""
         messages, tools = conversation.messages, conversation.tools
         text, spans = self.template.render_spans(marked(messages, self.breaks), broken_up(tools, self.breaks))
-        if Rendered.of(text, self.controls) != whole:
+        if Rendered.of(text, self.controls) != rendered:
             raise RowError("the template renders it differently each time")
         opening = self._opening(conversation)
         turns = []
         for first, end in spans:
             position = len(Rendered.partial(text[:first], self.controls))
-            position += _overlap(whole.text, position, opening)  # the model does not write the prompt
-            start = _place(whole, position)
-            stop = _place(whole, len(Rendered.partial(text[:end], self.controls)))
-            owners = {stretch.message for stretch in whole.stretches[start[0] : stop[0]]}
+            position += _overlap(rendered.text, position, opening)  # the model does not write the prompt
+            start = _place(rendered, position)
+            stop = _place(rendered, len(Rendered.partial(text[:end], self.controls)))
+            owners = {span.message for span in rendered.spans[start[0] : stop[0]]}
             if not owners and not text[first:end].strip():
                 continue
             if len(owners) != 1 or messages[min(owners)]["role"] != "assistant":
                 raise RowError(f"the template's generation block {text[first:end]!r} is not a turn of the assistant")
             turns.append(Turn(min(owners), start, stop, ended=False))
-        last = {turn.message: place for place, turn in enumerate(turns)}
-        for place in last.values():
-            turns[place] = _to_end_token(turns[place], whole, self.end, self.bos)
+        last = {turn.message: index for index, turn in enumerate(turns)}
+        for index in last.values():
+            turns[index] = _to_end_token(turns[index], rendered, self.end, self.bos)
         inside = {number for turn in turns for number in range(turn.start[0], turn.end[0])}
-        for number, stretch in enumerate(whole.stretches):
+        for number, span in enumerate(rendered.spans):
             if (
-                messages[stretch.message]["role"] == "assistant"
+                messages[span.message]["role"] == "assistant"
                 and number not in inside
-                and number not in whole.repeated
+                and number not in rendered.repeated
             ):
-                raise RowError(
-                    f"the template's generation blocks leave out the assistant's message {stretch.message + 1}"
-                )
+                raise RowError(f"the template's generation blocks leave out the assistant's message {span.message + 1}")
         return turns
 
 
@@ -304,22 +308,22 @@ def _common(first: str, second: str) -> str:
     return first[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))]
 
 
-def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
-    """Returns the index of the last stretch of a turn. Raises RowError if stretches of other messages lie within it.
+def _last_span(rendered: Rendered, message: int, ends: list[str]) -> int:
+    """Returns the index of the last span of a turn. Raises RowError if spans of other messages lie within it.
 
     A template may write a text of the turn again in a later message, as gpt-oss does with the name of a call in the
     header of its result. ends: what follows the turn if the conversation ends with it; this tells the two apart.
     """
-    indices = [number for number, stretch in enumerate(whole.stretches) if stretch.message == message]
-    repeated = sum(1 for _ in takewhile(lambda number: number in whole.repeated, reversed(indices)))
+    indices = [number for number, span in enumerate(rendered.spans) if span.message == message]
+    repeated = sum(1 for _ in takewhile(lambda number: number in rendered.repeated, reversed(indices)))
     size = len(indices)
     if repeated:
 
         def shared(count: int) -> int:
-            """Returns how much of an end follows the first `count` stretches."""
-            after = whole.gaps[indices[count - 1] + 1][1]
-            found = [(text, _common(text, after)) for text in ends]
-            return max((len(it) for text, it in found if SPECIAL.search(it) or (it.strip() and it == text)), default=0)
+            """Returns how much of an end follows the first `count` spans."""
+            after = rendered.gaps[indices[count - 1] + 1][1]
+            common = [(text, _common(text, after)) for text in ends]
+            return max((len(it) for text, it in common if SPECIAL.search(it) or (it.strip() and it == text)), default=0)
 
         size = max(range(size - repeated, size + 1), key=lambda count: (shared(count), count))
     if indices[:size] != list(range(indices[0], indices[0] + size)):
@@ -327,16 +331,16 @@ def _last_stretch(whole: Rendered, message: int, ends: list[str]) -> int:
     return indices[size - 1]
 
 
-def _place(whole: Rendered, position: int) -> tuple[int, int]:
+def _place(rendered: Rendered, position: int) -> tuple[int, int]:
     """Returns the number of the gap that contains a position, and the offset in it. Raises RowError if no gap does."""
     start = 0
-    for number, stretch in enumerate(whole.stretches):
-        if position <= stretch.start:
+    for number, span in enumerate(rendered.spans):
+        if position <= span.start:
             return number, position - start
-        start = stretch.end
+        start = span.end
         if position < start:
             raise RowError("a generation block of the template begins or ends within a message's text")
-    return len(whole.stretches), position - start
+    return len(rendered.spans), position - start
 
 
 def _overlap(text: str, position: int, opening: str) -> int:
@@ -345,19 +349,19 @@ def _overlap(text: str, position: int, opening: str) -> int:
     return next((size for size in sizes if text.endswith(opening, 0, position + size)), 0)
 
 
-def _to_end_token(turn: Turn, whole: Rendered, tokens: re.Pattern[str], bos: str | None) -> Turn:
+def _to_end_token(turn: Turn, rendered: Rendered, tokens: re.Pattern[str], bos: str | None) -> Turn:
     """Returns a turn that ends with the end token in its last gap, or else with the one that follows, if there is one.
 
     tokens: matches end tokens.
     Blocks of many templates also contain the line end after the end token, which the model never writes.
     """
-    number, place = turn.end
-    after = whole.gaps[number][1]
-    found = [match.end() for match in tokens.finditer(after, 0, place)]
-    if found and not after[found[-1] : place].strip():
-        return Turn(turn.message, turn.start, (number, found[-1]), ended=True)
-    following = after[place:]
+    number, offset = turn.end
+    after = rendered.gaps[number][1]
+    end_tokens = [match.end() for match in tokens.finditer(after, 0, offset)]
+    if end_tokens and not after[end_tokens[-1] : offset].strip():
+        return Turn(turn.message, turn.start, (number, end_tokens[-1]), ended=True)
+    following = after[offset:]
     skipped = len(following) - len(following.lstrip())
     if tokens.match(following, skipped) and following[skipped] != bos:
-        return Turn(turn.message, turn.start, (number, place + skipped + 1), ended=True)
+        return Turn(turn.message, turn.start, (number, offset + skipped + 1), ended=True)
     return turn

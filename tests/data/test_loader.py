@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from llmtrain.data import BatchLoader, Documents, Prepared, StepBatch, prepare, sampler
+from llmtrain.data import BatchLoader, Prepared, StepBatch, prepare
 from llmtrain.errors import DataError, Exit
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
@@ -23,7 +23,7 @@ def prepared(make_recipe: MakeRecipe, tmp_path: Path) -> Prepared:
     return prepare(make_recipe({"name": str(first), "weight": 3.0}, {"name": str(second), "weight": 1.0}))
 
 
-def schedule(
+def loader_of(
     prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, steps: int = 2, **more: Any
 ) -> BatchLoader:
     return BatchLoader(
@@ -43,10 +43,10 @@ def schedule(
 @pytest.mark.parametrize("limit", [None, 3])
 def test_bytes_of_evaluated_targets_are_counted(prepared: Prepared, limit: int | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
-    batches = schedule(prepared).eval_batches(limit)
+    batches = loader_of(prepared).eval_batches(limit)
     targets = [label for batch in batches for one in batch.micro_batches for label in one.labels.flatten().tolist()]
     text = tokenizer.convert_ids_to_tokens([label for label in targets if label >= 0], skip_special_tokens=True)
-    assert schedule(prepared).eval_bytes(limit) == sum(map(len, text)) > 0  # a character of a token is a byte
+    assert loader_of(prepared).eval_bytes(limit) == sum(map(len, text)) > 0  # a character of a token is a byte
 
 
 def rows(batches: list[StepBatch], field: str = "input_ids") -> list[torch.Tensor]:
@@ -62,8 +62,8 @@ LAYOUTS = [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 2, 1), (2, 4, 1), (8, 1, 1)]
 def test_the_samples_of_a_step_do_not_depend_on_the_layout(
     prepared: Prepared, size: int, micro: int, steps: int
 ) -> None:
-    reference = schedule(prepared, micro=8, steps=1).train_batch(16)
-    parts = [schedule(prepared, rank, size, micro, steps).train_batch(16) for rank in range(size)]
+    reference = loader_of(prepared, micro=8, steps=1).train_batch(16)
+    parts = [loader_of(prepared, rank, size, micro, steps).train_batch(16) for rank in range(size)]
     for field in ("input_ids", "position_ids", "labels"):
         assert torch.equal(torch.stack(rows(parts, field)), torch.stack(rows([reference], field)))
     assert {(part.target_tokens, part.samples, part.first_sample) for part in parts} == {
@@ -73,7 +73,7 @@ def test_the_samples_of_a_step_do_not_depend_on_the_layout(
 
 
 def test_the_order_does_not_depend_on_the_batch_size(prepared: Prepared) -> None:
-    small, large = schedule(prepared, micro=1, steps=1), schedule(prepared, micro=8, steps=2)
+    small, large = loader_of(prepared, micro=1, steps=1), loader_of(prepared, micro=8, steps=2)
     one_by_one = [rows([small.train_batch(cursor)])[0] for cursor in range(16)]
     assert torch.equal(torch.stack(one_by_one), torch.stack(rows([large.train_batch(0)])))
 
@@ -81,31 +81,31 @@ def test_the_order_does_not_depend_on_the_batch_size(prepared: Prepared) -> None
 def test_an_epoch_reads_each_sequence_once_and_the_next_in_another_order(
     make_recipe: MakeRecipe, corpus_file: Path
 ) -> None:
-    plan = schedule(prepared := prepare(make_recipe(corpus_file)))
+    plan = loader_of(prepared := prepare(make_recipe(corpus_file)))
     size = prepared.train_sequences
     _, epochs = plan.sample_ids(0, 2 * size)
     first, second = epochs[:size].tolist(), epochs[size:].tolist()
     assert sorted(first) == sorted(second) == list(range(size))
     assert first != second
     assert first != list(range(size))
-    assert schedule(prepared, seed=8).sample_ids(0, size)[1].tolist() != first
+    assert loader_of(prepared, seed=8).sample_ids(0, size)[1].tolist() != first
 
 
 def test_sources_are_mixed_by_weight(prepared: Prepared) -> None:
-    sources, _ = schedule(prepared).sample_ids(0, 400)
+    sources, _ = loader_of(prepared).sample_ids(0, 400)
     assert [(sources == number).sum() for number in (0, 1)] == [300, 100]
 
 
 def test_any_position_is_reached_directly(prepared: Prepared) -> None:
-    plan = schedule(prepared)
+    plan = loader_of(prepared)
     started = time.perf_counter()
     far = plan.train_batch(10**12)
     assert time.perf_counter() - started < 1
-    assert torch.equal(rows([far])[0], rows([schedule(prepared, micro=1, steps=1).train_batch(10**12)])[0])
+    assert torch.equal(rows([far])[0], rows([loader_of(prepared, micro=1, steps=1).train_batch(10**12)])[0])
 
 
 def test_batches_follow_each_other_from_the_cursor(prepared: Prepared) -> None:
-    plan = schedule(prepared)
+    plan = loader_of(prepared)
     batches = plan.train_batches(24)
     for cursor in (24, 32, 40):
         batch = next(batches)
@@ -114,35 +114,8 @@ def test_batches_follow_each_other_from_the_cursor(prepared: Prepared) -> None:
     batches.close()  # type: ignore[attr-defined]
 
 
-def test_steps_that_are_read_together_are_those_read_alone(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = schedule(prepared, rank=1, size=2)
-    own_tokens = 2 * 4 * prepared.sequence_length
-    monkeypatch.setattr(sampler, "READ_TOKENS", 5 * own_tokens)
-    asked: list[int] = []
-    own = BatchLoader.sample_ids
-
-    def sample_ids(self: BatchLoader, cursor: int, samples: int) -> Any:
-        asked.append(samples)
-        return own(self, cursor, samples)
-
-    monkeypatch.setattr(BatchLoader, "sample_ids", sample_ids)
-    batches = plan.train_batches(16)
-    together = [next(batches) for _ in range(14)]
-    batches.close()  # type: ignore[attr-defined]
-    assert asked[:5] == [16, 32, 64, 80, 80]  # the first alone, since it is waited for
-    for number, batch in enumerate(together):
-        alone = plan.train_batch(16 + 16 * number)
-        assert (batch.first_sample, batch.samples) == (alone.first_sample, 16)
-        assert batch.target_tokens == alone.target_tokens
-        for field in ("input_ids", "position_ids", "labels"):
-            assert torch.equal(torch.stack(rows([batch], field)), torch.stack(rows([alone], field)))
-        for micro in batch.micro_batches:
-            assert micro.documents is not None
-            assert micro.documents.bounds.tolist() == Documents.of(micro.position_ids).bounds.tolist()
-
-
 def test_tensors_have_the_documented_shapes_and_types(prepared: Prepared) -> None:
-    batch = schedule(prepared).train_batch(0)
+    batch = loader_of(prepared).train_batch(0)
     assert len(batch.micro_batches) == 2
     for micro in batch.micro_batches:
         for tensor in (micro.input_ids, micro.position_ids, micro.labels):
@@ -154,7 +127,7 @@ def test_tensors_have_the_documented_shapes_and_types(prepared: Prepared) -> Non
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("limit", [None, 1, 5])
 def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: int, limit: int | None) -> None:
-    parts = [list(schedule(prepared, rank, size, micro=4).eval_batches(limit)) for rank in range(size)]
+    parts = [list(loader_of(prepared, rank, size, micro=4).eval_batches(limit)) for rank in range(size)]
     total = prepared.eval_sequences() if limit is None else limit
     assert len({len(part) for part in parts}) == 1
     assert sum(batch.samples for batch in parts[0]) == total
@@ -171,7 +144,7 @@ def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: 
 
 
 def test_a_batch_of_an_evaluation_is_of_one_source(prepared: Prepared) -> None:
-    batches = list(schedule(prepared, micro=4).eval_batches())
+    batches = list(loader_of(prepared, micro=4).eval_batches())
     names = [batch.eval_source for batch in batches]
     assert names == sorted(names, key=[source.name for source in prepared.evaluated()].index)
     for source in prepared.evaluated():
@@ -182,8 +155,8 @@ def test_a_batch_of_an_evaluation_is_of_one_source(prepared: Prepared) -> None:
 
 
 def test_evaluation_does_not_depend_on_seed_or_layout(prepared: Prepared) -> None:
-    one = [row for batch in schedule(prepared, micro=4).eval_batches() for row in rows([batch])[: batch.samples]]
-    parts = [list(schedule(prepared, rank, 2, micro=2, seed=99).eval_batches()) for rank in range(2)]
+    one = [row for batch in loader_of(prepared, micro=4).eval_batches() for row in rows([batch])[: batch.samples]]
+    parts = [list(loader_of(prepared, rank, 2, micro=2, seed=99).eval_batches()) for rank in range(2)]
     two = [row for step in zip(*parts, strict=True) for row in rows(list(step))[: step[0].samples]]
     assert torch.equal(torch.stack(one), torch.stack(two))
 
@@ -201,7 +174,7 @@ def test_the_unigram_loss_is_that_of_the_counts(prepared: Prepared) -> None:
         )
     loss = -(counts / counts.sum()).log()
     for limit in (None, 5):
-        labels = torch.cat([row for b in schedule(prepared).eval_batches(limit) for row in rows([b], "labels")])
+        labels = torch.cat([row for b in loader_of(prepared).eval_batches(limit) for row in rows([b], "labels")])
         expected = loss[labels[labels >= 0]].mean().item()
         assert prepared.unigram_loss(limit) == pytest.approx(expected, rel=1e-12)
 
@@ -210,11 +183,11 @@ def test_a_corpus_shorter_than_a_batch_is_refused(make_recipe: MakeRecipe, tmp_p
     few = write_jsonl(tmp_path / "few.jsonl", make_texts(5))
     prepared = prepare(make_recipe(few, eval_fraction=0.0))
     with pytest.raises(DataError, match=rf"{prepared.train_sequences} training sequences .* takes 800") as caught:
-        schedule(prepared, micro=400)
+        loader_of(prepared, micro=400)
     assert caught.value.exit_code == Exit.DATA == 3
     assert caught.value.problems[0].rule == "data.short"
 
 
 def test_an_invalid_batch_raises(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match="9 != 4"):
-        schedule(prepared, global_batch_size=9)
+        loader_of(prepared, global_batch_size=9)

@@ -1,4 +1,4 @@
-"""The batches of each step: the global batch's sequences are selected, and this rank's micro-batches are read.
+"""The batches of each step: selects the sequences of the global batch, and reads this rank's micro-batches.
 
 The order depends only on the seed and the number of samples consumed: neither the number of ranks nor the batch size
 changes it, and any position in it is reached in constant time.
@@ -6,8 +6,7 @@ changes it, and any position in it is reached in constant time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -62,8 +61,6 @@ class Documents:
 
 
 Index = NDArray[np.int64]
-READ_TOKENS = 1 << 14
-"""Tokens of a rank in the steps that are read together; a step with more tokens is read alone."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +223,18 @@ class BatchLoader:
 
     def train_batch(self, cursor: int) -> StepBatch:
         """Returns the batch that begins with sample `cursor`, counted from 0."""
-        return self._train_steps(cursor, 1)[0]
+        samples = self._global
+        if cursor < self._end:
+            samples = min(samples, self._end - cursor)
+        sources, sequences = self.sample_ids(cursor, samples)
+        # The disk reads the rest while this rank's rows are assembled.
+        for number, view in enumerate(self._train):
+            view.prefetch_counts(sequences[sources == number])
+        return self._step_batch(self._train, sources, sequences, self._steps, cursor)
 
-    def train_batches(self, cursor: int) -> Iterator[StepBatch]:
+    def train_batches(self, cursor: int) -> Generator[StepBatch]:
         """Yields batches from sample `cursor` on, without end, prefetched in a thread; close it to stop."""
-        with closing(prefetched(self._read_ahead(cursor))) as reads:
-            for steps in reads:
-                yield from steps
+        return prefetched(self._train_batches(cursor))
 
     @property
     def eval_sets(self) -> list[str]:
@@ -262,79 +264,42 @@ class BatchLoader:
             self._eval_bytes[key] = total
         return self._eval_bytes[key]
 
-    def _eval_batches(self, max_sequences: int | None, name: str) -> Iterator[StepBatch]:
-        step = self._micro * self._size
-        first = 0
-        evaluated = self._prepared.evaluated(name)
-        views = [source.eval for source in evaluated]
-        for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
-            for start in range(0, len(sequences), step):
-                batch_sequences = sequences[start : start + step]
-                sources = np.full_like(batch_sequences, number)
-                _prefetch_counts(views, sources, batch_sequences)
-                (batch,) = self._step_batches(views, sources, batch_sequences, 1, 1, first)
-                first += batch.samples
-                yield replace(batch, eval_source=evaluated[number].name)
-
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""
-        step = self._micro * self._size
-        for start in range(0, len(sequences), step):
-            batch_sequences = sequences[start : start + step]
-            sources = np.zeros_like(batch_sequences)
-            (batch,) = self._step_batches([view], sources, batch_sequences, 1, 1, start)
-            yield batch_sequences[rows_of(0, self._rank, self._size, self._micro)], batch
+        size = self._micro * self._size
+        for start in range(0, len(sequences), size):
+            of_batch = sequences[start : start + size]
+            batch = self._step_batch([view], np.zeros_like(of_batch), of_batch, 1, start)
+            yield of_batch[rows_of(0, self._rank, self._size, self._micro)], batch
 
-    def _read_ahead(self, cursor: int) -> Iterator[list[StepBatch]]:
-        """Yields the batches of several steps at a time; first that of one step, because training waits for it.
-
-        This avoids waking the reading thread in every step, since it would compete with training for the interpreter
-        lock.
-        """
-        own_tokens = self._steps * self._micro * self._prepared.sequence_length
-        steps, most = 1, max(1, READ_TOKENS // own_tokens)
+    def _train_batches(self, cursor: int) -> Iterator[StepBatch]:
         while True:
-            batches = self._train_steps(cursor, steps)
-            yield batches
-            cursor += sum(batch.samples for batch in batches)
-            steps = min(2 * steps, most)
+            batch = self.train_batch(cursor)
+            yield batch
+            cursor += batch.samples
 
-    def _train_steps(self, cursor: int, steps: int) -> list[StepBatch]:
-        """Reads the batches of `steps` steps from sample `cursor` on, or of those up to the last epoch's end.
+    def _eval_batches(self, max_sequences: int | None, name: str) -> Iterator[StepBatch]:
+        evaluated = self._prepared.evaluated(name)
+        first = 0
+        for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
+            for _, batch in self.passes(evaluated[number].eval, sequences):
+                yield replace(batch, eval_source=evaluated[number].name, first_sample=first + batch.first_sample)
+            first += len(sequences)
 
-        They are read together to pay the overhead of numpy calls, which hold the interpreter lock, once.
-        """
-        samples = steps * self._global
-        if cursor < self._end:
-            samples = min(samples, self._end - cursor)
-            steps = -(-samples // self._global)
-        sources, sequences = self.sample_ids(cursor, samples)
-        # The disk reads the rest while this rank's rows are assembled.
-        _prefetch_counts(self._train, sources, sequences)
-        return self._step_batches(self._train, sources, sequences, steps, self._steps, cursor)
-
-    def _step_batches(
-        self, views: list[Samples], sources: Index, sequences: Index, steps: int, micro_steps: int, cursor: int
-    ) -> list[StepBatch]:
-        """Reads the batches of `steps` steps, each of which has `micro_steps` micro steps."""
-        size = micro_steps * self._micro * self._size
-        micro_batches = self._micro_batches(views, sources, sequences, steps * micro_steps)
+    def _step_batch(
+        self, views: list[Samples], sources: Index, sequences: Index, micro_steps: int, cursor: int
+    ) -> StepBatch:
+        """Reads the batch of the given sequences, each of which is in the view of its source."""
         others = [view.mismatched for view in views if isinstance(view, PackedSamples) and view.mismatched is not None]
-        mismatched = self._micro_batches(others, sources, sequences, steps * micro_steps) if others else []
-        targets, examples = (
-            np.add.reduceat(counts, np.arange(steps) * size).tolist() for counts in _counts(views, sources, sequences)
+        targets, examples = _counts(views, sources, sequences)
+        return StepBatch(
+            self._micro_batches(views, sources, sequences, micro_steps),
+            targets,
+            len(sequences),
+            cursor,
+            examples=examples,
+            mismatched=self._micro_batches(others, sources, sequences, micro_steps) if others else [],
         )
-        return [
-            StepBatch(
-                micro_batches[step * micro_steps : (step + 1) * micro_steps],
-                targets[step],
-                min(size, len(sequences) - step * size),
-                cursor + step * size,
-                examples=examples[step],
-                mismatched=mismatched[step * micro_steps : (step + 1) * micro_steps],
-            )
-            for step in range(steps)
-        ]
 
     def _micro_batches(
         self, views: Sequence[Samples], sources: Index, sequences: Index, steps: int
@@ -372,29 +337,19 @@ class BatchLoader:
 def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """Returns the n-th sequence drawn from a source for each n; each epoch has its own order."""
     size = len(source.train)
-    epochs, places = np.divmod(numbers, size)
+    epochs, positions = np.divmod(numbers, size)
     # Epochs are sorted. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
         in_epoch = epochs == epoch
-        places[in_epoch] = permute(places[in_epoch], size, permutation_key(seed, source.key, epoch))
-    return places
+        positions[in_epoch] = permute(positions[in_epoch], size, permutation_key(seed, source.key, epoch))
+    return positions
 
 
-def _prefetch_counts(views: list[Samples], sources: Index, sequences: Index) -> None:
-    for number, view in enumerate(views):
-        view.prefetch_counts(sequences[sources == number])
-
-
-def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
-    """Returns the number of labels other than `NO_TARGET` in each sequence, and of its examples."""
-    targets, examples = np.zeros((2, len(sequences)), np.int64)
-    for number, view in enumerate(views):
-        in_source = sources == number
-        targets[in_source], examples[in_source] = (
-            view.count_targets(sequences[in_source]),
-            view.count_examples(sequences[in_source]),
-        )
-    return targets, examples
+def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[int, int]:
+    """Returns the number of labels other than `NO_TARGET` in the sequences, and of their examples."""
+    by_view = [(view, sequences[sources == number]) for number, view in enumerate(views)]
+    targets = sum(int(view.count_targets(index).sum()) for view, index in by_view)
+    return targets, sum(int(view.count_examples(index).sum()) for view, index in by_view)
 
 
 def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:
