@@ -72,7 +72,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.launch.disks import check_disks
     from llmtrain.plan.ds_config import render
     from llmtrain.run_dir.lock import RunLock
-    from llmtrain.train.start import configure_thread_waiting, startable
+    from llmtrain.train.start import configure_thread_waiting, offer_self_test, startable
     from llmtrain.train.worker import train_rank
 
     declared, _ = request.load()
@@ -91,6 +91,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     ds_config = render(plan)
     lock = None
     if rank.is_main:
+        offer_self_test(local_cluster())
         lock = RunLock.take(folder.path, say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, RecipeError
-from llmtrain.recipe.cluster import Cluster, local_cluster
+from llmtrain.recipe.cluster import Cluster, local_cluster, self_test_folder
 from llmtrain.system.host import stop_spinning_on_busy_cores
 from llmtrain.system.stops import say
 from llmtrain.system.streams import plain_console, print_as_is, quiet_libraries
@@ -53,6 +54,7 @@ class LocalStart:
         from llmtrain.launch.local import common_environment
 
         cluster = local_cluster(self.nproc or requested_processes())
+        offer_self_test(cluster)
         if cluster.spec.on_cpu:
             configure_thread_waiting(cluster.devices_per_node)
         with ForkServer() as fork_server:
@@ -239,6 +241,17 @@ def without_unsplittable(
     if plans and not kept:
         raise RecipeError(dict.fromkeys(fault.problems[0] for fault in faults.values() if fault))
     return kept, out
+
+
+def offer_self_test(cluster: Cluster) -> None:
+    """Suggests the self-test on a machine with untested GPUs, once per type of device."""
+    offered = self_test_folder() / f"offered_{cluster.device}"
+    if cluster.spec.on_cpu or cluster.measured or offered.exists():
+        return
+    say("these GPUs have not been tested with llmtrain; `llmtrain doctor --self-test` takes a minute (shown once)")
+    with suppress(OSError):
+        offered.parent.mkdir(parents=True, exist_ok=True)
+        offered.touch()
 
 
 def configure_thread_waiting(ranks: int) -> None:

@@ -42,6 +42,18 @@ def test_the_number_of_processes_is_read_from_the_parent():
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout == "2\n"
 
 
+@pytest.mark.parametrize("text", ["distributed_type: MULTI_CPU\nnum_processes: 3\n", '{\n  "num_processes": 3\n}'])
+def test_the_number_of_processes_is_read_from_a_configuration(text, tmp_path):
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    env = {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert requested_processes(env, ["accelerate", "launch", "--config_file", str(file), "recipes/tiny.py"]) == 3
+    assert requested_processes({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "recipes/tiny.py"]) == 3
+    assert requested_processes({**env, "HF_HOME": str(tmp_path)}, ["accelerate", "launch", "--num_processes=2"]) == 2
+    assert requested_processes({**env, "HF_HOME": str(tmp_path / "other")}, ["accelerate", "launch"]) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

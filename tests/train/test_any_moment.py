@@ -35,7 +35,7 @@ class Strike:
 
     program: str
     after_s: float
-    """From our first line on."""
+    """After the handlers of signals are installed."""
     first: signal.Signals
     second: signal.Signals | None
     gap_s: float
@@ -71,7 +71,7 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def listens(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM: from our first line on."""
+    """Whether a process has a handler for SIGTERM."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)

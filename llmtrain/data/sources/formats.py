@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +30,14 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1000
 PEEKED = 1 << 16
 """Bytes in which a JSON file begins, after white space."""
+READ_BYTES = 1 << 20
+"""Bytes of a JSON array that are read at once; more only for a longer object."""
 LONGEST_CELL = 1 << 28
 """Characters of a cell of a CSV file: a quote that is never closed is noticed there."""
+LONGEST_ESCAPE = 12
+"""Characters of the longest text that cannot be decoded in part: an escaped surrogate pair."""
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
+_DECODER = json.JSONDecoder()
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
@@ -64,24 +71,29 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             text = decode(line, path, offset)
             offset += len(line)
-            if not (text := text.removeprefix(BYTE_ORDER_MARK)).strip():
+            row = _json_row(text.removeprefix(BYTE_ORDER_MARK), path, number)
+            if row is None:
                 continue
             place = f"{path}, line {number}"
+            require_column(place, column, row)
             fraction = min(1.0, (offset if file is raw else raw.tell()) / size)
-            yield from _from_row(_object(_parsed(text, place), place), place, column, fraction)
+            yield from _from_row(row, place, column, fraction)
 
 
 def read_json(path: Path, column: str | None) -> Iterator[Document]:
-    """Yields a document per object of a JSON array, which is held as a whole; any other file is JSON lines."""
+    """Yields a document per object of a JSON array, without reading it as a whole; any other file is JSON lines."""
     with open_decompressed(path) as (file, _):
-        if not file.read(PEEKED).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from read_json_lines(path, column)
-            return
-    with open_decompressed(path) as (file, _):
-        rows = _parsed(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), str(path))
-    for number, row in enumerate(rows, start=1):
-        place = f"{path}, row {number}"
-        yield from _from_row(_object(row, place), place, column, number / len(rows))
+        start = file.read(PEEKED).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start.startswith(b"["):
+        yield from read_json_lines(path, column)
+        return
+    size = max(1, path.stat().st_size)
+    with open_decompressed(path) as (file, raw):
+        for number, row in enumerate(_array_objects(file, path), start=1):
+            place = f"{path}, row {number}"
+            require_column(place, column, row)
+            fraction = min(1.0, raw.tell() / size)
+            yield from _from_row(row, place, column, fraction)
 
 
 def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[Document]:
@@ -242,24 +254,21 @@ def _not_utf8(place: str, error: UnicodeDecodeError, offset: int) -> Problem:
     return Problem("data.utf8", place, message, "convert the file (iconv -f OLD -t UTF-8), or leave it out")
 
 
-def _parsed(text: str, place: str) -> Any:
+def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
     try:
-        return json.loads(text)
+        row = json.loads(line)
     except ValueError as error:
-        raise _json_fault(place, f"not JSON ({error})") from None
+        reason = f"not JSON ({error})"
     except RecursionError:
-        raise _json_fault(place, "nested too deeply") from None
-
-
-def _object(row: Any, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise _json_fault(place, f"a {type(row).__name__}, not an object")
-    return row
-
-
-def _json_fault(place: str, reason: str) -> DataError:
+        reason = "nested too deeply"
+    else:
+        if isinstance(row, dict):
+            return row
+        reason = f"a {type(row).__name__}, not an object"
     fix = 'each line must be a JSON object {"text": ...}; a .json file may also be one array of such objects'
-    return DataError(Problem("data.json", place, f"is {reason}", fix))
+    raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
 
 
 def _decoded_lines(file: IO[bytes], path: Path) -> Iterator[str]:
@@ -269,9 +278,83 @@ def _decoded_lines(file: IO[bytes], path: Path) -> Iterator[str]:
         offset += len(line)
 
 
+def _array_objects(file: IO[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of the JSON array in a file; holds one of them, or `READ_BYTES`, at a time."""
+    text = _JsonReader(file, path)
+    text.take("[")
+    while text.next() != "]":
+        if text.row:
+            text.take(",")
+        text.row += 1
+        yield text.next_object()
+    text.take("]")
+    text.take("")
+
+
+class _JsonReader:
+    """A JSON file that is read piece by piece."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.buffer = ""
+        self.position = 0
+        """Position in the buffer up to which it has been read."""
+        self.row = 0
+        """Number of the row that is read."""
+        self._file, self._path, self._offset = file, path, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def more(self) -> bool:
+        """Drops what was read from the buffer, and doubles the rest; returns False at the end of the file."""
+        rest = self.buffer[self.position :]
+        data = self._file.read(max(READ_BYTES, len(rest)))
+        pending = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise DataError(_not_utf8(str(self._path), error, self._offset - pending)) from None
+        self._offset += len(data)
+        self.buffer, self.position = rest + text, 0
+        return bool(data)
+
+    def next(self) -> str:
+        """Returns the next character that is not white space, without reading it; empty at the end of the file."""
+        while (found := _NOT_SPACE.search(self.buffer, self.position)) is None:
+            self.position = len(self.buffer)
+            if not self.more():
+                return ""
+        self.position = found.start()
+        return found[0]
+
+    def take(self, expected: str) -> None:
+        """Reads the next character; the empty one is the end of the file. Raises DataError for another."""
+        if (found := self.next()) != expected:
+            what = f"by {found!r}" if found else "by the end of the file"
+            raise self._fault(f"is followed {what} where {expected or 'the end of the file'!r} is expected")
+        self.position += len(expected)
+
+    def next_object(self) -> dict[str, Any]:
+        """Reads the next object. Raises DataError for other values."""
+        if (found := self.next()) != "{":
+            raise self._fault(f"begins with {found!r}, so it is not an object")
+        while True:
+            try:
+                row, self.position = _DECODER.raw_decode(self.buffer, self.position)
+                return cast(dict[str, Any], row)
+            except json.JSONDecodeError as error:
+                # A part of an object fails at its end, or where its last string begins.
+                is_part = len(self.buffer) - error.pos < LONGEST_ESCAPE or error.msg.startswith("Unterminated")
+                if not is_part or not self.more():
+                    raise self._fault(f"is not JSON ({error.msg})") from None
+            except RecursionError:
+                raise self._fault("is nested too deeply") from None
+
+    def _fault(self, message: str) -> DataError:
+        fix = 'a .json file is an array of objects [{"text": ...}, ...], or has one such object in each line'
+        return DataError(Problem("data.json", f"{self._path}, row {self.row}", message, fix))
+
+
 def _from_row(row: dict[str, Any], place: str, column: str | None, fraction: float) -> Iterator[Document]:
     """Yields the document of a row that is JSON data."""
-    require_column(place, column, row)
     if column is None:
         yield from _document(row, place, column, fraction, row)
     else:

@@ -11,6 +11,7 @@ from llmtrain.launch.jobs import render_template
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Precision
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_text
 
 MIXED_PRECISION: dict[Precision, str] = {
     precision: "no" if computed == "fp32" else computed for precision, computed in COMPUTE_DTYPE.items()
@@ -44,17 +45,56 @@ def render_configuration(plan: Plan, ds_config: Path) -> str:
 
 
 def requested_processes(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
-    """Returns the processes that `accelerate launch --num_processes` asks for if it started only this one, else None.
+    """Returns the processes that `accelerate launch` was asked for if it started only this one, else None.
 
     On a CPU its simple launcher starts one process and does not pass the number on (accelerate/commands/launch.py), so
-    it is read from the parent's command line.
+    it is read where accelerate reads it: from the parent's command line, from the configuration file named there, or
+    from the user's default configuration.
 
     parent: the parent's command line; by default it is read from /proc.
     """
     env = os.environ if env is None else env
     if "ACCELERATE_MIXED_PRECISION" not in env or env.get("RANK"):
         return None
-    if parent is None:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
-    match = re.search(r"--num[-_]processes[= ]([1-9][0-9]*)\b", " ".join(parent))
-    return int(match[1]) if match else None
+    parent = _parent_command() if parent is None else parent
+    if (named := _option(parent, "num_processes")) is not None:
+        return _positive(named)
+    file = _option(parent, "config_file")
+    return _processes_in(Path(file) if file else _default_configuration(env))
+
+
+def _option(command: Sequence[str], name: str) -> str | None:
+    """Returns the value of an option of accelerate, which may be written with dashes or underscores."""
+    for index, argument in enumerate(command):
+        option, equals, value = argument.partition("=")
+        if option.startswith("--") and option[2:].replace("-", "_") == name:
+            return value if equals else "".join(command[index + 1 : index + 2])
+    return None
+
+
+def _default_configuration(env: Mapping[str, str]) -> Path:
+    """Returns the file that `accelerate config` writes (accelerate/commands/config/config_args.py)."""
+    cache = env.get("XDG_CACHE_HOME") or "~/.cache"
+    return expanded(env.get("HF_HOME") or f"{cache}/huggingface") / "accelerate" / "default_config.yaml"
+
+
+def _processes_in(configuration: Path) -> int | None:
+    """Reads the number of processes from a configuration, YAML or JSON; in both it has a line of its own."""
+    try:
+        text = read_text(configuration)
+    except UNREADABLE:
+        return None
+    match = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
+    return _positive(match[1]) if match else None
+
+
+def _positive(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _parent_command() -> list[str]:
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0") if part]

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from llmtrain.cli import app
 from llmtrain.plan.search.enumerate import enumerate_plans
 from llmtrain.recipe import parse_recipe
-from llmtrain.recipe.cluster import MeasuredRates, local_cluster, measured_on, self_test_folder
+from llmtrain.recipe.cluster import Cluster, MeasuredRates, local_cluster, measured_on, self_test_folder
+from llmtrain.train.start import offer_self_test
 from llmtrain.trials.self_test import run
 from tests.helpers.commands import forked_llmtrain
 
@@ -25,6 +26,15 @@ def test_each_strategy_is_tried_once():
     assert any("pp2" in name and "tp2" in name for name in names)
     legal, _ = enumerate_plans(recipe.with_(model=run.EXPERTS), 4, "cpu")
     assert all("ep" in one.name for one in run.representatives(legal, 4, experts=True))
+
+
+def test_the_self_test_is_recommended_once_on_gpus(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    offer_self_test(Cluster())
+    assert capfd.readouterr().err == ""
+    for _ in range(2):
+        offer_self_test(Cluster(device="h100"))
+    assert capfd.readouterr().err.count("llmtrain doctor --self-test") == 1
 
 
 @pytest.mark.parametrize("option", ["--prebuild", "--hostfile=hosts", "recipes/tiny.py"])
