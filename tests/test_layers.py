@@ -146,20 +146,21 @@ class Block:
             raise ImportError(f"{{name}} must not be imported here")
 sys.meta_path.insert(0, Block())
 from llmtrain.cli import main
-for arguments in json.loads(sys.argv[1]):
+commands, code = json.loads(sys.argv[1])
+for arguments in commands:
     print("$", *arguments, flush=True)
     sys.argv = ["llmtrain", *arguments]
     try:
         main()
     except SystemExit as end:
-        assert not end.code, arguments
+        assert (end.code or 0) == code, arguments
 """
 """Runs commands where none of the heavy packages can be imported."""
 
 
-def _run_without_heavy(*commands: list[str]) -> str:
-    """Runs commands in one process; returns their output, each after a line with the command."""
-    program = [sys.executable, "-c", BLOCKED.format(heavy=HEAVY), json.dumps(commands)]
+def _run_without_heavy(*commands: list[str], code: int = 0) -> str:
+    """Runs commands that all end with one exit code, in one process; returns their output, each after its command."""
+    program = [sys.executable, "-c", BLOCKED.format(heavy=HEAVY), json.dumps([commands, code])]
     result = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -170,6 +171,12 @@ def test_a_login_node_needs_no_torch():
     plans = [["plan", "recipes/llama3_70b.py"], ["plan", "recipes/qwen3_30b_a3b.py", "--json"]]
     output = _run_without_heavy(*helps, *plans, ["lint", "ds_configs/llama3_8b.json"])
     assert "memory" in output
+
+
+def test_a_mistake_is_reported_without_torch():
+    misspelt = ("recipes/tiny.py", "--set", "optim.lrr=1")
+    generate = ["generate", "no/such/folder", "--prompt", "a"]
+    _run_without_heavy(*([name, *misspelt] for name in ("train", "tune", "verify", "data")), generate, code=2)
 
 
 def test_a_search_needs_no_torch():

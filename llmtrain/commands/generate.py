@@ -12,6 +12,7 @@ import typer
 
 from llmtrain.commands.options import MAX_OPTION, TrustOption
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.run_dir import RunDir
 from llmtrain.system.streams import quiet_libraries, visible
 
 TOKENS = 48
@@ -53,22 +54,36 @@ def generate_text(request: GenerateRequest) -> None:
         field = "--prompt" if request.prompt is None else "--system"
         message = "is required" if request.prompt is None else "is only supported with --chat"
         raise RecipeError(Problem("generate.prompt", field, message, "or use --chat"))
+    folder = model_folder(request.model)
     with quiet_libraries():
         from llmtrain.models.inference.generate import generate as continue_text
 
         tokens = request.tokens or TOKENS
         continuation = continue_text(
-            request.model, request.prompt, tokens, request.temperature, request.seed, request.trust_remote_code
+            folder, request.prompt, tokens, request.temperature, request.seed, request.trust_remote_code
         )
     print(request.prompt + continuation)
 
 
+def model_folder(path: Path) -> Path:
+    """Returns the folder of a model: `path`, or the export in the run directory `path`.
+
+    Raises RecipeError if there is no model.
+    """
+    for folder in (path, RunDir(path).export):
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return folder
+    fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
+    raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))
+
+
 def _chat(request: GenerateRequest) -> None:
+    folder = model_folder(request.model)
     with quiet_libraries():
         from llmtrain.models.inference.generate import Chat
 
         chat = Chat(
-            *(request.model, request.tokens, request.temperature, request.seed),
+            *(folder, request.tokens, request.temperature, request.seed),
             system=request.system,
             trust_remote_code=request.trust_remote_code,
         )

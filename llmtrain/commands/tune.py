@@ -57,14 +57,15 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
     from llmtrain.plan.load import load_recipe
     from llmtrain.plan.rules import resolve
     from llmtrain.recipe.cluster import local_cluster
-    from llmtrain.train.tune.choice import KERNELS, open_kernels
 
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)
+    plan = resolve(declared, cluster)
+    from llmtrain.train.tune.choice import KERNELS, open_kernels  # imports torch, which takes seconds
+
     if not open_kernels(declared):
         message = "are all set in the recipe, so there is nothing to measure"
         raise RecipeError(Problem("kernels.open", ", ".join(KERNELS), message, "--set kernels.blocks=auto"))
-    plan = resolve(declared, cluster)
     console = Console(stderr=True)
     if cluster.spec.on_cpu:
         with console.status("checking whether other processes use the cores"):

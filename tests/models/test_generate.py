@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from llmtrain.commands.generate import model_folder
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.models.inference.generate import Chat, generate, load_model, model_folder
+from llmtrain.models.inference.generate import Chat, generate, load_model
 
 
 def test_a_model_is_a_folder_or_the_export_of_a_run(tmp_path):

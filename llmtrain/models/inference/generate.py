@@ -17,24 +17,11 @@ from llmtrain.data.chat.turns import PROBE
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models.inference.load import load_causal_lm, load_tokenizer, reading
 from llmtrain.plan.facts.template_limits import limited_templates
-from llmtrain.run_dir import RunDir
 
 TOKENS = 256
 """Largest number of tokens of an answer, unless the model has few positions."""
 LEAST_TEMPERATURE = 1e-6
 """At lower temperatures the most likely token is taken, as at 0; logits divided by them may be infinite."""
-
-
-def model_folder(path: Path) -> Path:
-    """Returns the folder of a model: `path`, or the export in the run directory `path`.
-
-    Raises RecipeError if there is no model.
-    """
-    for folder in (path, RunDir(path).export):
-        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            return folder
-    fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
-    raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))
 
 
 def sampling(temperature: float) -> dict[str, Any]:
@@ -63,15 +50,14 @@ def generate(
 ) -> str:
     """Returns a continuation of `prompt`, sampled from the 50 most likely tokens; temperature 0 takes the most likely.
 
-    folder: of a model, or a run directory. Raises RecipeError if it contains no model, and as `load_model` does.
+    folder: of a model. Raises as `load_model` does.
     """
-    path = model_folder(folder)
-    tokenizer, model = load_model(path, trust_remote_code)
+    tokenizer, model = load_model(folder, trust_remote_code)
     device = device_for(model)
     model = model.to(device).eval()
-    with reading(path, "it cannot continue the text"), torch.random.fork_rng([device] if device == "cuda" else []):
+    with reading(folder, "it cannot continue the text"), torch.random.fork_rng([device] if device == "cuda" else []):
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
-        check_rows(path, model, inputs["input_ids"])
+        check_rows(folder, model, inputs["input_ids"])
         torch.manual_seed(seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature))
         continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -99,20 +85,18 @@ class Chat:
 
     def __init__(
         self,
-        path: Path,
+        folder: Path,
         tokens: int | None,
         temperature: float,
         seed: int,
         system: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """path: folder of a model, or a run directory. tokens: largest number of tokens of an answer;
-        by default 256, or a quarter of the positions.
+        """folder: of a model. tokens: largest number of tokens of an answer; by default 256, or a quarter of the
+        positions.
 
-        Raises RecipeError if it contains no model, DataError if its tokenizer has no chat template, and as `load_model`
-        does.
+        Raises DataError if the model's tokenizer has no chat template, and as `load_model` does.
         """
-        folder = model_folder(path)
         self._folder, self._tokenizer = folder, load_tokenizer(folder)
         self._encoder = ChatEncoder(folder, load_template(None, folder))
         model = load_causal_lm(folder, trust_remote_code)
