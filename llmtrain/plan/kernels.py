@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.stages import head_parameters
 from llmtrain.recipe import Recipe
 
 CHUNK_TOKENS = 1024

@@ -13,7 +13,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 """Largest number of decoder layers of a plan; rules report much smaller ones."""
 SHORTENED_TO = 8
 """Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels. So have continued
@@ -84,8 +84,8 @@ class Plan(Part):
     def _fits_together(self) -> Self:
         """Raises ValueError for a plan from a file that no recipe leads to, with which predictions would never end."""
         runs = self.model.weights.layers if self.model.weights else self.model.layers
-        if not 0 <= self.model.layers == runs <= MOST_LAYERS:
-            raise ValueError(f"has {self.model.layers} layers, and weights of {runs}, of at most {MOST_LAYERS:,}")
+        if not 0 <= self.model.layers == runs <= MAX_LAYERS:
+            raise ValueError(f"has {self.model.layers} layers, and weights of {runs}, of at most {MAX_LAYERS:,}")
         if self.data_parallel_size < 1 or self.batch.gradient_accumulation_steps < 1:
             raise ValueError("has fewer devices, or a smaller batch, than its layout needs")
         return self

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.facts.weights import Weight, Weights
+from llmtrain.plan.flops import backward_layers, head_parameters
 from llmtrain.plan.kernels import (
     CHUNK_TOKENS,
     LOGIT_BYTES,
@@ -29,7 +30,7 @@ from llmtrain.plan.kernels import (
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, tensor_parallel_elements
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import backward_layers, head_parameters, is_recomputed
+from llmtrain.plan.stages import is_recomputed
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.plan.axes import used
 from llmtrain.plan.facts.weights import Weight
+from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -21,7 +22,6 @@ from llmtrain.plan.predict import flat
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, overlaps_reduction
 from llmtrain.plan.predict.links import Groups, RankGroup, Store, TransferKind, bytes_sent
 from llmtrain.plan.predict.work import DeviceShare, StageParameters, parameters_of_ranks
-from llmtrain.plan.stages import head_parameters
 
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.flops import backward_layers, head_parameters
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import UPDATE_BYTES, MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan, StagePlan
 from llmtrain.plan.predict.assumptions import Assumptions
 from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import backward_layers, head_parameters
 
 BACKWARD = 2.0
 """Matrix products of a backward pass for each one of the forward pass, if the weight is trained; also the passes over

@@ -45,7 +45,7 @@ from llmtrain.plan.search.variants import (
 from llmtrain.recipe import ParallelConfig, Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST = 10
+MAX_BEST = 10
 """Number of best plans that are shown."""
 MAX_SLOWER = 16
 """Number of slower plans that are shown."""
@@ -129,7 +129,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     kinds, distinct = set[Kind](), set[Kind]()
 
     def is_skipped(fields: Fields, draft: Draft) -> bool:
-        is_known = _kind(fields) in kinds if len(best) == MOST else _without_savings(fields) in distinct
+        is_known = _kind(fields) in kinds if len(best) == MAX_BEST else _without_savings(fields) in distinct
         if is_known:
             return True
         if fit_checker is None or (not best and len(too_large) < MAX_CHECKED):  # it counts even if it does not fit
@@ -137,12 +137,12 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         return not fit_checker.fits(draft, fields[MICRO_BATCH])
 
     for time, fields, draft in timed_plans(found, is_skipped):
-        if len(best) == MOST and len(slower) == MAX_SLOWER:
+        if len(best) == MAX_BEST and len(slower) == MAX_SLOWER:
             break
         if fit_checker and (shortage := fit_checker.shortage(draft)):
             too_large.append((shortage, (time, fields, draft)))
             continue
-        shown = best if len(best) < MOST else slower
+        shown = best if len(best) < MAX_BEST else slower
         why = loses(time, best[0].time) if shown is slower else ""
         shown.append(_found(recipe, cluster, facts, fields, time, why))
         kinds.add(_kind(fields))

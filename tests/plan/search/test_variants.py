@@ -75,13 +75,14 @@ def test_degrees_of_experts_are_those_of_all_ranks_of_a_stage():
 
 
 @pytest.mark.parametrize(("recipe", "devices"), [(QWEN, 8), (DENSE, 8)], ids=["experts", "dense"])
-def test_the_nearest_plan_reverts_a_change_of_one_field(recipe, devices):
+def test_the_nearest_plan_reverts_a_change_of_one_field(recipe, devices, monkeypatch):
+    monkeypatch.setattr(nearest, "MAX_SUGGESTIONS", 6)
     cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
     legal = {_split(draft.recipe): draft.recipe for _, draft in legal_plans(recipe, cluster, facts)}
     for split, plan in sorted(legal.items())[:: max(1, len(legal) // 4)]:
         for field, value in zip(DEGREES, split, strict=False):
             spoilt = plan.with_(**{field: 5 * value})
-            found = nearest.search(spoilt, cluster, facts, {}, most=6)
+            found = nearest.search(spoilt, cluster, facts, {})
             assert {field: value} in found, (split, field)
 
 
