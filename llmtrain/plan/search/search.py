@@ -177,11 +177,6 @@ class LegalLayout:
     again: tuple[tuple[Fields, Draft], ...]
     """Recomputations, and the draft of each with a micro-batch of one sequence."""
 
-    def plans(self) -> Iterator[tuple[Fields, Draft]]:
-        """Yields the changes to the recipe of every plan, and its draft."""
-        for micro, (fields, draft) in itertools.product(self.sizes, self.again):
-            yield self.fields | fields | {MICRO_BATCH: micro}, _with_micro_batch(draft, micro)
-
 
 def _with_micro_batch(draft: Draft, size: int) -> Draft:
     return Draft(changed(draft.recipe, {MICRO_BATCH: size}), draft.cluster, draft.facts)
@@ -238,12 +233,6 @@ def _candidates(layouts: Iterable[LegalLayout]) -> Iterator[Candidate]:
         for size, (fields, draft, batch, least) in itertools.product(legal_layout.sizes, bounds):
             rate = batch.tokens_per_step / least.step_s(size, batch.gradient_accumulation_steps // size)
             yield Candidate(-rate, False, next(place), fields | {MICRO_BATCH: size}, draft)
-
-
-def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
-    """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
-    for legal_layout in legal_layouts(recipe, cluster, facts):
-        yield from legal_layout.plans()
 
 
 def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[LegalLayout]:
@@ -322,12 +311,12 @@ def _kind(fields: Fields) -> Kind:
 
 def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     """Returns the problem that there is no plan to rank: none is legal, or the speed of the device is unknown."""
-    first = next(legal_plans(recipe, cluster, facts), None)
+    first = next(legal_layouts(recipe, cluster, facts), None)
     if first is None:
         message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
         return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search reports why")
     fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
-    return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
+    return Problem("search.device", "cluster.device", unknown(first.again[0][1]) or "", fix)
 
 
 class FitChecker:

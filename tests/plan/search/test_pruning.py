@@ -12,9 +12,10 @@ from llmtrain.plan.predict.parts import readable
 from llmtrain.plan.predict.time import TimeBound, predict
 from llmtrain.plan.rules import assemble
 from llmtrain.plan.search import search
-from llmtrain.plan.search.search import MAX_BEST, MAX_SLOWER, legal_layouts, legal_plans, search_plans, timed_plans
+from llmtrain.plan.search.search import MAX_BEST, MAX_SLOWER, legal_layouts, search_plans, timed_plans
 from llmtrain.plan.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, ZERO_STAGE, changed
 from llmtrain.recipe.cluster import DEVICES, Cluster
+from tests.helpers.legal_plans import legal_plans
 from tests.helpers.random_plans import cases
 
 

@@ -12,9 +12,9 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search import nearest
 from llmtrain.plan.search.enumerate import enumerate_plans
-from llmtrain.plan.search.search import legal_plans
 from llmtrain.plan.search.variants import DEGREES, NVME_PATH, OFFLOADS, SCHEDULE, ZERO_STAGE, degrees, value_of
 from llmtrain.recipe.cluster import Cluster
+from tests.helpers.legal_plans import legal_plans
 
 QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
 DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})
