@@ -109,14 +109,14 @@ class Plan(Part):
         inner = INNERMOST_FIRST[: INNERMOST_FIRST.index(axis)]
         return math.prod(self.degree(nearer) for nearer in inner)
 
-    def parts(self, divided: Divided) -> int:
-        """Returns the number of parts into which the axes divide the layers, the matrices of a layer, and so on."""
+    def divisor(self, divided: Divided) -> int:
+        """Returns the number by which the axes divide the layers, the matrices of a layer, and so on."""
         return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
 
     @property
     def gradient_ranks(self) -> int:
         """The number of ranks over which gradients are averaged: those with the same weights, experts excepted."""
-        return self.cluster.world_size // (self.parts("layers") * self.parts("matrices"))
+        return self.cluster.world_size // (self.divisor("layers") * self.divisor("matrices"))
 
     def layout(self) -> dict[str, int]:
         """Returns all degrees by the abbreviations of their axes, and the ZeRO stage; for output."""

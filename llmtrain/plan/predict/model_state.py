@@ -148,7 +148,7 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
         part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
         return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
     each = BYTES_OF[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
-    parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
+    parts = plan.divisor("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
         (
             4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * parts * max(group.sizes))

@@ -70,7 +70,7 @@ COLOURS = {
 }
 """Part → colour."""
 LIGHT = frozenset(("masters", "buckets", "communication", "logits", "framework", "optimizer"))
-"""Parts whose colour is dark, so that their figures are white."""
+"""Parts whose colour is light, so that their figures are dark."""
 
 PLOT, RIGHT = 640, 150
 """Width of the rows, and of the text after them."""
