@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from llmtrain.plan.axes import AXES
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
-from llmtrain.plan.plan import KernelChoice, Plan
-from llmtrain.plan.stages import describe_stages
+from llmtrain.plan.plan import KernelChoice, Plan, StagePlan
 from llmtrain.system.quantities import readable_bytes
 
 
@@ -117,16 +117,32 @@ def sharding(plan: Plan) -> str:
     return f"accelerate {parallel.strategy} {stage}" if parallel.backend == "accelerate" else parallel.backend
 
 
+def describe_stages(stages: Sequence[StagePlan]) -> list[str]:
+    """Returns a line for each stage; neighbouring stages that are equal share one."""
+    shown = [(stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}") for stage in stages]
+    lines = []
+    for name, first, last in _equal_stages(shown):
+        layers, parameters, work = shown[first]
+        each = "" if first == last else f"; each {layers} layers"
+        held = f"layers {stages[first].layers[0]} to {stages[last].layers[1]}{each}, {parameters:,} parameters"
+        lines.append(f"{name:<15} {held}, {work} of the work")
+    return lines
+
+
 def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
     """Lists the bytes that a rank of each stage sends in a step; neighbouring stages with equal values share a line."""
     lines = []
-    for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
-        numbers = [number for number, _ in alike]
-        labels = ", ".join(
-            f"{kind.replace('_', '-')} {readable_bytes(size)}"
-            for kind, size in sorted(sent.items(), key=lambda item: -item[1])
-        )
-        named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
-        where = f"on {named}: " if len(volumes) > 1 else ""
+    for name, first, _ in _equal_stages(volumes):
+        sent = sorted(volumes[first].items(), key=lambda item: -item[1])
+        labels = ", ".join(f"{kind.replace('_', '-')} {readable_bytes(size)}" for kind, size in sent)
+        where = f"on {name}: " if len(volumes) > 1 else ""
         lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
     return lines
+
+
+def _equal_stages(values: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
+    """Yields the name of each group of neighbouring stages with equal values, its first stage and its last one."""
+    for _, alike in groupby(enumerate(values), key=lambda item: item[1]):
+        numbers = [number for number, _ in alike]
+        first, last = numbers[0], numbers[-1]
+        yield f"stage {first}" if first == last else f"stages {first} to {last}", first, last

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.stages import head_parameters
 from llmtrain.recipe import Recipe
 
 CHUNK_TOKENS = 1024
@@ -51,7 +51,7 @@ def is_one_chunk(plan: Plan) -> bool:
 
 def tokens_of_loss(plan: Plan) -> int:
     """Returns the number of tokens of a micro-batch on one rank."""
-    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.parts("tokens")
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.divisor("tokens")
 
 
 def feeds_in_tiles(plan: Plan) -> bool:

@@ -18,10 +18,6 @@ from llmtrain.recipe import Fraction, OptimConfig, Part
 from llmtrain.system.piece_headers import CODE, SCALE
 
 
-class NoOptions(Part):
-    """The options of an optimizer that has none."""
-
-
 class MuonOptions(Part):
     """The options of `muon`, by torch's names."""
 
@@ -71,7 +67,7 @@ class OptimizerRow:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further arguments in DeepSpeed's JSON: without `torch_adam` it would compile an Adam of its own at the first
     start, and without `adam_w_mode` "Adam" would mean AdamW to it."""
-    options: type[Part] = NoOptions
+    options: type[Part] = Part
     """Model of `optim.options`."""
     layer_states: tuple[str, ...] | None = None
     """Names of the tensors that are kept for matrices of decoder layers, if the optimizer updates these as whole

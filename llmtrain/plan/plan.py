@@ -13,7 +13,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 """Largest number of decoder layers of a plan; rules report much smaller ones."""
 SHORTENED_TO = 8
 """Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels. So have continued
@@ -84,8 +84,8 @@ class Plan(Part):
     def _fits_together(self) -> Self:
         """Raises ValueError for a plan from a file that no recipe leads to, with which predictions would never end."""
         runs = self.model.weights.layers if self.model.weights else self.model.layers
-        if not 0 <= self.model.layers == runs <= MOST_LAYERS:
-            raise ValueError(f"has {self.model.layers} layers, and weights of {runs}, of at most {MOST_LAYERS:,}")
+        if not 0 <= self.model.layers == runs <= MAX_LAYERS:
+            raise ValueError(f"has {self.model.layers} layers, and weights of {runs}, of at most {MAX_LAYERS:,}")
         if self.data_parallel_size < 1 or self.batch.gradient_accumulation_steps < 1:
             raise ValueError("has fewer devices, or a smaller batch, than its layout needs")
         return self
@@ -109,14 +109,14 @@ class Plan(Part):
         inner = INNERMOST_FIRST[: INNERMOST_FIRST.index(axis)]
         return math.prod(self.degree(nearer) for nearer in inner)
 
-    def parts(self, divided: Divided) -> int:
-        """Returns the number of parts into which the axes divide the layers, the matrices of a layer, and so on."""
+    def divisor(self, divided: Divided) -> int:
+        """Returns the number by which the axes divide the layers, the matrices of a layer, and so on."""
         return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
 
     @property
     def gradient_ranks(self) -> int:
         """The number of ranks over which gradients are averaged: those with the same weights, experts excepted."""
-        return self.cluster.world_size // (self.parts("layers") * self.parts("matrices"))
+        return self.cluster.world_size // (self.divisor("layers") * self.divisor("matrices"))
 
     def layout(self) -> dict[str, int]:
         """Returns all degrees by the abbreviations of their axes, and the ZeRO stage; for output."""

@@ -19,10 +19,10 @@ from llmtrain.recipe.execution import (
     TasksConfig,
     WatchdogConfig,
 )
-from llmtrain.recipe.parts import LARGEST, Fraction, Many, Part, PositiveFloat, PositiveInt
+from llmtrain.recipe.parts import MAX_NUMBER, Fraction, Many, Part, PositiveFloat, PositiveInt
 from llmtrain.recipe.recipe import Recipe, parse_assignments, parse_recipe, part_in, recipe_problems
 from llmtrain.recipe.training import (
-    LONGEST_SEQUENCE,
+    MAX_SEQUENCE_LENGTH,
     BatchConfig,
     DataConfig,
     LoraConfig,
@@ -36,8 +36,8 @@ from llmtrain.recipe.training import (
 )
 
 __all__ = [
-    "LARGEST",
-    "LONGEST_SEQUENCE",
+    "MAX_NUMBER",
+    "MAX_SEQUENCE_LENGTH",
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",

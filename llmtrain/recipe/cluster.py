@@ -19,7 +19,7 @@ from llmtrain.system.host import cache_root
 from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_json
 
 GIB = 2**30
-MOST_RANKS = 2**31 - 1
+MAX_RANKS = 2**31 - 1
 """Largest number of ranks in torch.distributed, which numbers them with an `int`."""
 
 
@@ -118,10 +118,10 @@ class MeasuredRates(Part):
 class Cluster(Part):
     """Equal nodes, each with the same devices."""
 
-    nodes: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
+    nodes: Annotated[int, Field(gt=0, le=MAX_RANKS)] = 1
     """Number of machines."""
     devices_per_node: PositiveInt = 1
-    """Number of devices, and of worker processes, on each machine; at most `MOST_RANKS` in total."""
+    """Number of devices, and of worker processes, on each machine; at most `MAX_RANKS` in total."""
     own_devices: Many[Device] = ()
     """Devices that are not in the catalogue, or differ from their entry."""
     device: str = "cpu"
@@ -146,9 +146,9 @@ class Cluster(Part):
     @classmethod
     def _numbered(cls, devices_per_node: int, info: ValidationInfo) -> int:
         world = info.data.get("nodes", 1) * devices_per_node
-        if world > MOST_RANKS:
+        if world > MAX_RANKS:
             raise ValueError(
-                f"{info.data['nodes']:,} such nodes have {world:,} ranks, but at most {MOST_RANKS:,} are possible"
+                f"{info.data['nodes']:,} such nodes have {world:,} ranks, but at most {MAX_RANKS:,} are possible"
             )
         return devices_per_node
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from llmtrain.recipe.parts import Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 from llmtrain.recipe.training import Source
 
-LONGEST_WINDOW = 65_536
+MAX_WINDOW_STEPS = 65_536
 """Steps for which statistics are kept: they are stored on each device, and read by the host every few steps."""
 Precision = Literal["fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -180,7 +180,7 @@ class GuardConfig(Part):
     """A gradient norm is only a spike if it is also more than this many times the geometric mean of these updates,
     because norms of healthy runs with small batches occasionally exceed their usual size by far. 1: only `spike_sigma`
     decides."""
-    window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
+    window_steps: Annotated[int, Field(ge=2, le=MAX_WINDOW_STEPS)] = 128
     """Number of updates over which mean and deviation are computed, and number of steps in which skipped updates are
     counted."""
     max_skipped: NonNegativeInt = 8

@@ -16,12 +16,12 @@ from llmtrain.system.untrusted import json_fault
 T = TypeVar("T")
 Many = Annotated[Sequence[T], AfterValidator(tuple)]
 """A recipe may use a list; the frozen model stores a tuple."""
-LARGEST = 10**12
+MAX_NUMBER = 10**12
 """Upper bound of every number in a recipe: far beyond any run, and small enough for fast arithmetic."""
-LARGEST_PRODUCT = 10**30
+MAX_PRODUCT = 10**30
 """Upper bound of every integer of a plan, which may be a product of a recipe's numbers; floats can hold it."""
-PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_NUMBER)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -38,8 +38,8 @@ class Part(BaseModel):
         if isinstance(value, (str, dict)) and (fault := json_fault(value)):
             raise ValueError(fault)
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int) and abs(item) > LARGEST_PRODUCT:
-                raise ValueError(f"is larger than {LARGEST_PRODUCT:.0e}")
+            if isinstance(item, int) and abs(item) > MAX_PRODUCT:
+                raise ValueError(f"is larger than {MAX_PRODUCT:.0e}")
         return value
 
 

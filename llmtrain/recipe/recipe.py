@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
-    """Sets `values` at a dotted path. Fields that do not exist are added, so that validation reports them.
+    """Sets `values` at a dotted path. A last name that does not exist is added, so that validation reports it.
 
     Returns a problem if the path leads to no field or item.
     """
@@ -258,12 +258,15 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
     for depth, name in enumerate(names, 1):
         if isinstance(target, list) and name not in map(str, range(len(target))):
             return Problem("recipe.field", truncate(path), f"has {len(target)} items, numbered from 0")
-        if not isinstance(target, (dict, list)):
-            return _unknown_field(".".join(names[:depth]))
+        if not (isinstance(target, (dict, list)) and name):
+            return _unknown_field(".".join(names[: depth - 1]) or path)
         key: Any = int(name) if isinstance(target, list) else name
         if depth == len(names):
             target[key] = value
-        elif isinstance(target, dict) and target.get(key) is None:
-            target[key] = {}  # an optional part, of which this is the first field
-        target = target[key]
+        elif isinstance(target, list):
+            target = target[key]
+        else:
+            if target.get(key, 0) is None and _fields_of(".".join(names[:depth])):
+                target[key] = {}  # an optional part, of which this is the first field
+            target = target.get(key)
     return None

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
-LONGEST_SEQUENCE = 2**24
+MAX_SEQUENCE_LENGTH = 2**24
 """Tokens: more than the context of any model."""
-LARGEST_TRAINED = 1_000_000
+MAX_TRAINED_VOCABULARY = 1_000_000
 """Tokens of a tokenizer that is trained here: more than those of any model."""
 NewTokens = Many[Annotated[str, Field(min_length=1)]] | Literal["template"]
 
@@ -168,7 +168,7 @@ class Source(Part):
 class TrainedTokenizer(Part):
     """A byte-level BPE tokenizer trained on the recipe's own training documents."""
 
-    vocab_size: Annotated[int, Field(gt=0, le=LARGEST_TRAINED)]
+    vocab_size: Annotated[int, Field(gt=0, le=MAX_TRAINED_VOCABULARY)]
     """Largest number of tokens, including special tokens: `<|endoftext|>` and, with conversations, those of
     `data.chat_template` (`<|…|>`)."""
 
@@ -184,7 +184,7 @@ class DataConfig(Part):
     """How a tokenizer is loaded. `auto`: with the class that `AutoTokenizer` chooses. Some classes, such as Qwen2's,
     replace rules of `tokenizer.json`, so that a text has other tokens; a note of `llmtrain data` says so. `generic`:
     with `PreTrainedTokenizerFast`, which keeps to `tokenizer.json`, as do exports."""
-    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
+    sequence_length: Annotated[int, Field(gt=0, le=MAX_SEQUENCE_LENGTH)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat", "none"] = "best_fit"
     """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T

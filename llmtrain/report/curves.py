@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from llmtrain.report.run import RunData
 from llmtrain.report.table import Column, MetricsTable
 
-MOST_NUMBERS = 140_000
+MAX_NUMBERS = 140_000
 """Limit of the numbers (of eight bytes each) of a single run on a page. Several runs share twice as many."""
 JUDGED = ("loss", "grad_norm", "tokens_per_second", "data_wait_s", "save_blocked_s", "slowest_ratio", "step_time_s")
 """Columns whose extremes are always kept. Other columns follow these, or never decrease."""
-MOST_JUDGED = 12
+MAX_JUDGED = 12
 X_AXES = ("step", "tokens", "hours")
 LEFT_OUT = (
     *("samples", "tokens_per_second_per_device", "skipped_steps", "rollbacks"),
@@ -120,7 +120,7 @@ def curves_of(run: RunData, charts: Sequence[Chart], runs: int) -> tuple[Curves,
     train = _sorted_by_step(run.metrics, names)
     train["tokens"] = _sorted_by_step(run.metrics, ["tokens"])["tokens"]
     train["hours"] = hours_of(run.metrics)
-    numbers = MOST_NUMBERS if runs == 1 else 2 * MOST_NUMBERS // runs
+    numbers = MAX_NUMBERS if runs == 1 else 2 * MAX_NUMBERS // runs
     evaluation_names = dict.fromkeys(name for chart in charts for name in chart.evaluation)
     evaluations = _sorted_by_step(run.evaluations, list(evaluation_names))
     for axis in X_AXES[1:]:
@@ -160,7 +160,7 @@ def _thinned(columns: dict[str, Column], numbers: int) -> Curves:
     rows, most = len(columns["step"]), max(2, numbers // len(columns))
     if rows <= most:
         return Curves(rows, columns)
-    judged = [columns[name] for name in columns if name in JUDGED or "loss" in name][:MOST_JUDGED]
+    judged = [columns[name] for name in columns if name in JUDGED or "loss" in name][:MAX_JUDGED]
     intervals = most // 2 // (3 * len(judged)) if judged else 0
     chosen = [np.linspace(0, rows - 1, most // 2).astype(np.int64)]
     if intervals:

@@ -18,7 +18,7 @@ from llmtrain.plan.predict.parts import readable
 from llmtrain.plan.predict.time import predict
 from llmtrain.report.curves import hours_of
 from llmtrain.report.run import RunData
-from llmtrain.report.table import LARGEST_STEP
+from llmtrain.report.table import MAX_STEP
 from llmtrain.system.quantities import compact, duration, four_digits
 
 SETS = "eval_loss_by_set/"
@@ -26,10 +26,10 @@ RECENT_ROWS = 20
 """Number of last rows whose median is shown as the speed."""
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is at least this many times the median rank's."""
-MOST_SLOW = 5
+MAX_SLOW = 5
 OUTSIDE_STEPS = "outside the steps"
 """Label of the time for starting, evaluations, samples, and steps that were repeated after a restart."""
-MOST_NAME, MOST_TEXT = 40, 2000
+MAX_NAME, MAX_TEXT = 40, 2000
 """Largest number of characters of an event's name and text that are shown."""
 Fact = tuple[str, str]
 """A label and a text."""
@@ -119,9 +119,8 @@ def predicted_memory(run: RunData) -> list[Figure]:
     memory = memory_of(run.plan) if run.plan else None
     if memory is None:
         return []
-    parts = sorted(memory.stages[memory.fullest].peak.by_part().items(), key=lambda part: -part[1])
-    named = {"total": memory.needed} | {name.replace("_", " "): size for name, size in parts if size}
-    return [_figure(name, size, _bytes) for name, size in named.items()]
+    parts = [("total", memory.needed), *memory.stages[memory.fullest].peak.largest_first()]
+    return [_figure(name, size, _bytes) for name, size in parts]
 
 
 def predicted_step(run: RunData) -> list[Figure]:
@@ -174,7 +173,7 @@ def saved_steps(run: RunData) -> list[int]:
     """
     saved = {checkpoint.step for checkpoint in run.checkpoints}
     every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
-    if isinstance(every, int) and 0 < every < LARGEST_STEP and len(steps):
+    if isinstance(every, int) and 0 < every < MAX_STEP and len(steps):
         is_saved = run.metrics.get("save_blocked_s") > 0
         before = np.r_[0.0, steps[:-1]]
         first = np.ceil(before / every) * every
@@ -193,7 +192,7 @@ def stragglers(run: RunData) -> list[Fact]:
             f"slowest in {count:,} of {len(ranks):,} logged steps, "
             f"at most {ratios[is_slow & (ranks == rank)].max():.2f} times as long as the median rank",
         )
-        for rank, count in counts.most_common(MOST_SLOW)
+        for rank, count in counts.most_common(MAX_SLOW)
     ]
 
 
@@ -270,4 +269,4 @@ def _seconds(seconds: float) -> str:
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
     """Yields the time, step, name and text of each event, the oldest first."""
     for event in run.events:
-        yield _stamp(event.time), event.step, event.event[:MOST_NAME].replace("_", " "), event.text[:MOST_TEXT]
+        yield _stamp(event.time), event.step, event.event[:MAX_NAME].replace("_", " "), event.text[:MAX_TEXT]

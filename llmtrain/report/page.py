@@ -28,11 +28,11 @@ from llmtrain.system.durable import write_atomically
 from llmtrain.system.quantities import readable_bytes
 
 WEB = Path(__file__).parent / "web"
-MOST_ROWS = 50
+MAX_ROWS = 50
 """Number of rows in the table of a run's values."""
-MOST_SAMPLES, MOST_TEXT = 60, 4000
+MAX_SAMPLES, MAX_TEXT = 60, 4000
 """Number of samples of a run on a page (the newest ones), and number of characters of each."""
-MOST_EVENTS = 500
+MAX_EVENTS = 500
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
@@ -95,7 +95,7 @@ def _view(run: RunData, name: str) -> SimpleNamespace:
         measured_step=texts.get("step time", ""),
         time=[(part, (part.value or 0) / whole) for part in time],  # with its share of the running time
         stragglers=facts.stragglers(run),
-        events=list(facts.event_lines(run))[-MOST_EVENTS:],
+        events=list(facts.event_lines(run))[-MAX_EVENTS:],
         values=_values(run),
         samples=_samples(run),
         size=readable_bytes,
@@ -105,8 +105,8 @@ def _view(run: RunData, name: str) -> SimpleNamespace:
 def _samples(run: RunData) -> dict[int, list[tuple[str, str]]]:
     """Maps steps to pairs of prompt and continuation, the newest step first."""
     by_step: dict[int, list[tuple[str, str]]] = {}
-    for sample in run.samples[-MOST_SAMPLES:]:
-        by_step.setdefault(sample.step, []).append((sample.prompt[:MOST_TEXT], sample.text[:MOST_TEXT]))
+    for sample in run.samples[-MAX_SAMPLES:]:
+        by_step.setdefault(sample.step, []).append((sample.prompt[:MAX_TEXT], sample.text[:MAX_TEXT]))
     return dict(sorted(by_step.items(), reverse=True))
 
 
@@ -114,7 +114,7 @@ def _values(run: RunData) -> tuple[list[str], list[list[str]]]:
     """Returns the column names and the rows of a table of equally spaced logged steps, including the last one."""
     table = run.metrics
     names = [name for name in table.names if table.last(name) is not None]
-    chosen = np.unique(np.linspace(0, max(0, len(table) - 1), min(MOST_ROWS, len(table))).astype(int))
+    chosen = np.unique(np.linspace(0, max(0, len(table) - 1), min(MAX_ROWS, len(table))).astype(int))
     columns = [table[name][chosen] for name in names]
     rows = [
         ["" if np.isnan(value) else f"{value:.15g}" if value.is_integer() else f"{value:.6g}" for value in row]
@@ -136,9 +136,9 @@ def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[
 
 def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[str, Any]:
     memory = facts.predicted_memory(run)
-    marks = [(event.step, event.event, truncate(event.text)) for event in run.events][-MOST_EVENTS:]
+    marks = [(event.step, event.event, truncate(event.text)) for event in run.events][-MAX_EVENTS:]
     kept = {checkpoint.step: checkpoint.folder.name for checkpoint in run.checkpoints}
-    saved = facts.saved_steps(run)[-MOST_EVENTS:]
+    saved = facts.saved_steps(run)[-MAX_EVENTS:]
     marks += [(step, "checkpoint", kept.get(step, "removed since")) for step in saved]
     return {
         "name": name,

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-MOST_ROWS = 4_000_000
-MOST_COLUMNS = 256
-LARGEST_STEP = 2**53
-LARGEST_VALUE = 1e40
+MAX_ROWS = 4_000_000
+MAX_COLUMNS = 256
+MAX_STEP = 2**53
+MAX_VALUE = 1e40
 """Beyond what fp32 can hold; sums and products of smaller numbers are finite."""
 Column = NDArray[np.float64]
 
@@ -67,17 +67,16 @@ class MetricsTable:
     def add(self, record: Mapping[str, Any]) -> bool:
         """Adds a record as a row. Returns False if it has no valid step, or if the table is full."""
         step = record.get("step")
-        if type(step) is not int or not 0 <= step < LARGEST_STEP or len(self) >= MOST_ROWS:
+        if type(step) is not int or not 0 <= step < MAX_STEP or len(self) >= MAX_ROWS:
             return False
         length = len(self)
-        for name, value in _flat(record):
+        for name, value in dict(_flat(record)).items():
             column = self._columns.get(name)
             if column is None:
-                if len(self._columns) >= MOST_COLUMNS:
+                if len(self._columns) >= MAX_COLUMNS:
                     continue
                 column = self._columns[name] = array("d", [math.nan]) * length
-            if len(column) == length:  # a flattened name may equal another name
-                column.append(value)
+            column.append(value)
         for column in self._columns.values():
             if len(column) == length:
                 column.append(math.nan)
@@ -104,4 +103,4 @@ def as_number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return math.nan
-    return number if abs(number) <= LARGEST_VALUE else math.nan
+    return number if abs(number) <= MAX_VALUE else math.nan

@@ -34,9 +34,9 @@ CURVES = {
     "slowest rank, ratio": "slowest_ratio",
 }
 SHOWN_FACTS = ("model", "layout", "cluster", "data", "batch", "launched", "host", "commit")
-MOST_EVENTS = 8
-MOST_SAMPLE = 400
-WIDEST_CURVE = 80
+MAX_EVENTS = 8
+MAX_SAMPLE = 400
+MAX_CURVE_WIDTH = 80
 STATUS_STYLE = {"running": "green", "finished": "cyan", "died": "red", "interrupted": "yellow", "stopped": "yellow"}
 
 
@@ -113,7 +113,7 @@ def _facts(run: RunData) -> Table:
 
 def _curves(run: RunData, console: Console) -> Table:
     characters = BLOCKS if _has_blocks(console) else LETTERS
-    width = max(8, min(WIDEST_CURVE, console.width - 58))
+    width = max(8, min(MAX_CURVE_WIDTH, console.width - 58))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     for _ in range(3):
@@ -143,7 +143,7 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
         yield "predicted memory of the fullest rank", [f"{memory[0].text}: {parts}"]
     if slow := facts.stragglers(run):
         yield "slow ranks", [f"{rank} {text}" for rank, text in slow]
-    if events := list(facts.event_lines(run))[-MOST_EVENTS:]:
+    if events := list(facts.event_lines(run))[-MAX_EVENTS:]:
         yield "events", [f"{time}  step {step:,}  {event}  {text}".rstrip() for time, step, event, text in events]
     if run.checkpoints:
         yield (
@@ -171,7 +171,7 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
         )
     if run.samples:
         last = run.samples[-1]
-        lines = [line for line in (last.prompt + last.text)[:MOST_SAMPLE].splitlines() if line.strip()]
+        lines = [line for line in (last.prompt + last.text)[:MAX_SAMPLE].splitlines() if line.strip()]
         yield f"sample after step {last.step:,}", lines
     if run.problems:
         yield "cannot be read", list(run.problems)

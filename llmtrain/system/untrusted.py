@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from llmtrain.errors import format_value, printable, truncate
+from llmtrain.errors import Problem, UserError, format_value, printable, truncate
 
 T = TypeVar("T")
 
@@ -131,6 +131,18 @@ def file_fault(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text (byte {error.start:,})"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@contextmanager
+def refusing(kind: type[UserError], field: str, path: Path, rule: str = "") -> Iterator[None]:
+    """Turns an exception about a file, or about what its content lacks, into an error of the user.
+
+    field: of the recipe, which names the file. rule: that of the problem, by default the field.
+    """
+    try:
+        yield
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise kind(Problem(rule or field, field, f"{path} cannot be read: {file_fault(error)}")) from None
 
 
 def require_regular(status: os.stat_result, path: Path) -> None:

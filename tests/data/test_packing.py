@@ -13,7 +13,7 @@ from llmtrain.data.packing import best_fit, cut_documents
 from llmtrain.data.samples import NO_TARGET, ConcatSamples, PackedSamples, Samples
 from llmtrain.data.store import Stream
 from llmtrain.data.synthetic import synthetic
-from llmtrain.recipe import LONGEST_SEQUENCE
+from llmtrain.recipe import MAX_SEQUENCE_LENGTH
 from tests.helpers.small_pairs import small_pairs
 
 PAD = 9999
@@ -145,7 +145,7 @@ def test_a_stream_shorter_than_one_sequence_has_no_sequences(tokens: int) -> Non
 def test_packing_takes_no_longer_for_a_long_sequence() -> None:
     """Neither memory nor time goes with the room of a sequence: the longest that a recipe may ask for is packed."""
     lengths = np.arange(1, 2000)
-    order, sizes = best_fit(lengths, LONGEST_SEQUENCE)
+    order, sizes = best_fit(lengths, MAX_SEQUENCE_LENGTH)
     assert sizes.tolist() == [len(lengths)]
     assert sorted(order.tolist()) == list(range(len(lengths)))
 

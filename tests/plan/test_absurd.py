@@ -16,13 +16,13 @@ from llmtrain.errors import DataError, RecipeError
 from llmtrain.plan import Plan
 from llmtrain.plan.facts import model_facts as facts_module
 from llmtrain.plan.facts import vocabulary
-from llmtrain.plan.facts.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
+from llmtrain.plan.facts.model_facts import MAX_LAYERS, MAX_SIZE, model_facts
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search.nearest import nearest_plans
 from llmtrain.plan.stages import balance
-from llmtrain.recipe import LARGEST, ModelConfig
-from llmtrain.recipe.cluster import MOST_RANKS, Cluster
+from llmtrain.recipe import MAX_NUMBER, ModelConfig
+from llmtrain.recipe.cluster import MAX_RANKS, Cluster
 from llmtrain.system.hub import stored_file
 from tests.helpers.small_plan import small_plan
 
@@ -52,7 +52,7 @@ def refusal(recipe, cluster, **fields):
 
 
 @pytest.mark.parametrize("field", ["batch.global_batch_size", "data.sequence_length", "train.max_steps"])
-@pytest.mark.parametrize("value", [10**30, LARGEST + 1, 0, -1])
+@pytest.mark.parametrize("value", [10**30, MAX_NUMBER + 1, 0, -1])
 def test_numbers_of_a_recipe_have_bounds(llama, field, value):
     with pytest.raises(RecipeError) as caught:
         llama.with_(**{field: value})
@@ -79,20 +79,20 @@ def test_names_that_are_too_long_for_a_path(name, monkeypatch):
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"])
 def test_sizes_of_a_model_have_bounds(llama, key):
-    (problem,) = refusal(llama, H100, **{f"model__config__{key}": LARGEST_SIZE + 1})
+    (problem,) = refusal(llama, H100, **{f"model__config__{key}": MAX_SIZE + 1})
     assert (problem.rule, problem.field) == ("model.size", f"model.config.{key}")
-    assert f"{LARGEST_SIZE + 1:,}" in problem.message
+    assert f"{MAX_SIZE + 1:,}" in problem.message
 
 
 @pytest.mark.parametrize(("family", "key"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
 def test_layers_are_bounded_before_they_are_counted(family, key):
-    with pytest.raises(RecipeError, match=f"must be at most {MOST_LAYERS:,}"):
+    with pytest.raises(RecipeError, match=f"must be at most {MAX_LAYERS:,}"):
         model_facts(ModelConfig(architecture=family, config={key: 10**9, "vocab_size": 50}), None)
 
 
 def test_layers_are_bounded_before_they_are_built():
     model = ModelConfig(architecture="phi", config={"num_hidden_layers": 10**9})
-    with pytest.raises(RecipeError, match=f"must be at most {MOST_LAYERS:,}"):
+    with pytest.raises(RecipeError, match=f"must be at most {MAX_LAYERS:,}"):
         model_facts(model, 50)
 
 
@@ -131,13 +131,13 @@ def test_a_batch_size_with_few_divisors_is_refused(llama):
 
 
 def test_the_largest_number_of_ranks_is_refused_by_the_batch(llama):
-    cluster = Cluster(nodes=MOST_RANKS, device="h100")
+    cluster = Cluster(nodes=MAX_RANKS, device="h100")
     assert refusal(llama, cluster)[0].rule == "batch.divides"
     nearest_plans(llama, cluster)
 
 
 def test_a_thousand_layers_are_balanced_over_many_stages():
-    costs = [1.0 + math.sin(layer) / 2 for layer in range(MOST_LAYERS)]
+    costs = [1.0 + math.sin(layer) / 2 for layer in range(MAX_LAYERS)]
     bounds = balance(costs, 64)
     assert [bound.first for bound in bounds][1:] == [bound.last for bound in bounds][:-1]
     shares = [sum(costs[bound.first : bound.last]) for bound in bounds]

@@ -1,7 +1,7 @@
 """The counted floating point operations equal those that torch counts."""
 
 from llmtrain.plan.facts.model_facts import model_facts
-from llmtrain.plan.stages import flops_per_token, matmul_parameters
+from llmtrain.plan.flops import flops_per_token, matmul_parameters
 from llmtrain.recipe import ModelConfig
 
 CONFIG = {

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from llmtrain.errors import RecipeError
 from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.plan.facts.model_facts import model_facts
-from llmtrain.plan.stages import attention_flops
+from llmtrain.plan.flops import attention_flops
 from llmtrain.recipe import ModelConfig
 from llmtrain.system import hub
 

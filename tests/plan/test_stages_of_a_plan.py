@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from llmtrain.plan.described import describe_stages
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.flops import flops_per_token, layer_costs
 from llmtrain.plan.rules import resolve
-from llmtrain.plan.stages import describe_stages, flops_per_token, layer_costs, plan_stages, stage_bounds
+from llmtrain.plan.stages import plan_stages, stage_bounds
 from llmtrain.recipe import ModelConfig
 from llmtrain.recipe.cluster import Cluster
 

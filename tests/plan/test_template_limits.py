@@ -34,7 +34,7 @@ def test_a_template_whose_tokens_a_plan_looks_for_is_limited_as_well(monkeypatch
 
 
 def test_a_text_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(limits, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 100)
     with limited_templates(), pytest.raises(RowError, match="it writes 101 characters, of at most 100"):
         ChatTemplate("{{ 'a' * 101 }}").render(MESSAGES)
 

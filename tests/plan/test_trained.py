@@ -9,8 +9,8 @@ from llmtrain.models import build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.plan.described import model_line
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.flops import backward_layers, flops_per_token, layer_costs
 from llmtrain.plan.rules import resolve
-from llmtrain.plan.stages import backward_layers, flops_per_token, layer_costs
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 

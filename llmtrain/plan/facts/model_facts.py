@@ -26,7 +26,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
-from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_folder, read_json
+from llmtrain.system.untrusted import expanded, is_folder, read_json, refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -61,10 +61,10 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
 
 
 _REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-LARGEST_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
 FAMILIES_PAGE = "docs/reference/families.md lists the causal language models"
-MOST_LAYERS = 1_000
+MAX_LAYERS = 1_000
 """Largest number of decoder layers of a model: each is examined by itself."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_SIZES = (
@@ -307,7 +307,7 @@ def _too_large(config: dict[str, Any]) -> list[Problem]:
     """Returns problems with sizes that no machine can compute with, before anything is built or counted."""
     problems = []
     for key, value in config.items():
-        most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
+        most = MAX_LAYERS if key in _LAYERS else MAX_SIZE
         if isinstance(value, int) and value > most:
             message = f"must be at most {most:,}, not {value:,}"
             problems.append(Problem("model.size", f"model.config.{key}", message, "give the size that the model has"))
@@ -377,11 +377,8 @@ def pretrained_folder(model: ModelConfig, fix: str = "") -> Path | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
+    with refusing(RecipeError, "model.pretrained", path):
         return read_json(path, dict[str, Any])
-    except UNREADABLE as error:
-        message = f"{path} cannot be read: {file_fault(error)}"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
 
 
 def _cached_config(model: ModelConfig) -> Path | None:

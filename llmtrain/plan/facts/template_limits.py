@@ -25,7 +25,7 @@ CPU_S = 10
 MESSAGES_PER_S = 200
 MORE_BYTES = 2 << 30
 """Memory that a call may take, beyond that of the process when it starts."""
-MOST_CHARACTERS = 1 << 28
+MAX_CHARACTERS = 1 << 28
 """Largest number of characters that a call may write."""
 Render = Callable[..., tuple[list[str], Any]]
 
@@ -129,8 +129,8 @@ def _serve(pipe: Connection, other: Connection) -> None:
         try:
             texts, found = render(*arguments, **options)
             answer: Any = (texts, [list(span) for span in found] if found else found)
-            if (size := sum(map(len, texts))) > MOST_CHARACTERS:
-                answer = f"it writes {size:,} characters, of at most {MOST_CHARACTERS:,}"
+            if (size := sum(map(len, texts))) > MAX_CHARACTERS:
+                answer = f"it writes {size:,} characters, of at most {MAX_CHARACTERS:,}"
         except MemoryError:
             os._exit(1)
         except BaseException as error:  # a template is a program and can raise anything

@@ -18,7 +18,7 @@ from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import stored_file
-from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
+from llmtrain.system.untrusted import read_json, refusing
 
 TIED_HEAD = "lm_head.weight"
 """A second name of a tied table, which patterns may mean."""
@@ -100,16 +100,14 @@ def _adapter(lora: LoraConfig) -> _Adapter:
 
 def _pretrained(lora: LoraConfig) -> _Adapter:
     """Reads what PEFT has written; its targets are ends of names, or a regular expression."""
-    name = lora.pretrained or ""
+    name, field = lora.pretrained or "", "model.adapter.pretrained"
     path = stored_file(name, "adapter_config.json", lora.revision)
-    message = f"{name} has no adapter_config.json" if path is None else ""
-    try:
-        config = read_json(path, dict[str, Any]) if path else {}
+    if path is None:
+        raise RecipeError(Problem("adapter.pretrained", field, f"{name} has no adapter_config.json"))
+    with refusing(RecipeError, field, path, rule="adapter.pretrained"):
+        config = read_json(path, dict[str, Any])
         targets, ranks = config.get("target_modules"), config.get("rank_pattern") or {}
         rank, dora, saved = int(config["r"]), bool(config.get("use_dora")), config.get("modules_to_save") or ()
-    except (*UNREADABLE, KeyError, TypeError) as error:
-        message = message or f"{path} cannot be read: {file_fault(error)}"
-        raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message)) from None
 
     def is_target(module: str) -> bool:
         if isinstance(targets, str):

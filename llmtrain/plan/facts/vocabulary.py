@@ -18,7 +18,7 @@ from llmtrain.plan.facts.model_facts import pretrained_config
 from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, TemplateRefusedError, limited_templates, run_template
 from llmtrain.recipe import NewTokens, Recipe
 from llmtrain.system.hub import stored_file
-from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_file, read_json, read_text
+from llmtrain.system.untrusted import expanded, is_file, read_json, read_text, refusing
 
 FIELD = "model.new_tokens"
 DEFAULT = "default"
@@ -153,12 +153,10 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
 def read_tokenizer_config(tokenizer: str | Path) -> dict[str, Any]:
     """Returns the content of a tokenizer's `tokenizer_config.json`; empty without one. Raises DataError."""
     path = stored_file(tokenizer, "tokenizer_config.json")
-    try:
-        return read_json(path, dict[str, Any]) if path else {}
-    except UNREADABLE as error:
-        raise DataError(
-            Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {file_fault(error)}")
-        ) from None
+    if path is None:
+        return {}
+    with refusing(DataError, "data.tokenizer", path):
+        return read_json(path, dict[str, Any])
 
 
 def shipped_templates() -> dict[str, str]:
@@ -187,11 +185,8 @@ def named_template(wanted: str) -> str:
 
 
 def _template_in(path: Path) -> str:
-    try:
+    with refusing(DataError, TEMPLATE_FIELD, path):
         return read_text(path)
-    except UNREADABLE as error:
-        message = f"{path} cannot be read: {file_fault(error)}"
-        raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message)) from None
 
 
 def _tokens(tokenizer: str) -> dict[str, int]:
@@ -201,13 +196,9 @@ def _tokens(tokenizer: str) -> dict[str, int]:
         message = f"'{tokenizer}' has no tokenizer.json, which says how many tokens it has"
         fix = "save it with transformers: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         raise DataError(Problem("data.tokenizer", "data.tokenizer", message, fix))
-    try:
+    with refusing(DataError, "data.tokenizer", path):
         declared = read_json(path, dict[str, Any])
         vocabulary: Any = declared["model"]["vocab"]
         if isinstance(vocabulary, list):  # of unigrams, each with its score
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         return dict(vocabulary) | {token["content"]: token["id"] for token in declared.get("added_tokens") or []}
-    except (*UNREADABLE, KeyError, TypeError) as error:
-        raise DataError(
-            Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {file_fault(error)}")
-        ) from None

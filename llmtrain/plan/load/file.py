@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from llmtrain.errors import Problem, RecipeError, did_you_mean, truncate
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
-from llmtrain.system.untrusted import is_file, is_folder, is_yaml
+from llmtrain.system.untrusted import is_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml")
 
@@ -49,7 +49,11 @@ def located(spec: str) -> str:
 
 def check_file(path: Path) -> None:
     """Raises RecipeError unless the path refers to a regular file."""
-    if not is_file(path):
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:  # for example an overlong name, or a folder without permission
+        raise RecipeError(Problem("recipe.file", truncate(str(path)), f"cannot be read: {reason(error)}")) from None
+    if not is_file:
         raise RecipeError(_no_such_file(path))
     if path.suffix not in SUFFIXES:
         message = "is neither a Python file with a function recipe() nor a YAML file"
@@ -66,19 +70,18 @@ def check_variant(path: Path, variant: str, known: list[str]) -> None:
 
 
 def _no_such_file(path: Path) -> Problem:
-    field = truncate(str(path))
-    if is_folder(path):
-        return Problem("recipe.file", field, "is a folder, not a recipe", _listing(path))
+    if path.is_dir():
+        return Problem("recipe.file", str(path), "is a folder, not a recipe", _listing(path))
     if os.path.lexists(path):
-        return Problem("recipe.file", field, "is not a regular file, nor a link to one")
+        return Problem("recipe.file", str(path), "is not a regular file, nor a link to one")
     known, listing = _recipes_in(path.parent), _listing(path.parent)
     if path.name == str(path) and not path.suffix:
         known, listing = [*shipped_recipes()], "llmtrain recipe list shows those that come with llmtrain"
-    return Problem("recipe.file", field, f"does not exist{did_you_mean(path.name, known)}", listing)
+    return Problem("recipe.file", str(path), f"does not exist{did_you_mean(path.name, known)}", listing)
 
 
 def _recipes_in(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES) if is_folder(folder) else []
+    return sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
 
 
 def _listing(folder: Path) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.facts.weights import Weight, Weights
+from llmtrain.plan.flops import backward_layers, head_parameters
 from llmtrain.plan.kernels import (
     CHUNK_TOKENS,
     LOGIT_BYTES,
@@ -29,7 +30,7 @@ from llmtrain.plan.kernels import (
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, tensor_parallel_elements
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import backward_layers, head_parameters, is_recomputed
+from llmtrain.plan.stages import is_recomputed
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     """
     recipe = plan.recipe
     widths = ELEMENT_BYTES[recipe.parallel.precision]
-    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.divisor("tokens")
     stages = _backward_layers_of_stages(plan, rank)
     layers = [index for stage in stages for index in stage]
     each = _per_layer(plan, weights, layers, tokens, layer_bytes)
@@ -140,7 +141,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
             # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
             lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
             lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
-    loss, head = _loss(plan, tokens) if is_last else 0, head_parameters(plan.model) // plan.parts("matrices")
+    loss, head = _loss(plan, tokens) if is_last else 0, head_parameters(plan.model) // plan.divisor("matrices")
     gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
     return Activations(
         saved=saved,
@@ -173,7 +174,7 @@ def pinned(size: int) -> int:
 def _loss(plan: Plan, tokens: int) -> int:
     """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
     widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
-    head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
+    head = head_parameters(plan.model) // plan.divisor("matrices") if plan.model.trains_head else 0
     of_logit = LOGIT_BYTES
     if overwrites_logits(plan):  # in lower precision, there are a copy in fp32 and a gradient besides
         of_logit = 4 if widths.computed == 4 else 4 + 2 * widths.computed
@@ -257,7 +258,7 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
         return Kept(stream * tokens, 0)
     results = [_result(plan, weight) for weight in layer if weight.is_matrix and not weight.is_expert]
     top_k = facts.experts_per_token if any(weight.is_expert for weight in layer) else 0
-    intermediate, slices = _intermediate_size(plan, layer), plan.parts("matrices")
+    intermediate, slices = _intermediate_size(plan, layer), plan.divisor("matrices")
     queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
     experts = 2 * intermediate + top_k * facts.hidden_size if top_k else 0
     attention = widths.computed * queries + 4 * facts.heads // slices
@@ -268,7 +269,7 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     used = stream * (widths.stream == 4 or is_fused(plan)) + widths.computed * queries + 4 * facts.heads // slices
     is_gpt2 = any("c_fc" in weight.name for weight in layer)
     projected = 3 * queries if is_gpt2 else 0 if _repeats_keys(plan) else keys
-    if plan.parts("tokens") > 1:
+    if plan.divisor("tokens") > 1:
         projected = 0  # attention saves what ranks have exchanged instead
     used += widths.computed * ((1 if is_gpt2 else 2) * intermediate + projected)
     return Kept(size * tokens, used * tokens)
@@ -276,7 +277,7 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
 
 def _result(plan: Plan, weight: Weight) -> int:
     """Returns the elements per token that a matrix's product gives a rank, if its result is kept."""
-    slices = plan.parts("matrices")
+    slices = plan.divisor("matrices")
     if ".lora_A." in weight.name:
         slices = 1
     if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
@@ -289,19 +290,19 @@ def _result(plan: Plan, weight: Weight) -> int:
 
 def _repeats_keys(plan: Plan) -> bool:
     """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
-    kernel, ranks = plan.recipe.model.attention_kernel, plan.parts("tokens")
+    kernel, ranks = plan.recipe.model.attention_kernel, plan.divisor("tokens")
     own = _key_heads(plan) * _key_copies(plan) // ranks
     return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.has_document_mask and own > 1)
 
 
 def _key_heads(plan: Plan) -> int:
     """Returns the heads of keys that a rank projects."""
-    return max(plan.model.kv_heads // plan.parts("matrices"), 1)
+    return max(plan.model.kv_heads // plan.divisor("matrices"), 1)
 
 
 def _key_copies(plan: Plan) -> int:
     """Returns how often keys are copied so that each of the ranks that share a sequence has a head."""
-    ranks = plan.parts("tokens")
+    ranks = plan.divisor("tokens")
     return ranks // math.gcd(ranks, _key_heads(plan))
 
 
@@ -377,12 +378,12 @@ def _unrounded(plan: Plan, widths: ElementBytes) -> int:
 def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> int:
     """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
     facts, recipe = plan.model, plan.recipe
-    queries = facts.heads * facts.head_dim // plan.parts("matrices")
-    keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
+    queries = facts.heads * facts.head_dim // plan.divisor("matrices")
+    keys = max(facts.kv_heads * facts.head_dim // plan.divisor("matrices"), 1)
     intermediate = queries + 2 * (queries if _repeats_keys(plan) else keys * _key_copies(plan)) + queries
-    if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
+    if plan.divisor("tokens") > 1 and recipe.model.attention_kernel != "eager":
         intermediate += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
-    saved, heads = widths.computed * intermediate, facts.heads // plan.parts("matrices")
+    saved, heads = widths.computed * intermediate, facts.heads // plan.divisor("matrices")
     if any("q_norm" in weight.name for weight in layer):
         is_trained = any("q_norm" in weight.name and weight.trained for weight in layer)
         normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
@@ -406,7 +407,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> i
 
 def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
     """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
-    tensor, width = plan.parts("matrices"), plan.model.hidden_size
+    tensor, width = plan.divisor("matrices"), plan.model.hidden_size
     experts = [weight for weight in layer if weight.is_expert and weight.is_matrix]
     if experts:
         intermediate = min((weight.shape[-1] for weight in experts if weight.name.endswith("down_proj")), default=0)
@@ -444,14 +445,14 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> By
     for weight in layer:
         if ".lora_A." in weight.name:
             rank, inputs = weight.shape
-            inputs //= plan.parts("matrices") if weight.module in SPLIT_COLUMNS else 1
+            inputs //= plan.divisor("matrices") if weight.module in SPLIT_COLUMNS else 1
             whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
             if weight.module in SPLIT_COLUMNS:  # the result is scattered
                 sequence_sharded += widths.computed * rank
             else:
                 whole += widths.computed * rank
         elif ".lora_magnitude_vector." in weight.name:
-            slices = plan.parts("matrices") if weight.module in SPLIT_ROWS else 1
+            slices = plan.divisor("matrices") if weight.module in SPLIT_ROWS else 1
             whole += 2 * widths.computed * weight.elements // slices
     return BytesPerToken(whole, sequence_sharded)
 

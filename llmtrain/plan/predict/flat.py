@@ -43,7 +43,7 @@ def bucket_elements(plan: Plan) -> int:
 def _trained_share(plan: Plan) -> int:
     """Returns the trained parameters of a rank, as if they were divided equally."""
     trained = plan.model.trained_parameters or plan.model.parameters
-    return trained // (plan.parts("layers") * plan.parts("matrices"))
+    return trained // (plan.divisor("layers") * plan.divisor("matrices"))
 
 
 def has_bf16_optimizer(plan: Plan) -> bool:
@@ -158,15 +158,15 @@ class FlatGroup:
         else:
             counted = Counter(zip(self.sizes, self.rows, strict=False))
             parameters = ((size, rows, 0, number) for (size, rows), number in counted.items())
-        tensor_parallel_elements = divided = 0
+        sliced = divided = 0
         for size, every, first, number in parameters:
             part = {"none": size, "flat": self.partition, "each": -(-size // self.ranks)}[division]
             cut = frozenset[int]().union(*(rows.cut for rows in every))
-            tensor_parallel_elements += number * len(cut) * (size // every[0].elements)
+            sliced += number * len(cut) * (size // every[0].elements)
             ends = range(first or part, size, part)
             places = {rows.place(rows.number(end)) for rows in every for end in ends if rows.is_cut(end)}
             divided += number * sum(block not in cut for _, block in places)
-        return tensor_parallel_elements, divided
+        return sliced, divided
 
     def _inside(self, rank: int) -> slice:
         """Returns the range of the parameters of which the partition of a rank contains a part."""
@@ -313,7 +313,7 @@ SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
 
 def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, ...]:
     """Returns what each tensor parallel rank holds of the rows of a matrix; one entry if all hold whole rows."""
-    block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.parts("matrices")
+    block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.divisor("matrices")
     if weight.module not in SPLIT_COLUMNS or tensor_parallel_elements(plan, weights, weight) == weight.elements:
         return (HeldRows(width, ((0, width),), block),)
     own = width // tensor

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtrain.plan.facts.weights import Weights
+from llmtrain.plan.flops import backward_layers
 from llmtrain.plan.kernels import recomputes_loss
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.activations import Activations, activations_of, in_flight, lowest_kept_layer
@@ -17,7 +18,6 @@ from llmtrain.plan.predict.flat import frozen_groups, optimizer_groups
 from llmtrain.plan.predict.model_state import RankGroups, checkpoint_bytes, state_of
 from llmtrain.plan.predict.parts import Parts, Shortage, State, readable, unit_of
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import backward_layers
 from llmtrain.recipe import ParallelConfig, Part
 from llmtrain.recipe.cluster import GIB
 
@@ -153,8 +153,7 @@ def measured() -> str:
 
 def by_part(parts: Parts) -> str:
     """Returns the parts, largest first, without empty ones."""
-    shown = sorted(((size, name) for name, size in parts.by_part().items() if size), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for size, name in shown)
+    return ", ".join(f"{name} {readable(size)}" for name, size in parts.largest_first())
 
 
 def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:

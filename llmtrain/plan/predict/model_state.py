@@ -38,7 +38,7 @@ STAGE0_BUCKET = 500_000_000
 """Elements that DeepSpeed averages at once at stage 0 (`engine.py:buffered_allreduce_fallback`)."""
 HOROVOD_FUSION = 128 * 2**20
 """Horovod's fusion buffer (`HOROVOD_FUSION_THRESHOLD`)."""
-MOST_RANKS = 64
+MAX_COUNTED_RANKS = 64
 """Largest number of ranks whose blocks are counted; other ranks may have a few more or fewer."""
 
 
@@ -125,7 +125,7 @@ def _blocks(groups: list[FlatGroup], division: Division) -> int:
     ranks = max(group.ranks for group in groups)
     return max(
         sum(group.blocks_of_shares(rank * group.ranks // ranks, group.ranks, number) for group in groups)
-        for rank in range(min(ranks, MOST_RANKS))
+        for rank in range(min(ranks, MAX_COUNTED_RANKS))
         for number in tensor
     )
 
@@ -148,7 +148,7 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
         part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
         return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
     each = BYTES_OF[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
-    parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
+    parts = plan.divisor("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
         (
             4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * parts * max(group.sizes))

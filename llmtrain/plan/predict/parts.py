@@ -44,6 +44,11 @@ class Parts(Part):
         """Returns name → bytes, in the order above."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
+    def largest_first(self) -> list[tuple[str, int]]:
+        """Returns readable names and bytes, without empty parts."""
+        sizes = sorted(((size, name) for name, size in self.by_part().items() if size), reverse=True)
+        return [(name.replace("_", " "), size) for size, name in sizes]
+
     def plus(self, **more: int) -> Parts:
         """Returns a copy with bytes added to some parts."""
         return self.model_copy(update={name: getattr(self, name) + value for name, value in more.items()})

@@ -14,14 +14,14 @@ ROW = 22
 """Height of a row, with the space below it."""
 LEFT = 64
 """x coordinate of the rows, to the right of their names."""
-WIDEST = 7
+LETTER_WIDTH = 7
 """Approximate width of a letter of the title."""
 DARK, GREY = "#222222", "#e4e4e4"
 
 
 def picture(width: float, height: float, title: str, elements: Iterable[str]) -> str:
     """Returns the whole document: white, with its title on top; wider than `width` if the title needs it."""
-    width = max(width, 16 + WIDEST * len(title))
+    width = max(width, 16 + LETTER_WIDTH * len(title))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="9">'
@@ -70,7 +70,7 @@ COLOURS = {
 }
 """Part → colour."""
 LIGHT = frozenset(("masters", "buckets", "communication", "logits", "framework", "optimizer"))
-"""Parts whose colour is dark, so that their figures are white."""
+"""Parts whose colour is light, so that their figures are dark."""
 
 PLOT, RIGHT = 640, 150
 """Width of the rows, and of the text after them."""
@@ -134,7 +134,7 @@ def _row(stage: StageMemory, y: float, scale: float, unit: int) -> Iterator[str]
     yield text(LEFT + PLOT + 8, y + 18, LABELS[stage.moment], size=8)
 
 
-MOST_SHOWN = 32
+MAX_SHOWN = 32
 """Micro-batches that a picture shows; more would only be thin lines, and the middle repeats itself."""
 SCHEDULE_NAMES = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
 PASS_COLOURS = {
@@ -149,7 +149,7 @@ UNIT, TOP = 11, 34
 def schedule_svg(schedule: PipelineSchedule, batch: Batch) -> str:
     """Draws a step: a row for each rank of the pipe, with numbered passes; grey means idle."""
     micro_batches = batch.gradient_accumulation_steps
-    shown = min(micro_batches, max(MOST_SHOWN, schedule.ranks))
+    shown = min(micro_batches, max(MAX_SHOWN, schedule.ranks))
     slots = list(schedule.slots(shown, lengths(schedule)))
     unit = UNIT / schedule.chunks if schedule.chunks > 2 else UNIT
     length = max(slot.end for slot in slots)

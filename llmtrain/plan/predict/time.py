@@ -65,8 +65,7 @@ def predict(
     rates, links = _rates_and_links(plan, assumed or assumed_of(plan.recipe.kernels))
     worker = Worker(plan, rates, links.assumed)
     groups = CommunicationGroups(plan)
-    held = set(parameters_of_ranks(plan))
-    stages = (_Stage(plan, stage, worker, traffic_of(groups, stage), links) for stage in held)
+    stages = (_Stage(plan, stage, worker, traffic_of(groups, stage), links) for stage in set(parameters_of_ranks(plan)))
     # All stages run at the pace of the slowest slot; among equal ones the update decides.
     slowest = max(stages, key=lambda stage: (stage.slot, stage.fixed))
     return slowest.time(rates.peak)
@@ -117,8 +116,8 @@ def _least_slot(plan: Plan, micro_batch: int, rates: AchievedRates, links: Links
     worker = Worker(plan, rates, links.assumed, micro_batch)
     groups = CommunicationGroups(plan, micro_batch)
     return max(
-        worker.micro_batch(held).seconds + sum(by_kind(groups.within_layers(held), links.seconds).values())
-        for held in set(parameters_of_ranks(plan))
+        worker.micro_batch(stage).seconds + sum(by_kind(groups.within_layers(stage), links.seconds).values())
+        for stage in set(parameters_of_ranks(plan))
     )
 
 
@@ -166,8 +165,8 @@ def describe_time(time: StepTime, measured: bool) -> str:
 class _Stage:
     """The step of a stage."""
 
-    def __init__(self, plan: Plan, held: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
-        self.plan, self.work = plan, worker.micro_batch(held)
+    def __init__(self, plan: Plan, stage: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
+        self.plan, self.work = plan, worker.micro_batch(stage)
         self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
         self.schedule = PipelineSchedule.of(plan.parallel)
         self.per_micro_batch, self.once, self.overlapped = waits_of(
@@ -175,7 +174,7 @@ class _Stage:
         )
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
-        self.update = _update(plan, held, worker)
+        self.update = _update(plan, stage, worker)
         self.fixed = sum(self.once.values()) + self.update
 
     def time(self, peak: float) -> StepTime:
@@ -234,11 +233,11 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
     return {kind: seconds * rest for kind, seconds in part.items()}, window
 
 
-def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
+def _update(plan: Plan, stage: StageParameters, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
-    parameters = held.trained * worker.own(held) / (plan.gradient_ranks if sharded else 1)
-    size, products = parameters * worker.update_bytes(held), worker.orthogonal(held)
+    parameters = stage.trained * worker.device_parameters(stage) / (plan.gradient_ranks if sharded else 1)
+    size, products = parameters * worker.update_bytes(stage), worker.orthogonal(stage)
     where = plan.recipe.parallel.offload_optimizer
     if where == "none":
         return size / worker.bandwidth + products

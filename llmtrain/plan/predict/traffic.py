@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.plan.axes import used
 from llmtrain.plan.facts.weights import Weight
+from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -21,7 +22,6 @@ from llmtrain.plan.predict import flat
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, overlaps_reduction
 from llmtrain.plan.predict.links import Groups, RankGroup, Store, TransferKind, bytes_sent
 from llmtrain.plan.predict.work import DeviceShare, StageParameters, parameters_of_ranks
-from llmtrain.plan.stages import head_parameters
 
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
@@ -99,7 +99,7 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
     if plan.recipe.parallel.strategy == "data_parallel":
         return ()
     groups, micro_batches = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
-    steps = (by_kind(groups.traffic(held).per_step(micro_batches), bytes_sent) for held in parameters_of_ranks(plan))
+    steps = (by_kind(groups.traffic(stage).per_step(micro_batches), bytes_sent) for stage in parameters_of_ranks(plan))
     return tuple({kind: round(size) for kind, size in step.items()} for step in steps)
 
 
@@ -114,11 +114,11 @@ class CommunicationGroups:
         self.residual = self.hidden_states / plan.megatron_sp_ranks
         """Bytes that are passed between two layers for a micro-batch, on one device."""
 
-    def traffic(self, held: StageParameters) -> Traffic:
+    def traffic(self, stage: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        found = Traffic(self.within_layers(held), *([] for _ in Traffic._fields[1:]))
+        found = Traffic(self.within_layers(stage), *([] for _ in Traffic._fields[1:]))
         if self.plan.parallel.offload_activations:
-            inputs = 2 * self.share.recomputed_layers(held) * held.reached
+            inputs = 2 * self.share.recomputed_layers(stage) * stage.reached
             found.overlapped.append(Transfer("host", ((self.residual, "cpu"),), inputs))
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = (2 if self.plan.parallel.stages == 2 else 4) * self.plan.parallel.pipeline_chunks
@@ -126,42 +126,42 @@ class CommunicationGroups:
         facts, strategy = self.plan.model, self.plan.recipe.parallel.strategy
         if self.plan.stages and facts.tied_embeddings and facts.trains_embedding:
             # The first and the last stage sum the gradients of a tied embedding.
-            size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
+            size = head_parameters(facts) / self.plan.divisor("matrices") * self.share.gradient_bytes
             pipe = self.groups.pipeline
             ends = RankGroup(2, pipe.stride * (pipe.size - 1))
             found.step.append(Transfer("all_reduce", ((size, ends),)))
         if strategy == "deepspeed":
-            self._zero(held, found)
+            self._zero(stage, found)
         elif strategy == "fsdp2":
-            self._gathered(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
+            self._gathered(stage, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
             # Gradients of the micro-batches before the last one stay where they are (`no_sync`).
             _split_transfer(
-                self._gradients("reduce_scatter", held), self._last(held), found.step, found.step_overlapped
+                self._gradients("reduce_scatter", stage), self._last(stage), found.step, found.step_overlapped
             )
         else:
-            _split_transfer(self._gradients("all_reduce", held), self._last(held), found.step, found.step_overlapped)
-        found.step.extend([*self._matrices(held), *self._factors(held), *self._blocks(held)])
+            _split_transfer(self._gradients("all_reduce", stage), self._last(stage), found.step, found.step_overlapped)
+        found.step.extend([*self._matrices(stage), *self._factors(stage), *self._blocks(stage)])
         return found
 
-    def within_layers(self, held: StageParameters) -> list[Transfer]:
+    def within_layers(self, stage: StageParameters) -> list[Transfer]:
         """Returns the transfers within layers for each micro-batch, which no computation hides."""
         axes = [axis.name for axis in used(self.plan.parallel) if axis.name in WITHIN_LAYERS]
-        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, held)]
+        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis](self, stage)]
 
-    def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
+    def _matrices(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of parts of matrices, for an optimizer that updates whole matrices."""
-        fraction = held.trained * self.share.layer_matrix_fraction(held)
+        fraction = stage.trained * self.share.layer_matrix_fraction(stage)
         if not fraction:
             return
         size = fraction * self.share.compute_bytes
-        shards = self._among_replicas(held, size / self.groups.replicas.size)
+        shards = self._among_replicas(stage, size / self.groups.replicas.size)
         yield Transfer("all_to_all", shards)
         if self.plan.parallel.zero_stage == 0:
-            yield Transfer("all_gather", self._among_replicas(held, size))
+            yield Transfer("all_gather", self._among_replicas(stage, size))
         else:
             yield Transfer("all_to_all", shards)
 
-    def _factors(self, held: StageParameters) -> Iterator[Transfer]:
+    def _factors(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the all-reduces for an optimizer that keeps sums along rows and columns.
 
         The sums of squares of each weight and of its update are exchanged as well. Replicas whose flat partitions
@@ -170,12 +170,12 @@ class CommunicationGroups:
         weights, replicas = self.plan.model.weights, self.groups.replicas.size
         if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
             return
-        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(stage)):
             alone = replicas if self._division == "flat" and not group.is_cut else 1
             sums = (sum(group.factors) + 2 * len(group.factors)) / alone
             yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
 
-    def _blocks(self, held: StageParameters) -> Iterator[Transfer]:
+    def _blocks(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the all-reduces of the largest magnitudes of blocks that ranks share, for 8-bit moments.
 
         FSDP2 needs none, because it divides weights between rows.
@@ -183,7 +183,7 @@ class CommunicationGroups:
         weights, parallel = self.plan.model.weights, self.plan.parallel
         if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
             return
-        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(held)):
+        for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(stage)):
             sliced, divided = group.cut_blocks(self._division)
             tensor = self.groups.tensor.size
             ranks = RankGroup(group.ranks * tensor, 1) if sliced else RankGroup(group.ranks, tensor)
@@ -193,19 +193,19 @@ class CommunicationGroups:
     @property
     def _division(self) -> flat.Division:
         """How replicas divide the optimizer's states of the weights that each of them holds."""
-        stage = self.plan.parallel.zero_stage
-        is_flat = stage < 3 and self.plan.parallel.strategy == "deepspeed"
-        return "none" if stage == 0 else "flat" if is_flat else "each"
+        zero_stage = self.plan.parallel.zero_stage
+        is_flat = zero_stage < 3 and self.plan.parallel.strategy == "deepspeed"
+        return "none" if zero_stage == 0 else "flat" if is_flat else "each"
 
-    def tensor(self, held: StageParameters) -> Iterator[Transfer]:
+    def tensor(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats the sum of attention."""
         each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
         # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always
         # recompute their products.
-        again, tiled = self.share.recomputed_layers(held), feeds_in_tiles(self.plan)
-        sums = held.layers * each + again + tiled * (held.layers + again)
-        tables = held.embedding + held.head
-        if self.share.splits_vocabulary and held.head:
+        again, tiled = self.share.recomputed_layers(stage), feeds_in_tiles(self.plan)
+        sums = stage.layers * each + again + tiled * (stage.layers + again)
+        tables = stage.embedding + stage.head
+        if self.share.splits_vocabulary and stage.head:
             logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
             yield Transfer("all_gather", ((logits, self.groups.tensor),))
         if self.share.splits_vocabulary:
@@ -218,8 +218,8 @@ class CommunicationGroups:
             yield Transfer("reduce_scatter", whole, sums)
             yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_vocabulary else tables))
         of_layer, last = self._summed_gradients()
-        yield Transfer("all_reduce", of_layer, held.layers)
-        yield Transfer("all_reduce", last, held.head)
+        yield Transfer("all_reduce", of_layer, stage.layers)
+        yield Transfer("all_reduce", last, stage.head)
 
     def _summed_gradients(self) -> tuple[tuple[tuple[float, RankGroup], ...], ...]:
         """Returns the gradients of whole parameters that are summed: those of a layer, and those after the last layer.
@@ -244,84 +244,84 @@ class CommunicationGroups:
             for part in (own, last)
         )
 
-    def sequence(self, held: StageParameters) -> Iterator[Transfer]:
+    def sequence(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of heads for parts of the sequence, and back.
 
         Key and value heads are repeated until they are divisible, at most to the number of query heads.
         """
         facts, group = self.plan.model, self.groups.sequence
         keys = max(facts.kv_heads, min(group.size * self.groups.tensor.size, facts.heads))
-        width = facts.head_dim / self.plan.parts("matrices") * self.share.tokens * self.share.compute_bytes
-        yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
+        width = facts.head_dim / self.plan.divisor("matrices") * self.share.tokens * self.share.compute_bytes
+        yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(stage))
 
-    def expert(self, held: StageParameters) -> Iterator[Transfer]:
+    def expert(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tokens to their experts and back.
 
         Each rank of a tensor group sends a part of the group's tokens, and gathers the results.
         """
         dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
-        passes = self._passes(held)
+        passes = self._passes(stage)
         yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * passes)
-        yield Transfer("all_gather", ((dispatched, tensor),), passes - held.layers)
-        yield Transfer("all_reduce", ((dispatched, tensor),), held.layers)
+        yield Transfer("all_gather", ((dispatched, tensor),), passes - stage.layers)
+        yield Transfer("all_reduce", ((dispatched, tensor),), stage.layers)
 
-    def _passes(self, held: StageParameters) -> int:
-        return 2 * held.layers + self.share.recomputed_layers(held)
+    def _passes(self, stage: StageParameters) -> int:
+        return 2 * stage.layers + self.share.recomputed_layers(stage)
 
-    def _zero(self, held: StageParameters, found: Traffic) -> None:
+    def _zero(self, stage: StageParameters, found: Traffic) -> None:
         """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
-        stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
-        if stage == 3:
+        zero_stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
+        if zero_stage == 3:
             # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
-            own = share.own(held)
+            own = share.device_parameters(stage)
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
-            self._gathered(held, found, gathers=1 + again)
-            reduction = self._gradients("reduce_scatter", held)
-            _split_transfer(reduction, self._last(held), found.exposed, found.backward_overlapped)
+            self._gathered(stage, found, gathers=1 + again)
+            reduction = self._gradients("reduce_scatter", stage)
+            _split_transfer(reduction, self._last(stage), found.exposed, found.backward_overlapped)
         else:
-            last = self._last(held) if overlaps_reduction(self.plan) else 1.0
+            last = self._last(stage) if overlaps_reduction(self.plan) else 1.0
             each_pass, once = (found.exposed, found.backward_overlapped), (found.step, found.step_overlapped)
-            _split_transfer(self._gradients("all_reduce", held), last, *(each_pass if stage == 2 else once))
-            if stage:
-                found.step.append(self._weights(held, part=held.trained))
+            _split_transfer(self._gradients("all_reduce", stage), last, *(each_pass if zero_stage == 2 else once))
+            if zero_stage:
+                found.step.append(self._weights(stage, part=stage.trained))
         if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
-            size = held.trained * share.replicated_parameters(held) * share.gradient_bytes
+            size = stage.trained * share.replicated_parameters(stage) * share.gradient_bytes
             found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
-        shard = held.trained * share.own(held) / self.groups.replicas.size
+        shard = stage.trained * share.device_parameters(stage) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
             # Gradients are sent to the host as soon as they are reduced; updated weights come back.
             gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
-            (found.exposed if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
+            (found.exposed if zero_stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
             found.step.append(Transfer("host", ((weights, "cpu"),)))
         if parallel.offload_param != "none":
-            weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
+            weights = share.device_parameters(stage) / self.groups.replicas.size * share.weight_bytes
             found.overlapped.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
 
-    def _gathered(self, held: StageParameters, found: Traffic, gathers: float) -> None:
+    def _gathered(self, stage: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights for a micro-batch: in its forward pass, and again in its backward pass."""
-        near, each, times = self.plan.parallel.hierarchical_partition, self._weights(held), 1.0
-        first = self._at_an_end(held)
+        near, each, times = self.plan.parallel.hierarchical_partition, self._weights(stage), 1.0
+        first = self._at_an_end(stage)
         if near > 1:
             # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
-            _split_transfer(replace(each, times=held.trained), first, found.step, found.step_forward_overlapped)
-            weights = self.share.own(held) * self.share.weight_bytes
+            _split_transfer(replace(each, times=stage.trained), first, found.step, found.step_forward_overlapped)
+            weights = self.share.device_parameters(stage) * self.share.weight_bytes
             each = Transfer("all_gather", ((weights, RankGroup(near, 1)),))
-            times -= held.trained / self.plan.batch.gradient_accumulation_steps
+            times -= stage.trained / self.plan.batch.gradient_accumulation_steps
         _split_transfer(replace(each, times=times), first, found.exposed, found.forward_overlapped)
         found.backward_overlapped.append(replace(each, times=gathers - 1))
 
-    def _last(self, held: StageParameters) -> float:
+    def _last(self, stage: StageParameters) -> float:
         """Returns the share of a reduction that starts when the backward pass has ended."""
-        return self._at_an_end(held, held.trained)
+        return self._at_an_end(stage, stage.trained)
 
-    def _at_an_end(self, held: StageParameters, trained: float = 1.0) -> float:
+    def _at_an_end(self, stage: StageParameters, trained: float = 1.0) -> float:
         """Returns the share of the weights, or of the trained ones, whose messages no computation hides.
 
         The embedding and one more message are needed before anything can be computed, and their gradients come last.
         """
-        slices = self.plan.parts("matrices") if self.share.splits_vocabulary else 1
-        table = held.embedding * head_parameters(self.plan.model) / slices
-        return min(1.0, (table + self._message() / trained) / self.share.own(held))
+        slices = self.plan.divisor("matrices") if self.share.splits_vocabulary else 1
+        table = stage.embedding * head_parameters(self.plan.model) / slices
+        return min(1.0, (table + self._message() / trained) / self.share.device_parameters(stage))
 
     def _message(self) -> float:
         """Returns the elements that the engine gathers or reduces at once."""
@@ -333,16 +333,16 @@ class CommunicationGroups:
         # Horovod sends all available gradients every millisecond.
         return flat.DDP_BUCKET_MIB * 2**20 / self.share.gradient_bytes if strategy == "ddp" else 0.0
 
-    def _weights(self, held: StageParameters, part: float = 1.0) -> Transfer:
+    def _weights(self, stage: StageParameters, part: float = 1.0) -> Transfer:
         """Returns the all-gathers of a device's weights, or of a part of them."""
-        return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes))
+        return Transfer("all_gather", self._among_replicas(stage, part * self.share.weight_bytes))
 
-    def _gradients(self, kind: TransferKind, held: StageParameters) -> Transfer:
+    def _gradients(self, kind: TransferKind, stage: StageParameters) -> Transfer:
         """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
-        return Transfer(kind, self._among_replicas(held, held.trained * self.share.gradient_bytes))
+        return Transfer(kind, self._among_replicas(stage, stage.trained * self.share.gradient_bytes))
 
-    def _among_replicas(self, held: StageParameters, size: float) -> tuple[tuple[float, RankGroup], ...]:
-        dense, experts = self.share.dense_and_expert_parameters(held)
+    def _among_replicas(self, stage: StageParameters, size: float) -> tuple[tuple[float, RankGroup], ...]:
+        dense, experts = self.share.dense_and_expert_parameters(stage)
         return (
             (dense * size, self.groups.replicas),
             *([(experts * size, self.groups.expert_replicas)] if experts else []),

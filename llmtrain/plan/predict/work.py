@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.flops import backward_layers, head_parameters
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import UPDATE_BYTES, MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan, StagePlan
 from llmtrain.plan.predict.assumptions import Assumptions
 from llmtrain.plan.predict.rates import AchievedRates
 from llmtrain.plan.schedules import PipelineSchedule
-from llmtrain.plan.stages import backward_layers, head_parameters
 
 BACKWARD = 2.0
 """Matrix products of a backward pass for each one of the forward pass, if the weight is trained; also the passes over
@@ -137,7 +137,9 @@ class DeviceShare:
         """micro_batch: its number of sequences; by default the plan's."""
         recipe = plan.recipe
         self.plan, self.facts = plan, plan.model
-        self.tokens = (micro_batch or plan.batch.micro_batch_size) * recipe.data.sequence_length / plan.parts("tokens")
+        self.tokens = (
+            (micro_batch or plan.batch.micro_batch_size) * recipe.data.sequence_length / plan.divisor("tokens")
+        )
         """Tokens of a micro-batch."""
         self.compute_bytes = BYTES_OF[COMPUTE_DTYPE[recipe.parallel.precision]]
         self.weight_bytes = BYTES_OF[WEIGHT_DTYPE[recipe.parallel.precision]]
@@ -145,27 +147,27 @@ class DeviceShare:
         self.again = recipe.parallel.activation_checkpointing
         """The part that is recomputed in the backward pass."""
 
-    def recomputed_layers(self, held: StageParameters) -> int:
+    def recomputed_layers(self, stage: StageParameters) -> int:
         """Returns the layers of a stage that are computed again, in whole or in part."""
-        return 0 if self.again == "none" else math.ceil(held.layers / self.plan.parallel.checkpoint_every)
+        return 0 if self.again == "none" else math.ceil(stage.layers / self.plan.parallel.checkpoint_every)
 
-    def layer_matrix_fraction(self, held: StageParameters) -> float:
+    def layer_matrix_fraction(self, stage: StageParameters) -> float:
         """Returns the fraction of a stage that the optimizer updates as matrices of layers; their norms count, too."""
         if optimizer_of(self.plan.recipe.optim).layer_states is None:
             return 0.0
-        return min(1.0, sum(self.facts.layer_parameters) / self.facts.layers * held.layers / held.parameters)
+        return min(1.0, sum(self.facts.layer_parameters) / self.facts.layers * stage.layers / stage.parameters)
 
-    def own(self, held: StageParameters) -> float:
+    def device_parameters(self, stage: StageParameters) -> float:
         """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
-        return sum(self.dense_and_expert_parameters(held))
+        return sum(self.dense_and_expert_parameters(stage))
 
-    def dense_and_expert_parameters(self, held: StageParameters) -> tuple[float, float]:
-        """Returns the part of `own` that all replicas hold, and the part of experts."""
-        whole, experts = self.replicated_parameters(held), self.plan.parallel.expert
-        dense = (held.parameters - held.experts - whole) / self.plan.parts("matrices") + whole
-        return dense, held.experts / (experts if experts > 1 else self.plan.parts("matrices"))
+    def dense_and_expert_parameters(self, stage: StageParameters) -> tuple[float, float]:
+        """Returns the part of `device_parameters` that all replicas hold, and the part of experts."""
+        whole, experts = self.replicated_parameters(stage), self.plan.parallel.expert
+        dense = (stage.parameters - stage.experts - whole) / self.plan.divisor("matrices") + whole
+        return dense, stage.experts / (experts if experts > 1 else self.plan.divisor("matrices"))
 
-    def replicated_parameters(self, held: StageParameters) -> int:
+    def replicated_parameters(self, stage: StageParameters) -> int:
         """Returns the parameters, experts excepted, that each tensor parallel rank holds whole.
 
         If the experts are distributed, only attention is split.
@@ -173,10 +175,10 @@ class DeviceShare:
         facts = self.facts
         if self.plan.parallel.autotp_ranks > 1:
             attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
-            return held.parameters - held.experts - held.layers * attention
+            return stage.parameters - stage.experts - stage.layers * attention
         if self.splits_vocabulary:
             return 0
-        tables = held.embedding + held.head
+        tables = stage.embedding + stage.head
         return head_parameters(facts) * (min(tables, 1) if facts.tied_embeddings else tables)
 
     @property
@@ -199,59 +201,59 @@ class Worker(DeviceShare):
         self.floor = 0.0 if plan.cluster.spec.on_cpu else assumed.layer_kernels * rates.launch_s
         """Seconds of a layer's forward pass below which the launches of its kernels decide."""
 
-    def micro_batch(self, held: StageParameters) -> Work:
+    def micro_batch(self, stage: StageParameters) -> Work:
         """Returns the time of one forward and one backward pass."""
-        facts, slices = self.facts, self.plan.parts("matrices")
-        products = 2 * held.active / slices * self.tokens / self.product_rate
-        scores = 4 * held.layers * facts.heads * facts.head_dim / slices * self.length * self.attention_share
+        facts, slices = self.facts, self.plan.divisor("matrices")
+        products = 2 * stage.active / slices * self.tokens / self.product_rate
+        scores = 4 * stage.layers * facts.heads * facts.head_dim / slices * self.length * self.attention_share
         attention = scores * self.tokens / self.attention_rate
         residual = self.assumed.residual_passes / self.plan.megatron_sp_ranks + self.assumed.end_passes
-        passes = residual * held.layers * facts.hidden_size
-        passes += self.assumed.width_passes * held.active / facts.hidden_size / slices
+        passes = residual * stage.layers * facts.hidden_size
+        passes += self.assumed.width_passes * stage.active / facts.hidden_size / slices
         memory = passes * self.tokens * self.compute_bytes / self.bandwidth
-        again = self.recomputed_layers(held) / held.layers
-        weights = self.own(held) * self.weight_bytes / self.bandwidth
-        floor = held.layers * self.floor
+        again = self.recomputed_layers(stage) / stage.layers
+        weights = self.device_parameters(stage) * self.weight_bytes / self.bandwidth
+        floor = stage.layers * self.floor
         layers = max(products + attention + memory + weights, floor)
-        head_product, head_memory = self._head() if held.head else (0.0, 0.0)
+        head_product, head_memory = self._head() if stage.head else (0.0, 0.0)
         # A gradient is written in the type of the weights, then added to the accumulated one.
-        accumulation = held.trained * self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes)
+        accumulation = stage.trained * self.device_parameters(stage) * (2 * self.weight_bytes + 2 * self.gradient_bytes)
         # One product for the gradient of the input, and one for that of a trained weight.
-        backward = products * (held.reached + held.trained)
-        backward += held.reached * (BACKWARD * (memory + weights) + ATTENTION_BACKWARD * attention)
+        backward = products * (stage.reached + stage.trained)
+        backward += stage.reached * (BACKWARD * (memory + weights) + ATTENTION_BACKWARD * attention)
         # KTO's divergence takes a pass without gradient over as many other completions.
         passes = 2 if self.plan.recipe.objective.name == "kto" else 1
         return Work(
             forward=passes * (layers + head_product + head_memory / 2),
-            recompute=held.reached * again * (memory if self.again == "selective" else layers)
-            + held.reached * self._tiled(held) * products
+            recompute=stage.reached * again * (memory if self.again == "selective" else layers)
+            + stage.reached * self._tiled(stage) * products
             + (head_product if self.recomputes_logits else 0.0),
-            backward=max(backward, held.reached * floor)
+            backward=max(backward, stage.reached * floor)
             + (BACKWARD if facts.trains_head else 1.0) * head_product
             + head_memory / 2
             + accumulation / self.bandwidth,
         )
 
-    def _tiled(self, held: StageParameters) -> float:
+    def _tiled(self, stage: StageParameters) -> float:
         """Returns the share of the layers' products that feed-forward layers in tiles compute once more."""
         facts = self.facts
         if not feeds_in_tiles(self.plan):
             return 0.0
         attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
-        return max(0.0, 1 - held.layers * attention / held.active)
+        return max(0.0, 1 - stage.layers * attention / stage.active)
 
     def _head(self) -> tuple[float, float]:
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
         # Logits are gathered, so each tensor parallel rank computes the whole loss.
-        split = self.plan.parts("matrices") if self.splits_vocabulary else 1
+        split = self.plan.divisor("matrices") if self.splits_vocabulary else 1
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 
-    def update_bytes(self, held: StageParameters) -> float:
+    def update_bytes(self, stage: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        optim, share = self.plan.recipe.optim, self.layer_matrix_fraction(held)
+        optim, share = self.plan.recipe.optim, self.layer_matrix_fraction(stage)
         if optimizer_of(optim).factors:
             # Weight and gradient are read for sums first, and the update takes the gradient's place in between.
             return 4 + 4 + 4 + 4 + 4 + 8 + copy
@@ -261,18 +263,18 @@ class Worker(DeviceShare):
         states = outside * (1 - share) + inside * share
         return 4 + 8 + 8 * states + copy  # gradient read; master weight and moments read and written
 
-    def orthogonal(self, held: StageParameters) -> float:
+    def orthogonal(self, stage: StageParameters) -> float:
         """Returns the time in which the ranks of a stage, together, make the momentum of all matrices orthogonal.
 
         Each step takes three products for a matrix of m × n, m ≤ n: two of 2·m²·n FLOPs, and one of 2·m³. The hidden
         size stands for m.
         """
-        share = self.layer_matrix_fraction(held)
+        share = self.layer_matrix_fraction(stage)
         if not share:
             return 0.0
         steps = MuonOptions.model_validate(self.plan.recipe.optim.options).ns_steps
-        elements = held.trained * held.parameters * share
-        ranks = self.plan.gradient_ranks * self.plan.parts("matrices")
+        elements = stage.trained * stage.parameters * share
+        ranks = self.plan.gradient_ranks * self.plan.divisor("matrices")
         return 6 * steps * self.facts.hidden_size * elements / ranks / self.product_rate
 
 

@@ -10,12 +10,13 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
+from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Batch, Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.memory import LABELS, by_part
 from llmtrain.plan.rules import adapter, backends, deepspeed, kernels, layout, model, training
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule, rules_of
-from llmtrain.plan.stages import flops_per_token, plan_stages
+from llmtrain.plan.stages import plan_stages
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import GIB, Cluster
 

@@ -280,7 +280,7 @@ def pipeline_tied_accumulation(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype))
 
 
-MOST_IDLE = 0.2
+MAX_IDLE = 0.2
 """Fraction of the time that a pipeline may be idle without a note."""
 
 
@@ -293,7 +293,7 @@ def pipeline_bubble(draft: Draft) -> Iterator[Fault]:
     if micro_batches is None or any(any(refusal.faults(draft)) for refusal in refusals):
         return
     idle = PipelineSchedule.of(parallel).bubble(micro_batches)
-    if idle <= MOST_IDLE:
+    if idle <= MAX_IDLE:
         return
     count = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     is_1f1b = parallel.pipeline_schedule == "1f1b"
@@ -305,10 +305,10 @@ def pipeline_bubble(draft: Draft) -> Iterator[Fault]:
 
 
 def _less_idle(draft: Draft) -> str:
-    """Suggests the largest micro-batch size that keeps the idle time within `MOST_IDLE`, else a global batch size."""
+    """Suggests the largest micro-batch size that keeps the idle time within `MAX_IDLE`, else a global batch size."""
     assert draft.data_parallel_size is not None, "there are micro-batches"
     stages, batch = draft.parallel.pipeline, draft.recipe.batch
-    needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
+    needed = math.ceil((stages - 1) * (1 - MAX_IDLE) / MAX_IDLE - 1e-9)
     share = batch.global_batch_size // draft.data_parallel_size
     smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
     if smaller is not None:

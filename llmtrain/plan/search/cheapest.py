@@ -17,7 +17,7 @@ from llmtrain.plan.predict import MemoryCache, memory_of, memory_shortage
 from llmtrain.plan.predict.parts import readable
 from llmtrain.plan.predict.time import StepTime
 from llmtrain.plan.rules import assemble
-from llmtrain.plan.search.nearest import MOST, as_arguments, nearest_plans
+from llmtrain.plan.search.nearest import MAX_SUGGESTIONS, as_arguments, nearest_plans
 from llmtrain.plan.search.search import FitChecker, changes_of, legal_layouts, timed_plans
 from llmtrain.plan.search.variants import Fields
 from llmtrain.recipe import Recipe
@@ -99,7 +99,7 @@ def cheapest_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[
 
     for like in (_changes_the_same, _goes_further, Suggestion.__eq__):  # the conditions become weaker
         for fastest, draft in fastest_first():
-            if len(found) == MOST:
+            if len(found) == MAX_SUGGESTIONS:
                 break
             is_new = fastest.changes and not any(like(fastest, known) for known in found)
             if is_new and fit_checker.fits(draft):

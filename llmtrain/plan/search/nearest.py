@@ -21,7 +21,7 @@ from llmtrain.plan.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, Fields
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST = 3
+MAX_SUGGESTIONS = 3
 """Number of suggestions."""
 TRIALS = 1_500
 """Number of variants that are tried, at about 50 µs each."""
@@ -82,7 +82,7 @@ def nearest_plans(recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | 
     return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {})))
 
 
-def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
+def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields) -> list[Fields]:
     """Returns such changes as fields, by increasing distance.
 
     A legal plan must differ in at least one field on which a broken rule depends. A variant is therefore only changed
@@ -95,7 +95,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
     found: list[Fields] = []
     deadline = time.monotonic() + PATIENCE_S
     for _ in range(TRIALS):
-        if not queue or len(found) == most or time.monotonic() > deadline:
+        if not queue or len(found) == MAX_SUGGESTIONS or time.monotonic() > deadline:
             break
         distance, _, changes = heapq.heappop(queue)
         if any(legal.items() <= changes.items() for legal in found):

@@ -45,7 +45,7 @@ from llmtrain.plan.search.variants import (
 from llmtrain.recipe import ParallelConfig, Recipe
 from llmtrain.recipe.cluster import Cluster
 
-MOST = 10
+MAX_BEST = 10
 """Number of best plans that are shown."""
 MAX_SLOWER = 16
 """Number of slower plans that are shown."""
@@ -129,7 +129,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     kinds, distinct = set[Kind](), set[Kind]()
 
     def is_skipped(fields: Fields, draft: Draft) -> bool:
-        is_known = _kind(fields) in kinds if len(best) == MOST else _without_savings(fields) in distinct
+        is_known = _kind(fields) in kinds if len(best) == MAX_BEST else _without_savings(fields) in distinct
         if is_known:
             return True
         if fit_checker is None or (not best and len(too_large) < MAX_CHECKED):  # it counts even if it does not fit
@@ -137,12 +137,12 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         return not fit_checker.fits(draft, fields[MICRO_BATCH])
 
     for time, fields, draft in timed_plans(found, is_skipped):
-        if len(best) == MOST and len(slower) == MAX_SLOWER:
+        if len(best) == MAX_BEST and len(slower) == MAX_SLOWER:
             break
         if fit_checker and (shortage := fit_checker.shortage(draft)):
             too_large.append((shortage, (time, fields, draft)))
             continue
-        shown = best if len(best) < MOST else slower
+        shown = best if len(best) < MAX_BEST else slower
         why = loses(time, best[0].time) if shown is slower else ""
         shown.append(_found(recipe, cluster, facts, fields, time, why))
         kinds.add(_kind(fields))
@@ -176,11 +176,6 @@ class LegalLayout:
     """Sizes of micro-batches, each legal with every recomputation."""
     again: tuple[tuple[Fields, Draft], ...]
     """Recomputations, and the draft of each with a micro-batch of one sequence."""
-
-    def plans(self) -> Iterator[tuple[Fields, Draft]]:
-        """Yields the changes to the recipe of every plan, and its draft."""
-        for micro, (fields, draft) in itertools.product(self.sizes, self.again):
-            yield self.fields | fields | {MICRO_BATCH: micro}, _with_micro_batch(draft, micro)
 
 
 def _with_micro_batch(draft: Draft, size: int) -> Draft:
@@ -238,12 +233,6 @@ def _candidates(layouts: Iterable[LegalLayout]) -> Iterator[Candidate]:
         for size, (fields, draft, batch, least) in itertools.product(legal_layout.sizes, bounds):
             rate = batch.tokens_per_step / least.step_s(size, batch.gradient_accumulation_steps // size)
             yield Candidate(-rate, False, next(place), fields | {MICRO_BATCH: size}, draft)
-
-
-def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
-    """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
-    for legal_layout in legal_layouts(recipe, cluster, facts):
-        yield from legal_layout.plans()
 
 
 def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[LegalLayout]:
@@ -322,12 +311,12 @@ def _kind(fields: Fields) -> Kind:
 
 def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     """Returns the problem that there is no plan to rank: none is legal, or the speed of the device is unknown."""
-    first = next(legal_plans(recipe, cluster, facts), None)
+    first = next(legal_layouts(recipe, cluster, facts), None)
     if first is None:
         message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
         return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search reports why")
     fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
-    return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
+    return Problem("search.device", "cluster.device", unknown(first.again[0][1]) or "", fix)
 
 
 class FitChecker:

@@ -91,7 +91,7 @@ def shrink_plan(plan: Plan, model: ModelConfig) -> Shrunk:
 
 def _degrees(plan: Plan) -> dict[Axis, int]:
     small = {axis: min(plan.degree(axis), MAX_DEGREE) for axis in AXES}
-    has_replicas = plan.cluster.world_size // plan.parts("layers") > plan.degree(EXPERT) > 1
+    has_replicas = plan.cluster.world_size // plan.divisor("layers") > plan.degree(EXPERT) > 1
     same_layers = math.prod(small[axis] for axis in AXES if axis.has_ranks and "layers" not in axis.divides)
     if has_replicas and plan.data_parallel_size > 1 and same_layers == small[EXPERT]:
         small[DATA] *= MAX_DEGREE

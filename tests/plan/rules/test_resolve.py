@@ -8,7 +8,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.facts.model_facts import MOST_LAYERS
+from llmtrain.plan.facts.model_facts import MAX_LAYERS
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.rules import RULES, broken, resolve
 from llmtrain.plan.schedules import UNITS, PipelineSchedule
@@ -261,7 +261,7 @@ def test_rule_ids_are_unique():
 
 
 def test_absurd_sizes_neither_overflow_nor_hang(tiny):
-    huge = {"model.config.hidden_size": 2 * 10**9 - 2, "model.config.num_hidden_layers": MOST_LAYERS}
+    huge = {"model.config.hidden_size": 2 * 10**9 - 2, "model.config.num_hidden_layers": MAX_LAYERS}
     plan = resolve(tiny.with_(**huge), Cluster())
     assert plan.model.parameters > 10**22
     problem = refusals(tiny, Cluster(nodes=10**6, devices_per_node=7))["batch.divides"]

@@ -13,9 +13,9 @@ from llmtrain.plan.predict import memory_of, memory_shortage
 from llmtrain.plan.predict.time import predict
 from llmtrain.plan.rules import assemble, resolve
 from llmtrain.plan.search.cheapest import EQUAL, cheapest_plans, suggesting
-from llmtrain.plan.search.search import legal_plans
 from llmtrain.recipe import parse_assignments
 from llmtrain.recipe.cluster import DEVICES, Cluster, Device
+from tests.helpers.legal_plans import legal_plans
 
 NODE = Cluster(devices_per_node=8, device="h100")
 LARGE = load_recipe("recipes/llama3_8b.py", [])[0].with_(

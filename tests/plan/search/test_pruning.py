@@ -12,9 +12,10 @@ from llmtrain.plan.predict.parts import readable
 from llmtrain.plan.predict.time import TimeBound, predict
 from llmtrain.plan.rules import assemble
 from llmtrain.plan.search import search
-from llmtrain.plan.search.search import MAX_SLOWER, MOST, legal_layouts, legal_plans, search_plans, timed_plans
+from llmtrain.plan.search.search import MAX_BEST, MAX_SLOWER, legal_layouts, search_plans, timed_plans
 from llmtrain.plan.search.variants import DEGREES, MICRO_BATCH, SCHEDULE, ZERO_STAGE, changed
 from llmtrain.recipe.cluster import DEVICES, Cluster
+from tests.helpers.legal_plans import legal_plans
 from tests.helpers.random_plans import cases
 
 
@@ -75,15 +76,15 @@ def _shown(timed, cache):
     for time, fields, draft in timed:
         kind = (fields[ZERO_STAGE], *(fields[field] == 1 for field in DEGREES))
         alike = tuple(fields[field] for field in (*DEGREES, *SCHEDULE, ZERO_STAGE, MICRO_BATCH))
-        if len(best) < MOST and any(alike == one[2] for one in best):
+        if len(best) < MAX_BEST and any(alike == one[2] for one in best):
             continue
-        if len(best) == MOST and any(kind == one[1] for one in (*best, *slower)):
+        if len(best) == MAX_BEST and any(kind == one[1] for one in (*best, *slower)):
             continue
         shortage = memory_shortage(assemble(draft), cache)
         if shortage and not best:
             too_large.append((shortage, kind, time))
         elif not shortage:
-            (best if len(best) < MOST else slower).append((time, kind, alike))
+            (best if len(best) < MAX_BEST else slower).append((time, kind, alike))
     nearest = {}
     for shortage, kind, time in sorted(too_large, key=lambda miss: miss[0].size):
         nearest.setdefault(kind, (time, shortage.text))

@@ -16,10 +16,11 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.plan.predict import Shortage, memory_shortage
 from llmtrain.plan.predict.time import predict
 from llmtrain.plan.rules import LEGALITY, RULES, assemble, broken, resolve
-from llmtrain.plan.search.search import FitChecker, legal_plans, loses, search_plans
+from llmtrain.plan.search.search import FitChecker, loses, search_plans
 from llmtrain.plan.search.search_report import UNKNOWN_MEMORY, document, lines
 from llmtrain.recipe import parse_assignments
 from llmtrain.recipe.cluster import Cluster
+from tests.helpers.legal_plans import legal_plans
 
 ROOT = Path(__file__).parents[3]
 NODE = Cluster(devices_per_node=8, device="h100")

@@ -12,9 +12,9 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.plan.search import nearest
 from llmtrain.plan.search.enumerate import enumerate_plans
-from llmtrain.plan.search.search import legal_plans
 from llmtrain.plan.search.variants import DEGREES, NVME_PATH, OFFLOADS, SCHEDULE, ZERO_STAGE, degrees, value_of
 from llmtrain.recipe.cluster import Cluster
+from tests.helpers.legal_plans import legal_plans
 
 QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
 DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})
@@ -75,13 +75,14 @@ def test_degrees_of_experts_are_those_of_all_ranks_of_a_stage():
 
 
 @pytest.mark.parametrize(("recipe", "devices"), [(QWEN, 8), (DENSE, 8)], ids=["experts", "dense"])
-def test_the_nearest_plan_reverts_a_change_of_one_field(recipe, devices):
+def test_the_nearest_plan_reverts_a_change_of_one_field(recipe, devices, monkeypatch):
+    monkeypatch.setattr(nearest, "MAX_SUGGESTIONS", 6)
     cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
     legal = {_split(draft.recipe): draft.recipe for _, draft in legal_plans(recipe, cluster, facts)}
     for split, plan in sorted(legal.items())[:: max(1, len(legal) // 4)]:
         for field, value in zip(DEGREES, split, strict=False):
             spoilt = plan.with_(**{field: 5 * value})
-            found = nearest.search(spoilt, cluster, facts, {}, most=6)
+            found = nearest.search(spoilt, cluster, facts, {})
             assert {field: value} in found, (split, field)
 
 

@@ -110,7 +110,7 @@ def kinds(plan) -> dict:
 
 def has_replicas_of_experts(plan) -> bool:
     """Under data parallelism; those that only tensor or sequence parallel ranks make are lost."""
-    holders = plan.cluster.world_size // plan.parts("layers")
+    holders = plan.cluster.world_size // plan.divisor("layers")
     return plan.data_parallel_size > 1 and holders > plan.parallel.expert > 1
 
 
