@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -133,12 +133,8 @@ def build_model(
     with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
         model = causal_lm(config, recipe.model, dtype)
     model.tie_weights()
-    if not packed:
-        draw_all_weights(model, recipe.train.seed, gather)
-    if recipe.model.pretrained is not None:
-        unpacked = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
-        weights = unpacked | persistent_buffers(model)
-        _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
+    weights = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
+    _set_weights(model, weights, recipe, config, gather, is_reader)
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
@@ -187,11 +183,7 @@ def build_tensor_parallel(
         with gather(parameters), tensor_parallel.whole(parameters):
             yield
 
-    if recipe.model.pretrained is None:
-        draw_all_weights(model, recipe.train.seed, whole)
-    else:
-        weights = dict(model.named_parameters()) | persistent_buffers(model)
-        _load_named(weights, recipe.model, config, whole, is_reader)
+    _set_weights(model, dict(model.named_parameters()), recipe, config, whole, is_reader)
     adapter.apply_adapter(model, adapter.select_trained(recipe, config), recipe, whole)
     adapter.split_adapters(model, tensor_parallel)
     return model
@@ -245,11 +237,8 @@ def check_trained(recipe: Recipe) -> None:
         adapter.apply_adapter(freeze_unused(whole), trained, recipe)
 
 
-class StageBuilder(Protocol):
-    """A function that builds one pipeline stage."""
-
-    def __call__(self, index: int, group: TensorGroup | None = None) -> Stage:
-        """Builds stage `index`. group: the tensor parallel ranks that share it; then only this rank's shards."""
+StageBuilder = Callable[..., Stage]
+"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `TensorGroup`."""
 
 
 def find_cut_and_split(
@@ -294,14 +283,8 @@ def stage_builder(
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
         stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, tensor_parallel)
-        if recipe.model.pretrained is None:
-            draw_all_weights(stage.model, recipe.train.seed, whole)
-        else:
-            unpacked: dict[str, torch.Tensor] = {
-                whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed
-            }
-            unpacked |= persistent_buffers(stage.model)
-            _load_named(unpacked, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+        weights = {whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed}
+        _set_weights(stage.model, weights, recipe, config, whole)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
@@ -326,17 +309,27 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
 
 
 @torch.no_grad()
-def _load_named(
-    weights: dict[str, torch.Tensor], source: ModelConfig, config: PreTrainedConfig, gather: Gather, is_reader: bool
+def _set_weights(
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.nn.Parameter],
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    gather: Gather | None,
+    is_reader: bool = True,
 ) -> None:
-    """Copies weights of a safetensors folder or repository into parameters and buffers, one at a time.
+    """Draws the initial weights of a model or stage, or copies pretrained ones, one at a time.
 
-    Of the ranks that share a partitioned parameter, one reads it and the others receive their part; every rank holds
-    whole buffers. Raises RecipeError like `read_pretrained`.
+    weights: the parameters to copy, by their names in the whole model. Of the ranks that share a partitioned parameter,
+    one reads it (`is_reader`) and the others receive their part; every rank holds whole buffers. Raises RecipeError
+    like `read_pretrained`.
     """
-    pretrained = read_pretrained(source, config)
-    for name, weight in weights.items():
-        is_parameter = isinstance(weight, torch.nn.Parameter)
-        with gather([weight]) if is_parameter else nullcontext():  # type: ignore[list-item]
-            if is_reader or not is_parameter:
-                pretrained.copy_to(name, weight.data)
+    if recipe.model.pretrained is None:
+        draw_all_weights(model, recipe.train.seed, gather)
+        return
+    pretrained = read_pretrained(recipe.model, config)
+    for name, parameter in weights.items():
+        with gather([parameter]) if gather else nullcontext():
+            if is_reader:
+                pretrained.copy_to(name, parameter.data)
+    for name, buffer in persistent_buffers(model).items():
+        pretrained.copy_to(name, buffer)
