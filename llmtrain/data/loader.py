@@ -179,10 +179,6 @@ class BatchLoader:
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
-        if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
-            raise ValueError(
-                f"{global_batch_size} != {micro_batch_size} * {gradient_accumulation_steps} * {dp_size} sequences"
-            )
         self._prepared = prepared
         self._seed = seed
         self._global = global_batch_size
