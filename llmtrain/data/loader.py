@@ -190,7 +190,6 @@ class BatchLoader:
         self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
-        self._eval_bytes: dict[tuple[int | None, str], int | None] = {}
         self._check_sizes()
 
     @classmethod
@@ -247,18 +246,12 @@ class BatchLoader:
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
-        key = (max_sequences, name)
-        if key not in self._eval_bytes:
-            tokenizer = self._prepared.tokenizer
-            token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
-            rows = self._prepared.eval_order(name).read(max_sequences)
-            total = (
-                None
-                if token_sizes is None
-                else sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
-            )
-            self._eval_bytes[key] = total
-        return self._eval_bytes[key]
+        tokenizer = self._prepared.tokenizer
+        token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
+        if token_sizes is None:
+            return None
+        rows = self._prepared.eval_order(name).read(max_sequences)
+        return sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

@@ -243,22 +243,19 @@ StageBuilder = Callable[..., Stage]
 
 def find_cut_and_split(
     recipe: Recipe, stages: int, tensor: int = 1, sequence_parallel: bool = False
-) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
+) -> tuple[Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
-    Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
-    ranks that share each stage. sequence_parallel: whether they shard the residual stream, if the family allows it.
-    Raises RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
+    Both are verified on a tiny copy. tensor: number of ranks that share each stage. sequence_parallel: whether they
+    shard the residual stream, if the family allows it. Raises RecipeError if the family cannot be cut or split this
+    way, or if there are more stages than layers.
     """
-    config = training_configuration(recipe)
-    attention = recipe.model.attention_kernel
+    config, attention = training_configuration(recipe), recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return (
-        config,
-        cut,
-        check_tensor_split(config, tensor, attention, sequence_parallel) if tensor > 1 else DeclaredSplit({}, {}),
-    )
+    if tensor == 1:
+        return cut, DeclaredSplit({}, {})
+    return cut, check_tensor_split(config, tensor, attention, sequence_parallel)
 
 
 def stage_builder(
@@ -274,7 +271,8 @@ def stage_builder(
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
     RecipeError like `find_cut_and_split`.
     """
-    config, cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
+    config = training_configuration(recipe)
+    cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
     trained = adapter.select_trained(recipe, config)
 
     def build(index: int, group: TensorGroup | None = None) -> Stage:
@@ -300,7 +298,7 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
 
     Raises RecipeError like `find_cut_and_split`.
     """
-    config, cut, _ = find_cut_and_split(recipe, stages)
+    config, (cut, _) = training_configuration(recipe), find_cut_and_split(recipe, stages)
     meta = torch.device("meta")
     built = (
         build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)
