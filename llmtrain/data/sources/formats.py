@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 1000
-PEEKED = 1 << 16
+PEEKED_BYTES = 1 << 16
 """Bytes in which a JSON file begins, after white space."""
-LONGEST_CELL = 1 << 28
+MAX_CELL_CHARACTERS = 1 << 28
 """Characters of a cell of a CSV file: a quote that is never closed is noticed there."""
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
@@ -74,7 +74,7 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
 def read_json(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per object of a JSON array, which is held as a whole; any other file is JSON lines."""
     with open_decompressed(path) as (file, _):
-        if not file.read(PEEKED).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        if not file.read(PEEKED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from read_json_lines(path, column)
             return
     with open_decompressed(path) as (file, _):
@@ -87,7 +87,7 @@ def read_json(path: Path, column: str | None) -> Iterator[Document]:
 def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[Document]:
     """Yields a document per row. The first row has the names of the columns; an empty cell is null."""
     size = max(1, path.stat().st_size)
-    csv.field_size_limit(LONGEST_CELL)  # the default, 131,072, is less than many documents
+    csv.field_size_limit(MAX_CELL_CHARACTERS)  # the default, 131,072, is less than many documents
     with open_decompressed(path) as (file, raw):
         rows = csv.reader(_decoded_lines(file, path), delimiter=delimiter, strict=True)
         try:

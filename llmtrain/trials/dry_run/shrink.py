@@ -39,7 +39,7 @@ MICRO_BATCHES = 2
 """Micro-batches a step, for each stage: a pipeline gets full and drains."""
 ROWS = 2
 """Sequences of a micro-batch."""
-SHOWN = 4
+MAX_SHOWN = 4
 """Names that a line lists."""
 TOKENS = 64
 """Tokens of a sequence."""
@@ -198,10 +198,10 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
 
 def _trained(model: ModelConfig) -> str:
     if model.adapter is None:
-        return abbreviate(model.trainable, SHOWN) or "all weights"
+        return abbreviate(model.trainable, MAX_SHOWN) or "all weights"
     targets = model.adapter.pretrained or model.adapter.targets
-    saved = f", and {abbreviate(model.adapter.modules_to_save, SHOWN)}" if model.adapter.modules_to_save else ""
-    return f"adapters of {targets if isinstance(targets, str) else abbreviate(targets, SHOWN)}{saved}"
+    saved = f", and {abbreviate(model.adapter.modules_to_save, MAX_SHOWN)}" if model.adapter.modules_to_save else ""
+    return f"adapters of {targets if isinstance(targets, str) else abbreviate(targets, MAX_SHOWN)}{saved}"
 
 
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
