@@ -209,8 +209,7 @@ def _load_dequantized(
     ):
         raise RecipeError(problems)
     # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
-    with torch.device("meta"):
-        declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    declared = empty_model(config, dtype, model.trust_remote_code)
     for name, parameter in declared.named_parameters():
         loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
     whole: PreTrainedModel = loaded.to(device)
