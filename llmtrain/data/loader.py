@@ -246,12 +246,15 @@ class BatchLoader:
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
-        tokenizer = self._prepared.tokenizer
-        token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
-        if token_sizes is None:
+        sizes = self._token_bytes
+        if sizes is None:
             return None
         rows = self._prepared.eval_order(name).read(max_sequences)
-        return sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
+        return sum(int(sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
+
+    @cached_property
+    def _token_bytes(self) -> Index | None:
+        return token_bytes(self._prepared.tokenizer.folder, self._prepared.tokenizer.vocab_size)
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -314,7 +313,6 @@ def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, 
     return {"identity": identity, "vocab_size": vocab_size, "eos_id": eos, "bos_id": bos}
 
 
-@cache
 def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
     """Returns the number of UTF-8 bytes that each token stands for, [vocabulary]; 0 for special tokens.
 
