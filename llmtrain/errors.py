@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -169,6 +169,12 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(
         character if character.isprintable() or character in kept else ascii(character)[1:-1] for character in text
     )
+
+
+def abbreviate(names: Sequence[str], limit: int = 5) -> str:
+    """Returns the first few of some names, and how many more there are, for a message."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def did_you_mean(name: str, known: Iterable[str], similar: float = 0.6) -> str:

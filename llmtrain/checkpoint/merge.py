@@ -23,7 +23,7 @@ from llmtrain.checkpoint.export import (
     write_weights,
 )
 from llmtrain.checkpoint.folder import check_new, new_folder, scratch_folder
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.errors import CheckpointError, Problem, abbreviate
 from llmtrain.models.adapter import (
     ADAPTER_FILE,
     FILE_PREFIX,
@@ -32,7 +32,7 @@ from llmtrain.models.adapter import (
     targeted_layers,
 )
 from llmtrain.models.build import configuration_of
-from llmtrain.models.hub_names import WeightExporter, abbreviate, aliases, empty_model
+from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, read_pretrained

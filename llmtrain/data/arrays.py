@@ -106,12 +106,6 @@ def _damaged(path: Path, state: str) -> DataError:
     return DataError(Problem("data.store", str(path), state, f"remove {path.parent} and prepare again"))
 
 
-def _changed(path: Path, chunk: int) -> DataError:
-    start = chunk * CHUNK_BYTES
-    end = min(start + CHUNK_BYTES, path.stat().st_size)
-    return _damaged(path, f"the bytes {start:,} to {end:,} are not those that were written")
-
-
 def require_intact(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
     """Compares the ranges starts[i] to ends[i] (items) of an array that `open_array` opened with their hashes.
 
@@ -130,9 +124,9 @@ def require_intact(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray
         return
     with memoryview(mapped) as view:
         for chunk, expected in dict(zip(unknown.tolist(), mapped.hashes[unknown].tolist(), strict=True)).items():
-            start = chunk * CHUNK_BYTES
-            if xxhash.xxh3_64_intdigest(view[start : start + CHUNK_BYTES]) != expected:
-                raise _changed(mapped.path, chunk)
+            start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(view))
+            if xxhash.xxh3_64_intdigest(view[start:end]) != expected:
+                raise _damaged(mapped.path, f"the bytes {start:,} to {end:,} are not those that were written")
     mapped.intact[unknown] = True
 
 

@@ -179,10 +179,6 @@ class BatchLoader:
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
-        if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
-            raise ValueError(
-                f"{global_batch_size} != {micro_batch_size} * {gradient_accumulation_steps} * {dp_size} sequences"
-            )
         self._prepared = prepared
         self._seed = seed
         self._global = global_batch_size
@@ -194,7 +190,6 @@ class BatchLoader:
         self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
-        self._eval_bytes: dict[tuple[int | None, str], int | None] = {}
         self._check_sizes()
 
     @classmethod
@@ -251,18 +246,15 @@ class BatchLoader:
 
     def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of `eval_batches`; None if the tokenizer does not define them."""
-        key = (max_sequences, name)
-        if key not in self._eval_bytes:
-            tokenizer = self._prepared.tokenizer
-            token_sizes = token_bytes(tokenizer.folder, tokenizer.vocab_size)
-            rows = self._prepared.eval_order(name).read(max_sequences)
-            total = (
-                None
-                if token_sizes is None
-                else sum(int(token_sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
-            )
-            self._eval_bytes[key] = total
-        return self._eval_bytes[key]
+        sizes = self._token_bytes
+        if sizes is None:
+            return None
+        rows = self._prepared.eval_order(name).read(max_sequences)
+        return sum(int(sizes[batch.labels[batch.labels >= 0]].sum()) for batch in rows)
+
+    @cached_property
+    def _token_bytes(self) -> Index | None:
+        return token_bytes(self._prepared.tokenizer.folder, self._prepared.tokenizer.vocab_size)
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

@@ -58,7 +58,7 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words
 
 
-LARGEST_PERIOD = 2**31
+MAX_PERIOD = 2**31
 """Upper bound that keeps `remainder * weight` within 63 bits."""
 
 
@@ -100,9 +100,9 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     divisor = gcd(*scaled)
     scaled = [weight // divisor for weight in scaled]
     total = sum(scaled)
-    if total < LARGEST_PERIOD:
+    if total < MAX_PERIOD:
         return scaled
-    limit = LARGEST_PERIOD - len(scaled)
+    limit = MAX_PERIOD - len(scaled)
     return [max(1, weight * limit // total) for weight in scaled]
 
 

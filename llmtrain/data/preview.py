@@ -22,7 +22,7 @@ from llmtrain.system.streams import visible
 
 BROKEN = "\ufffd"
 """Stands for the bytes of an incomplete character."""
-LONGEST_CHARACTER = 4
+MAX_CHARACTER_BYTES = 4
 """Bytes of a character in UTF-8: at most as many tokens."""
 MAX_TOKENS = 1 << 15
 """Tokens of a first batch that are kept: a page that a browser opens at once."""
@@ -106,7 +106,7 @@ def _tokens(tokenizer: Any, special: set[int], ids: list[int], trained: Sequence
         # Decoded together with what precedes it, since some decoders strip the first space.
         prefix = tokenizer.decode(previous, skip_special_tokens=False)
         text = tokenizer.decode([*previous, *pending], skip_special_tokens=False)[len(prefix) :]
-        if text.endswith(BROKEN) and len(pending) < LONGEST_CHARACTER and following == is_trained:
+        if text.endswith(BROKEN) and len(pending) < MAX_CHARACTER_BYTES and following == is_trained:
             continue
         yield Token(text, tuple(pending), is_trained, token in special)
         previous, pending = pending, []

@@ -90,7 +90,7 @@ def token_store(corpus: Corpus, field: str, options: TokenizeOptions, cache: Cac
                 meta = _tokenize(folder, corpus, field, options, task)
         train, held_out = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held_out:
-            raise DataError(_nothing(corpus, field, meta, options))
+            raise DataError(_no_documents(corpus, field, meta, options))
         if not train and options.eval_fraction < 1:
             fix = "lower data.eval_fraction, or set evaluation.sources"
             raise DataError(Problem("data.empty", field, f"all {held_out} documents were held out of training", fix))
@@ -101,7 +101,7 @@ def token_store(corpus: Corpus, field: str, options: TokenizeOptions, cache: Cac
     return store
 
 
-def _nothing(corpus: Corpus, field: str, meta: dict[str, Any], options: TokenizeOptions) -> Problem:
+def _no_documents(corpus: Corpus, field: str, meta: dict[str, Any], options: TokenizeOptions) -> Problem:
     """Returns why a store has no documents."""
     if options.chat and (dropped := meta.get("conversations", {}).get("dropped")):
         message = f"all {dropped:,} rows of '{corpus.name}' are longer than a sequence of"

@@ -39,7 +39,7 @@ PROBES = (
     "🙂👍🏽 «quotes» — … <tag>&amp; https://a.b/c?d=e",
 )
 """Texts on which a loaded tokenizer is compared with its tokenizer.json."""
-SHOWN_PIECES = 5
+MAX_SHOWN_TOKENS = 5
 END_OF_TEXT = "<|endoftext|>"
 """The special token of every trained tokenizer, used as beginning, end and padding."""
 BYTES = 256
@@ -278,7 +278,7 @@ def _difference(file: Path, fast: Any, name: str) -> str:
             pairs = zip(of_file.ids, of_class.ids, strict=False)
             same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], pairs))
             read = [
-                " ".join(repr(text[start:end]) for start, end in tokenizer.offsets[same : same + SHOWN_PIECES])
+                " ".join(repr(text[start:end]) for start, end in tokenizer.offsets[same : same + MAX_SHOWN_TOKENS])
                 for tokenizer in (of_class, of_file)
             ]
             return f"in {text!r}, its class {name} reads {read[0]}, but its tokenizer.json {read[1]}"

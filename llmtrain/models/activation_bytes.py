@@ -38,13 +38,13 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
         with fake_tensors():
             weights = weight_dtype(recipe.parallel.precision)
             model = causal_lm(training_configuration(recipe), recipe.model, weights).train()
-            seen = _Seen(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
+            saved_bytes = _SavedBytes(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
             # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
             dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
             mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
             with (
-                torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor),
+                torch.autograd.graph.saved_tensors_hooks(saved_bytes.pack, lambda tensor: tensor),
                 autocast(recipe.parallel.precision, "cpu"),
             ):
                 model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
@@ -52,7 +52,7 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
         raise
     except Exception as error:  # a model may raise anything if it reads values that are not there
         raise _untraceable(f"'{plan.model.model_type}' fails: {type(error).__name__}") from error
-    return tuple(seen.saved)
+    return tuple(saved_bytes.saved)
 
 
 def _untraceable(reason: str) -> RecipeError:
@@ -60,12 +60,12 @@ def _untraceable(reason: str) -> RecipeError:
     return RecipeError(Problem("memory.trace", "--trace", f"a model is traced without values: {reason}", fix))
 
 
-class _Seen:
+class _SavedBytes:
     """Counts the saved bytes of each layer, with hooks around the layers."""
 
     def __init__(self, layers: Any, excluded: set[int]) -> None:
         self.saved = [0] * len(layers)
-        self._known = excluded
+        self._excluded = excluded
         self._inside: int | None = None
         self._kept: list[Tensor] = []
         for index, layer in enumerate(layers):
@@ -77,8 +77,8 @@ class _Seen:
     def pack(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that autograd is about to save."""
         storage = storage_of(tensor)
-        if self._inside is not None and storage not in self._known:
-            self._known.add(storage)
+        if self._inside is not None and storage not in self._excluded:
+            self._excluded.add(storage)
             self._kept.append(tensor)  # keeps it alive, since another tensor could otherwise get its address
             self.saved[self._inside] += tensor.untyped_storage().nbytes()
         return tensor
@@ -90,7 +90,7 @@ class _Seen:
             for tensor in argument if isinstance(argument, tuple) else (argument,):
                 if isinstance(tensor, Tensor):
                     self._kept.append(tensor)
-                    self._known.add(storage_of(tensor))
+                    self._excluded.add(storage_of(tensor))
 
     def _leave(self) -> None:
         self._inside = None

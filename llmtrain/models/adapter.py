@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.errors import Problem, RecipeError, format_value, reason
+from llmtrain.errors import Problem, RecipeError, abbreviate, format_value, reason
 from llmtrain.models import nf4
-from llmtrain.models.hub_names import abbreviate, aliases, empty_model
+from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, seed_for_name
 from llmtrain.models.loss import freeze_unused, target_loss_sum
 from llmtrain.models.pretrained import is_finite

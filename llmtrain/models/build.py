@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -133,12 +133,8 @@ def build_model(
     with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
         model = causal_lm(config, recipe.model, dtype)
     model.tie_weights()
-    if not packed:
-        draw_all_weights(model, recipe.train.seed, gather)
-    if recipe.model.pretrained is not None:
-        unpacked = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
-        weights = unpacked | persistent_buffers(model)
-        _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
+    weights = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
+    _set_weights(model, weights, recipe, config, gather, is_reader)
     if packed:
         nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
@@ -187,11 +183,7 @@ def build_tensor_parallel(
         with gather(parameters), tensor_parallel.whole(parameters):
             yield
 
-    if recipe.model.pretrained is None:
-        draw_all_weights(model, recipe.train.seed, whole)
-    else:
-        weights = dict(model.named_parameters()) | persistent_buffers(model)
-        _load_named(weights, recipe.model, config, whole, is_reader)
+    _set_weights(model, dict(model.named_parameters()), recipe, config, whole, is_reader)
     adapter.apply_adapter(model, adapter.select_trained(recipe, config), recipe, whole)
     adapter.split_adapters(model, tensor_parallel)
     return model
@@ -217,8 +209,7 @@ def _load_dequantized(
     ):
         raise RecipeError(problems)
     # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
-    with torch.device("meta"):
-        declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    declared = empty_model(config, dtype, model.trust_remote_code)
     for name, parameter in declared.named_parameters():
         loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
     whole: PreTrainedModel = loaded.to(device)
@@ -245,31 +236,25 @@ def check_trained(recipe: Recipe) -> None:
         adapter.apply_adapter(freeze_unused(whole), trained, recipe)
 
 
-class StageBuilder(Protocol):
-    """A function that builds one pipeline stage."""
-
-    def __call__(self, index: int, group: TensorGroup | None = None) -> Stage:
-        """Builds stage `index`. group: the tensor parallel ranks that share it; then only this rank's shards."""
+StageBuilder = Callable[..., Stage]
+"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `TensorGroup`."""
 
 
 def find_cut_and_split(
     recipe: Recipe, stages: int, tensor: int = 1, sequence_parallel: bool = False
-) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
+) -> tuple[Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
-    Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
-    ranks that share each stage. sequence_parallel: whether they shard the residual stream, if the family allows it.
-    Raises RecipeError if the family cannot be cut or split this way, or if there are more stages than layers.
+    Both are verified on a tiny copy. tensor: number of ranks that share each stage. sequence_parallel: whether they
+    shard the residual stream, if the family allows it. Raises RecipeError if the family cannot be cut or split this
+    way, or if there are more stages than layers.
     """
-    config = training_configuration(recipe)
-    attention = recipe.model.attention_kernel
+    config, attention = training_configuration(recipe), recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return (
-        config,
-        cut,
-        check_tensor_split(config, tensor, attention, sequence_parallel) if tensor > 1 else DeclaredSplit({}, {}),
-    )
+    if tensor == 1:
+        return cut, DeclaredSplit({}, {})
+    return cut, check_tensor_split(config, tensor, attention, sequence_parallel)
 
 
 def stage_builder(
@@ -285,7 +270,8 @@ def stage_builder(
     Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
     RecipeError like `find_cut_and_split`.
     """
-    config, cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
+    config = training_configuration(recipe)
+    cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
     trained = adapter.select_trained(recipe, config)
 
     def build(index: int, group: TensorGroup | None = None) -> Stage:
@@ -294,14 +280,8 @@ def stage_builder(
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
         stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, tensor_parallel)
-        if recipe.model.pretrained is None:
-            draw_all_weights(stage.model, recipe.train.seed, whole)
-        else:
-            unpacked: dict[str, torch.Tensor] = {
-                whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed
-            }
-            unpacked |= persistent_buffers(stage.model)
-            _load_named(unpacked, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+        weights = {whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed}
+        _set_weights(stage.model, weights, recipe, config, whole)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
             nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
@@ -317,7 +297,7 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
 
     Raises RecipeError like `find_cut_and_split`.
     """
-    config, cut, _ = find_cut_and_split(recipe, stages)
+    config, (cut, _) = training_configuration(recipe), find_cut_and_split(recipe, stages)
     meta = torch.device("meta")
     built = (
         build_stage(config, index, cut, recipe.model.attention_kernel, torch.float32, meta) for index in range(stages)
@@ -326,17 +306,27 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
 
 
 @torch.no_grad()
-def _load_named(
-    weights: dict[str, torch.Tensor], source: ModelConfig, config: PreTrainedConfig, gather: Gather, is_reader: bool
+def _set_weights(
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.nn.Parameter],
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    gather: Gather | None,
+    is_reader: bool = True,
 ) -> None:
-    """Copies weights of a safetensors folder or repository into parameters and buffers, one at a time.
+    """Draws the initial weights of a model or stage, or copies pretrained ones, one at a time.
 
-    Of the ranks that share a partitioned parameter, one reads it and the others receive their part; every rank holds
-    whole buffers. Raises RecipeError like `read_pretrained`.
+    weights: the parameters to copy, by their names in the whole model. Of the ranks that share a partitioned parameter,
+    one reads it (`is_reader`) and the others receive their part; every rank holds whole buffers. Raises RecipeError
+    like `read_pretrained`.
     """
-    pretrained = read_pretrained(source, config)
-    for name, weight in weights.items():
-        is_parameter = isinstance(weight, torch.nn.Parameter)
-        with gather([weight]) if is_parameter else nullcontext():  # type: ignore[list-item]
-            if is_reader or not is_parameter:
-                pretrained.copy_to(name, weight.data)
+    if recipe.model.pretrained is None:
+        draw_all_weights(model, recipe.train.seed, gather)
+        return
+    pretrained = read_pretrained(recipe.model, config)
+    for name, parameter in weights.items():
+        with gather([parameter]) if gather else nullcontext():
+            if is_reader:
+                pretrained.copy_to(name, parameter.data)
+    for name, buffer in persistent_buffers(model).items():
+        pretrained.copy_to(name, buffer)

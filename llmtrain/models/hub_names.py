@@ -8,7 +8,7 @@ or the few that belong together, and only these are in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -32,8 +32,6 @@ Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.(masked_)?bias$")
 """Patterns of tensors in old checkpoints that a model computes by itself."""
-MAX_NAMES = 5
-"""Largest number of names that an error message lists."""
 
 
 @contextmanager
@@ -70,11 +68,6 @@ def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() for name in group} | {
         name: (name,) for name in persistent_buffers(model)
     }
-
-
-def abbreviate(names: Sequence[str]) -> str:
-    """Returns the first few of some names, for an error message."""
-    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
 class WeightExporter:

@@ -37,7 +37,7 @@ def autocast(precision: Precision, device_type: str) -> AbstractContextManager[o
 
 
 INSTALL = "pip install llmtrain[fp8]"
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 """Compute capability of NVIDIA's first GPUs with fp8 products (Ada; Hopper is 9.0)."""
 SIDE = 16
 """The dimensions of a weight must be multiples of this number (`torch._scaled_mm`)."""
@@ -52,8 +52,8 @@ def fp8_unavailable(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "torchao's conversion has only been checked for NVIDIA's fp8"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least = _version(LEAST_CAPABILITY)
+    if capability < MIN_CAPABILITY:
+        least = _version(MIN_CAPABILITY)
         return f"products in fp8 need compute capability {least}, and this GPU has {_version(capability)}"
     return ""
 

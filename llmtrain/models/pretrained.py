@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.errors import Problem, RecipeError, reason
-from llmtrain.models.hub_names import WeightImporter, abbreviate, aliases, empty_model
+from llmtrain.errors import Problem, RecipeError, abbreviate, reason
+from llmtrain.models.hub_names import WeightImporter, aliases, empty_model
 from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from llmtrain.data import NO_TARGET, MicroBatch, Prepared
 from llmtrain.engines import Engine
 from llmtrain.engines.runtime.agree import all_reduce_max
-from llmtrain.models.inference.generate import LEAST_TEMPERATURE
+from llmtrain.models.inference.generate import MIN_TEMPERATURE
 from llmtrain.plan import Plan
 from llmtrain.plan.plan import SHORTENED_TO
 from llmtrain.system.untrusted import utf8_name
@@ -79,7 +79,7 @@ class Sampler:
 
         noise: exponential variates, one for each candidate.
         """
-        if self._config.temperature < LEAST_TEMPERATURE:
+        if self._config.temperature < MIN_TEMPERATURE:
             return int(logits.argmax())
         scores, tokens = logits.cpu().topk(min(LIKELIEST, len(logits)))
         return int(tokens[(scores / self._config.temperature - noise[: len(scores)].log()).argmax()])

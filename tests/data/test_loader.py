@@ -186,8 +186,3 @@ def test_a_corpus_shorter_than_a_batch_is_refused(make_recipe: MakeRecipe, tmp_p
         loader_of(prepared, micro=400)
     assert caught.value.exit_code == Exit.DATA == 3
     assert caught.value.problems[0].rule == "data.short"
-
-
-def test_an_invalid_batch_raises(prepared: Prepared) -> None:
-    with pytest.raises(ValueError, match="9 != 4"):
-        loader_of(prepared, global_batch_size=9)

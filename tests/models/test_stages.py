@@ -234,10 +234,6 @@ class TestRefusal:
         with pytest.raises(FamilyError, match=r"layerdrop = 0\.1"):
             check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
 
-    def test_bounds_without_a_layer_are_refused(self):
-        with pytest.raises(ValueError, match="do not divide layers 0 to 4"):
-            find_cut(families.tiny_config("llama"), [StageBounds(0, 2), StageBounds(3, 4)])
-
 
 def test_a_full_size_configuration_is_checked_on_a_tiny_copy_without_random_numbers():
     config = AutoConfig.for_model("gemma2", num_hidden_layers=6, layer_types=None)

@@ -21,7 +21,7 @@ Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
 MAX_CACHED_TURNS = 10_000
 """Largest number of template texts whose turns are cached."""
-UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
+UNKNOWN_OFFSETS = "the tokenizer does not say which characters its tokens stand for"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class ChatEncoder:
             [token.content for token in tokens if token.special], sorted(text for text in added if text in literal)
         )
         self._tokenizer, self._aliases = _with_control_characters(self._plain, controls)
-        self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
+        self._control_of = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
         """Token id in the copy → id of the control token that it stands for; -1 for all other tokens."""
         for copy, token in self._aliases.values():
-            self._known[copy] = token
+            self._control_of[copy] = token
         special = template.special
         self._eos = self._plain.token_to_id(special["eos_token"]) if "eos_token" in special else None
         bos = special.get("bos_token")
@@ -149,7 +149,7 @@ class ChatEncoder:
         np.add.at(covered, ends, -1)
         bare = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
         if any(rendered.text[position].isalnum() for position in bare) or (np.diff(starts) < 0).any():
-            raise RowError(UNKNOWN_PLACES)
+            raise RowError(UNKNOWN_OFFSETS)
         controls = self._renderer.controls
         plain = controls.plain(rendered.text)
         if controls.alias(plain) != rendered.text:
@@ -164,7 +164,7 @@ class ChatEncoder:
         """
         ids = np.array(encoding.ids, np.int64)
         control_ids = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
-        positions = np.flatnonzero(self._known[ids] >= 0)
+        positions = np.flatnonzero(self._control_of[ids] >= 0)
         if not np.array_equal(ids[positions], control_ids[:, 0]):
             raise RowError("the tokenizer merges special tokens of the template with the text next to them")
         ids[positions] = control_ids[:, 1]
@@ -235,7 +235,7 @@ class _TokenOffsets:
 
     def _skip(self, position: int, before: Callable[[int, int], bool]) -> int:
         token = self._covering(position)
-        while token < len(self.encoding) and before(*self._own(token)):
+        while token < len(self.encoding) and before(*self._token_span(token)):
             token += 1
         return token
 
@@ -249,10 +249,10 @@ class _TokenOffsets:
             if token is not None:
                 return int(token)
             if self.text[character].isalnum():
-                raise RowError(UNKNOWN_PLACES)
+                raise RowError(UNKNOWN_OFFSETS)
         return len(self.encoding)
 
-    def _own(self, token: int) -> tuple[int, int]:
+    def _token_span(self, token: int) -> tuple[int, int]:
         """Returns the start and end of a token, without the white space that some control tokens absorb."""
         start, end = self.encoding.token_to_chars(token)
         control = CONTROL.search(self.text, start, end)

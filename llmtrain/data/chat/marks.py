@@ -117,7 +117,7 @@ class Rendered:
     @cached_property
     def gaps(self) -> tuple[tuple[int, str], ...]:
         """The template's own text before the first span and after each span, each with the number of the message
-        that precedes it (-1 for none): the skeleton."""
+        that precedes it (-1 for none)."""
         owners = [-1, *(span.message for span in self.spans)]
         starts = [0, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), len(self.text)]
@@ -153,12 +153,14 @@ def marked(messages: Sequence[Message], controls: ControlTokens) -> list[Message
 
 def _marked(message: Message, number: int, controls: ControlTokens) -> Message:
     role = message["role"]
-    marked_message: Message = _map(
-        message,
-        lambda key, text: _mark(key, text, number, role, controls),
-        lambda name: controls.break_up(name, role),
-    )
-    return marked_message
+
+    def change(key: str, text: str) -> str:
+        return _mark(key, text, number, role, controls)
+
+    def rename(name: str) -> str:
+        return controls.break_up(name, role)
+
+    return {key: value if key == "role" else _map(value, change, rename, key) for key, value in message.items()}
 
 
 def broken_up(values: Any, controls: ControlTokens) -> Any:

@@ -29,7 +29,7 @@ from llmtrain.plan.facts.template_limits import limited_templates
 FORMAT = 9
 """Version of the conversion of conversations to tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
-SHOWN = 5
+MAX_SHOWN = 5
 """Number of faulty rows that an error message shows."""
 
 
@@ -69,7 +69,7 @@ class _Counts:
     def fault(self, place: str, error: Exception) -> None:
         """Counts a faulty row."""
         self.faulty += 1
-        if len(self.faults) < SHOWN:
+        if len(self.faults) < MAX_SHOWN:
             self.faults.append(f"{place}: {error}")
 
     def count(self, conversations: Sequence[Encoded], sizes: Sequence[int], labelled: bool) -> None:
@@ -170,7 +170,7 @@ def tokenize_conversations(
     if counts.faulty and (options.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
         lines = "".join(f"\n    {fault}" for fault in counts.faults)
-        more = f"\n    and {counts.faulty - SHOWN:,} more" if counts.faulty > SHOWN else ""
+        more = f"\n    and {counts.faulty - MAX_SHOWN:,} more" if counts.faulty > MAX_SHOWN else ""
         fix = "--set data.faulty_rows=drop leaves such rows out"
         raise DataError(Problem("data.conversations", field, message + lines + more, fix))
     special = counter.counts()

@@ -40,7 +40,7 @@ FIRST = "; it begins the conversation: give a system text (field `system` of the
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant, with positions that depend only on the skeleton of a rendering."""
+    """A turn of the assistant. Its positions only depend on what the template writes around the texts of messages."""
 
     message: int
     start: tuple[int, int]

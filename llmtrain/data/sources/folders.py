@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, Field
 
 from llmtrain.data.sources.formats import kind_of
-from llmtrain.errors import DataError, Problem, did_you_mean
+from llmtrain.errors import DataError, Problem, abbreviate, did_you_mean
 from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
 
 WORDS = {
@@ -30,7 +30,7 @@ NOT_DATA = frozenset(
 )
 """Files that describe data sets."""
 DICT, STATE = "dataset_dict.json", "state.json"
-SHOWN = 3
+MAX_SHOWN = 3
 """Number of files that an error message names."""
 
 
@@ -161,11 +161,10 @@ def _require_one_split(folder: Path, splits_of: Mapping[Path, Sequence[str]], fi
     named = min(splits_of, key=lambda path: abs(len(splits_of[path]) - 1))
     for count, what in ((0, "no split"), (2, "several splits")):
         if paths := [path for path, splits in splits_of.items() if min(len(splits), 2) == count]:
-            shown = ", ".join(str(path.relative_to(folder)) for path in paths[:SHOWN])
-            more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
+            shown = abbreviate([str(path.relative_to(folder)) for path in paths], MAX_SHOWN)
             message = (
                 f"'{folder}' has files whose names name {what}, while {named.relative_to(folder)} "
-                f"names '{splits_of[named][0]}': {shown}{more}"
+                f"names '{splits_of[named][0]}': {shown}"
             )
             fix = "name the files to read with a glob: FOLDER/**/*.jsonl"
             raise DataError(Problem("data.split", f"{field}.name", message, fix))

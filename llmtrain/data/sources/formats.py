@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 1000
-PEEKED = 1 << 16
+PEEKED_BYTES = 1 << 16
 """Bytes in which a JSON file begins, after white space."""
 READ_BYTES = 1 << 20
 """Bytes of a JSON array that are read at once; more only for a longer object."""
-LONGEST_CELL = 1 << 28
+MAX_CELL_CHARACTERS = 1 << 28
 """Characters of a cell of a CSV file: a quote that is never closed is noticed there."""
-LONGEST_ESCAPE = 12
+MAX_ESCAPE_CHARACTERS = 12
 """Characters of the longest text that cannot be decoded in part: an escaped surrogate pair."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
@@ -83,7 +83,7 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
 def read_json(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per object of a JSON array, without reading it as a whole; any other file is JSON lines."""
     with open_decompressed(path) as (file, _):
-        start = file.read(PEEKED).removeprefix(codecs.BOM_UTF8).lstrip()
+        start = file.read(PEEKED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     if not start.startswith(b"["):
         yield from read_json_lines(path, column)
         return
@@ -99,7 +99,7 @@ def read_json(path: Path, column: str | None) -> Iterator[Document]:
 def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[Document]:
     """Yields a document per row. The first row has the names of the columns; an empty cell is null."""
     size = max(1, path.stat().st_size)
-    csv.field_size_limit(LONGEST_CELL)  # the default, 131,072, is less than many documents
+    csv.field_size_limit(MAX_CELL_CHARACTERS)  # the default, 131,072, is less than many documents
     with open_decompressed(path) as (file, raw):
         rows = csv.reader(_decoded_lines(file, path), delimiter=delimiter, strict=True)
         try:
@@ -342,7 +342,7 @@ class _JsonReader:
                 return cast(dict[str, Any], row)
             except json.JSONDecodeError as error:
                 # A part of an object fails at its end, or where its last string begins.
-                is_part = len(self.buffer) - error.pos < LONGEST_ESCAPE or error.msg.startswith("Unterminated")
+                is_part = len(self.buffer) - error.pos < MAX_ESCAPE_CHARACTERS or error.msg.startswith("Unterminated")
                 if not is_part or not self.more():
                     raise self._fault(f"is not JSON ({error.msg})") from None
             except RecursionError:

@@ -14,11 +14,11 @@ from itertools import groupby
 
 from llmtrain.errors import Problem
 
-FEW = 10
+MAX_ACCEPTED = 10
 """Number of texts of special tokens that are accepted as plain text, without asking the user."""
 CHARACTERS_EACH = 1_000_000
 """A large corpus may have one such text per this many characters, because pages about such tokens are common."""
-NAMED = 5
+MAX_NAMED = 5
 """Number of tokens that an error message lists."""
 EXAMPLE_CHARACTERS = 60
 
@@ -42,7 +42,7 @@ class SpecialTokenCounts:
     @property
     def are_few(self) -> bool:
         """Whether there are too few such texts to come from a chat template."""
-        return self.count <= max(FEW, self.characters // CHARACTERS_EACH)
+        return self.count <= max(MAX_ACCEPTED, self.characters // CHARACTERS_EACH)
 
     def __str__(self) -> str:
         tokens = ", ".join(f"{token} {count:,}" for token, count in self.tokens.items())
@@ -82,7 +82,7 @@ class SpecialTokenCounter:
             documents=self._documents,
             of_documents=self._of_documents,
             characters=self._characters,
-            tokens=dict(self._tokens.most_common(NAMED)),
+            tokens=dict(self._tokens.most_common(MAX_NAMED)),
             example=self._example,
         )
 

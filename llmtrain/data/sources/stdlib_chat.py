@@ -18,9 +18,9 @@ FORMAT = 1
 """Version of the rules by which conversations are made; part of the corpus' identity."""
 QUESTIONS = ("What does {} do?", "What is {}?", "What is {} for?", "Explain {}.")
 FOLLOWING = ("How is it called?", "What are its arguments?", "Show me how to call it.")
-SHORTEST, LONGEST = 12, 240
+MIN_CHARACTERS, MAX_CHARACTERS = 12, 240
 """Smallest and largest number of characters of an answer."""
-SUBJECTS = 2
+MAX_SUBJECTS = 2
 """Number of classes and functions in a conversation. With several, a question's position does not tell its kind."""
 ROLES = ("user", "assistant")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,7 +48,7 @@ class StdlibChat:
                 continue
             for file in replace(self.files, files=(path,), prints=(stored,)).documents():
                 answered = _answered(module, ast.parse(file.text).body)
-                while subjects := list(islice(answered, SUBJECTS)):
+                while subjects := list(islice(answered, MAX_SUBJECTS)):
                     texts = [text for _, texts in subjects for text in texts]
                     messages = [{"role": ROLES[place % 2], "content": text} for place, text in enumerate(texts)]
                     place = f"{STDLIB_CHAT}, {subjects[0][0]}"
@@ -67,12 +67,12 @@ def _answered(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[str]
             continue
         name = f"{scope}.{node.name}"
         answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        if SHORTEST <= len(answer) <= LONGEST:
+        if MIN_CHARACTERS <= len(answer) <= MAX_CHARACTERS:
             chosen = len(name) + len(answer)
             texts = [QUESTIONS[chosen % len(QUESTIONS)].format(name), answer]
             if isinstance(node, Function):
                 call = f"{node.name}({ast.unparse(node.args)})"
-                if len(call) <= LONGEST:
+                if len(call) <= MAX_CHARACTERS:
                     texts += [FOLLOWING[chosen % len(FOLLOWING)], call]
             yield name, texts
         if isinstance(node, ast.ClassDef):

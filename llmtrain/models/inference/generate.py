@@ -20,13 +20,13 @@ from llmtrain.plan.facts.template_limits import limited_templates
 
 TOKENS = 256
 """Largest number of tokens of an answer, unless the model has few positions."""
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """At lower temperatures the most likely token is taken, as at 0; logits divided by them may be infinite."""
 
 
 def sampling(temperature: float) -> dict[str, Any]:
     """Returns the arguments of `transformers` that sample from the 50 most likely tokens; 0 takes the most likely."""
-    if temperature < LEAST_TEMPERATURE:
+    if temperature < MIN_TEMPERATURE:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_k": 50}
 

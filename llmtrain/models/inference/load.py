@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.errors import CheckpointError, Problem, UserError, reason
+from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
 from llmtrain.models.adapter import wrong_values
-from llmtrain.models.hub_names import abbreviate, remote_code_errors
+from llmtrain.models.hub_names import remote_code_errors
 from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.system.hub import probe_hub_for, stored_file

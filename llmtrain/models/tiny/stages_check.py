@@ -51,7 +51,6 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         tuple_length, expected = _observe(whole, inputs)
     except MODEL_ERRORS as error:
         raise cannot_cut(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
-    _require_all_layers(whole, bounds)
     everything = frozenset(name for name, _ in whole.named_parameters())
     reason = ""
     for sends_tokens in (False, True):
@@ -72,13 +71,6 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
     raise cannot_cut(config, reason)
-
-
-def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -> None:
-    layers = len(decoder_layers(model)[1])
-    starts, ends = [0, *(bound.last for bound in bounds)], [*(bound.first for bound in bounds), layers]
-    if starts != ends or any(bound.first >= bound.last for bound in bounds):
-        raise ValueError(f"stages {list(bounds)} do not divide layers 0 to {layers}")
 
 
 def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.hub_names import empty_model
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
@@ -64,10 +65,7 @@ def check_tensor_split(
     differ, or if the family declares no plan.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()
-        split = plan_split(model, degree)
+        split = plan_split(empty_model(config, torch.float32), degree)
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
     except COPY_ERRORS as error:
         raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error

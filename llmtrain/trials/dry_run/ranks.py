@@ -26,7 +26,7 @@ from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.reference_model import with_references
 from llmtrain.engines.runtime.agree import gather
-from llmtrain.errors import CheckpointError, Problem, WorkerError
+from llmtrain.errors import CheckpointError, Problem, WorkerError, abbreviate
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.system.durable import write_atomically
@@ -136,8 +136,7 @@ def _repeat_last_step(
         f"{name} differs" for name in weights if name not in restored or not torch.equal(restored[name], weights[name])
     ]
     if differences:
-        rest = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        message = f"continues differently from the run that wrote it: {', '.join(differences[:3])}{rest}"
+        message = f"continues differently from the run that wrote it: {abbreviate(differences, 3)}"
         raise CheckpointError(Problem("dry_run.checkpoint", f"rank {dist.get_rank()}, {folder.name}", message))
     return seconds
 

@@ -19,10 +19,11 @@ A plan that is legal stays so: heads, experts and lengths of the copy divide by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.errors import abbreviate
 from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, Axis
 from llmtrain.plan.described import triangle
 from llmtrain.plan.plan import Plan
@@ -38,7 +39,7 @@ MICRO_BATCHES = 2
 """Micro-batches a step, for each stage: a pipeline gets full and drains."""
 ROWS = 2
 """Sequences of a micro-batch."""
-SHOWN = 4
+MAX_SHOWN = 4
 """Names that a line lists."""
 TOKENS = 64
 """Tokens of a sequence."""
@@ -197,14 +198,10 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
 
 def _trained(model: ModelConfig) -> str:
     if model.adapter is None:
-        return _shortened(model.trainable) or "all weights"
+        return abbreviate(model.trainable, MAX_SHOWN) or "all weights"
     targets = model.adapter.pretrained or model.adapter.targets
-    saved = f", and {_shortened(model.adapter.modules_to_save)}" if model.adapter.modules_to_save else ""
-    return f"adapters of {targets if isinstance(targets, str) else _shortened(targets)}{saved}"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    saved = f", and {abbreviate(model.adapter.modules_to_save, MAX_SHOWN)}" if model.adapter.modules_to_save else ""
+    return f"adapters of {targets if isinstance(targets, str) else abbreviate(targets, MAX_SHOWN)}{saved}"
 
 
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmtrain.data.chat.conversation import (
+    MAX_MESSAGES,
     TRAINED,
     ChatSource,
     Conversation,
@@ -232,3 +233,10 @@ def test_missing_columns_are_reported(
     with pytest.raises(DataError) as caught:
         find_layout(columns, "data.sources.0", format=form, named=named)
     assert fault in str(caught.value)
+
+
+def test_a_conversation_of_too_many_messages_is_refused() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 500
+    assert len(conversation(turns).messages) == MAX_MESSAGES
+    with pytest.raises(RowError, match="has 1,001 messages, of at most 1,000"):
+        conversation([*turns, turns[0]])
