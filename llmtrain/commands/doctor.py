@@ -94,10 +94,10 @@ def _self_test(request: DoctorRequest) -> int:
     from llmtrain.recipe.cluster import local_cluster, self_test_folder
     from llmtrain.trials.self_test.run import self_test
 
-    given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
-    if others := [name for name, value in given.items() if value]:
+    options = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
+    if conflicting := [name for name, value in options.items() if value]:
         message = "cannot be combined with --self-test, which tests this machine"
-        raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in others])
+        raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in conflicting])
     cluster = local_cluster(request.nproc, is_measured=False)
     result = self_test(cluster, self_test_folder(), lambda line: print(line, file=sys.stderr))
     if request.as_json:

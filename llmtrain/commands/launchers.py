@@ -33,8 +33,8 @@ def print_manual_commands(tool: Tool, request: TrainRequest) -> None:
     check_tool(tool, plan)
     print_plan(plan)
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
-    named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
-    planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
+    cluster_options = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
+    planned = ("plan", request.absolute, *request.sets, *cluster_options, "--device", machine.device)
     plan_folder = folder.with_name(f"{folder.name}-plan")
     print("\n".join(manual_commands(tool, plan, script, plan_folder, planned)))
 

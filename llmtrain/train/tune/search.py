@@ -142,7 +142,7 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
         [size for size in sizes if size > recipe_size],
         [size for size in reversed(sizes) if size < recipe_size],
     ):
-        best, least = tuning.current, milliseconds[str(recipe_size)]
+        best, lowest_ms = tuning.current, milliseconds[str(recipe_size)]
         for size in others:
             say(f"{MICRO_BATCH}={size}")
             try:
@@ -156,10 +156,10 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
                 tuning.failed[f"{MICRO_BATCH}={size}"] = _first_line(error)
                 break
             of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
-            milliseconds[str(size)] = round(least * of_sequence, 3)
+            milliseconds[str(size)] = round(lowest_ms * of_sequence, 3)
             if of_sequence > 1 - MIN_GAIN:
                 break
-            best, least = trial, milliseconds[str(size)]
+            best, lowest_ms = trial, milliseconds[str(size)]
         if best is not tuning.current:
             break
     tuning.milliseconds[MICRO_BATCH] = milliseconds
@@ -206,8 +206,8 @@ class WrongLossError(Exception):
 
 
 def _check(loss: float, expected: float, plan: Plan) -> None:
-    most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
-    if not abs(loss - expected) <= most * abs(expected):  # also rejects NaN
+    tolerance = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
+    if not abs(loss - expected) <= tolerance * abs(expected):  # also rejects NaN
         raise WrongLossError(f"{loss:.6g}, but {expected:.6g} was expected")
 
 
