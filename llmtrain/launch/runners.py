@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -162,3 +163,11 @@ def mpirun() -> str | None:
         if re.search(r"Open ?MPI|OpenRTE|PRRTE", version):
             return name
     return None
+
+
+def remote_python(*arguments: object) -> str:
+    """Returns the command for a host's shell that runs our Python with these arguments, in the same folder as here."""
+    path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+    return (
+        f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', path, sys.executable, *map(str, arguments)])}"
+    )
