@@ -338,16 +338,15 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
 
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raises RecipeError for fields that `--allow-change` cannot permit to change."""
-    problems = [
-        Problem("run_dir.allow_change", "--allow-change", f"{format_value(field)} {message}", fix)
-        for field in allowed
-        for message, fix in [
-            ("may change without this option", "leave it out")
-            if MAY_CHANGE.fullmatch(field)
-            else (f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources")
-        ]
-        if not MAY_CHANGE_IF_ALLOWED.fullmatch(field)
-    ]
+    problems = []
+    for field in allowed:
+        if MAY_CHANGE.fullmatch(field):
+            message, fix = "may change without this option", "leave it out"
+        elif not MAY_CHANGE_IF_ALLOWED.fullmatch(field):
+            message, fix = f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources"
+        else:
+            continue
+        problems.append(Problem("run_dir.allow_change", "--allow-change", f"{format_value(field)} {message}", fix))
     if problems:
         raise RecipeError(problems)
 
