@@ -55,11 +55,11 @@ def train_with_restarts(
     """
     deaths: list[Death] = []
     while True:
-        board = HeartbeatPages(workers)
+        heartbeats = HeartbeatPages(workers)
         try:
-            return run_workers([*command, "--resume", resume], workers, folder, None, board, fork_server)
+            return run_workers([*command, "--resume", resume], workers, folder, None, heartbeats, fork_server)
         except UserError as error:
-            deaths.append(_death(board, folder))
+            deaths.append(_death(heartbeats, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
             write_report_at_end(folder, partial(_warn, console))
             if not max_restarts or not isinstance(error, WorkerError):
@@ -68,7 +68,7 @@ def train_with_restarts(
                 raise WorkerError([*error.problems, Problem("restart.end", "--max-restarts", reason)]) from None
             print(error.report(), file=sys.stderr, flush=True)
         finally:
-            board.close()
+            heartbeats.close()
         folder.keep_failures(len(deaths))
         resume = next_resume(resume, deaths[-1])
         pause_s = pause_after(deaths)
@@ -112,8 +112,8 @@ def _warn(console: Console, text: str) -> None:
     console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _death(board: HeartbeatPages, folder: RunDir) -> Death:
+def _death(heartbeats: HeartbeatPages, folder: RunDir) -> Death:
     from llmtrain.checkpoint.folder import newest
 
     checkpoint = newest(folder.checkpoints)
-    return Death(board.step(), checkpoint.name if checkpoint else None)
+    return Death(heartbeats.step(), checkpoint.name if checkpoint else None)
