@@ -13,6 +13,7 @@ import typer
 from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import MAX_WORKERS
+from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
     from llmtrain.launch.doctor.run import DoctorOptions
@@ -105,7 +106,7 @@ def _self_test(request: DoctorRequest) -> int:
     else:
         console = Console()
         show(DoctorReport([], together=list(result.findings)), console)
-        console.print(f"report {result.report}", highlight=False, soft_wrap=True)
+        print_as_is(console, [f"report {result.report}"])
     return Exit.WORKER if result.has_fault else Exit.DONE
 
 

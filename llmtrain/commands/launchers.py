@@ -158,7 +158,7 @@ def train_on_hosts(request: TrainRequest) -> None:
     console = Console()
     print_plan(plan, console)
     listed = ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)
-    console.print(f"hosts    {listed}", highlight=False, soft_wrap=True)
+    print_as_is(console, [f"hosts    {listed}"])
     clear_failures(folder)
     argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
     job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from signal import Signals
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
+from llmtrain.system.streams import print_as_is
 from llmtrain.train.metrics import note_event
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
@@ -61,7 +61,7 @@ def train_with_restarts(
         except UserError as error:
             deaths.append(_death(heartbeats, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
-            write_report_at_end(folder, partial(_warn, console))
+            write_report_at_end(folder, lambda text: print_as_is(console, [f"warning: {text}"]))
             if not max_restarts or not isinstance(error, WorkerError):
                 raise
             if reason := reason_to_give_up(deaths, max_restarts):
@@ -73,7 +73,7 @@ def train_with_restarts(
         resume = next_resume(resume, deaths[-1])
         pause_s = pause_after(deaths)
         line = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
-        console.print(line, highlight=False)
+        print_as_is(console, [line])
         if (stopped_by := wait_for_signal(pause_s)) is not None:
             if stopped_by == QUIT:
                 return Exit.INTERRUPTED
@@ -106,10 +106,6 @@ def pause_after(deaths: Sequence[Death]) -> float:
     while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
         alike += 1
     return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
-
-
-def _warn(console: Console, text: str) -> None:
-    console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _death(heartbeats: HeartbeatPages, folder: RunDir) -> Death:
