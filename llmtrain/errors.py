@@ -202,13 +202,7 @@ def truncate(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the message of an error on one line.
-
-    The error may come from another program and have a faulty message.
-    """
+    """Returns the message of an error on one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    try:
-        return " ".join(truncate(str(error)).split()) or "it gives no reason"
-    except Exception:
-        return "it gives no reason, since its __str__ fails"
+    return " ".join(truncate(str(error)).split()) or "it gives no reason"

@@ -256,9 +256,9 @@ def _check_call(function: str, **numbers: int | None) -> None:
     """Refuses numbers that the command line refuses, too, and calls in other threads."""
     problems = []
     for name, value in numbers.items():
-        least, most = int(name != "max_restarts"), MAX_WORKERS if name == "nproc" else math.inf
-        if value is not None and not (type(value) is int and least <= value <= most):
-            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
+        minimum, maximum = int(name != "max_restarts"), MAX_WORKERS if name == "nproc" else math.inf
+        if value is not None and not (type(value) is int and minimum <= value <= maximum):
+            limits = f"of at least {minimum}" if maximum == math.inf else f"from {minimum} to {maximum:,}"
             message = f"must be an integer {limits}, not {format_value(value)}"
             problems.append(Problem("library.number", name, message))
     if problems:

@@ -10,6 +10,7 @@ import typer
 
 from llmtrain.commands.options import JsonOption, RecipeArgument, SetOption
 from llmtrain.errors import Problem, RecipeError, reason
+from llmtrain.system.streams import print_as_is
 
 
 def prepare_data(
@@ -59,7 +60,7 @@ def prepare_data(
             except OSError as error:
                 message = f"cannot write {html}: {reason(error)}"
                 raise RecipeError(Problem("data.html", "--html", message, "choose another file")) from None
-            console.print(f"wrote {html}", highlight=False, soft_wrap=True)
+            print_as_is(console, [f"wrote {html}"])
         elif show:
             has_colors = console.color_system is not None and not console.no_color
             console.print(render_terminal(first_sequences(prepared, declared, show), has_colors))

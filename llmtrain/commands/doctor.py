@@ -13,6 +13,7 @@ import typer
 from llmtrain.commands.options import JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import MAX_WORKERS
+from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
     from llmtrain.launch.doctor.run import DoctorOptions
@@ -94,10 +95,10 @@ def _self_test(request: DoctorRequest) -> int:
     from llmtrain.recipe.cluster import local_cluster, self_test_folder
     from llmtrain.trials.self_test.run import self_test
 
-    given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
-    if others := [name for name, value in given.items() if value]:
+    options = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
+    if conflicting := [name for name, value in options.items() if value]:
         message = "cannot be combined with --self-test, which tests this machine"
-        raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in others])
+        raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in conflicting])
     cluster = local_cluster(request.nproc, is_measured=False)
     result = self_test(cluster, self_test_folder(), lambda line: print(line, file=sys.stderr))
     if request.as_json:
@@ -105,7 +106,7 @@ def _self_test(request: DoctorRequest) -> int:
     else:
         console = Console()
         show(DoctorReport([], together=list(result.findings)), console)
-        console.print(f"report {result.report}", highlight=False, soft_wrap=True)
+        print_as_is(console, [f"report {result.report}"])
     return Exit.WORKER if result.has_fault else Exit.DONE
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from llmtrain.commands.options import errors_as_json
 from llmtrain.errors import Problem, RecipeError
@@ -33,8 +33,8 @@ def print_manual_commands(tool: Tool, request: TrainRequest) -> None:
     check_tool(tool, plan)
     print_plan(plan)
     script = (*request.script(request.absolute_path), "--run-dir", str(folder))
-    named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
-    planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
+    cluster_options = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
+    planned = ("plan", request.absolute, *request.sets, *cluster_options, "--device", machine.device)
     plan_folder = folder.with_name(f"{folder.name}-plan")
     print("\n".join(manual_commands(tool, plan, script, plan_folder, planned)))
 
@@ -158,7 +158,7 @@ def train_on_hosts(request: TrainRequest) -> None:
     console = Console()
     print_plan(plan, console)
     listed = ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)
-    console.print(f"hosts    {listed}", highlight=False, soft_wrap=True)
+    print_as_is(console, [f"hosts    {listed}"])
     clear_failures(folder)
     argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
     job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")
@@ -168,26 +168,20 @@ def train_on_hosts(request: TrainRequest) -> None:
 
 HERE: tuple[LauncherName, ...] = ("local", *TOOLS)
 """Launchers that start workers on this machine only."""
-When = Literal["always", "without --dry-run", "with --dry-run"]
-ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")
-CLUSTER: dict[LauncherName, When] = {
-    # Without --dry-run, these launchers use the devices of this machine.
-    **dict.fromkeys(HERE, "with --dry-run"),
-    "slurm": "always",
-    "kubernetes": "always",
+_DRY_HERE = tuple(f"{launcher} --dry-run" for launcher in HERE)
+_SLURM, _KUBERNETES = ("slurm", "slurm --dry-run"), ("kubernetes", "kubernetes --dry-run")
+SUPPORTED: dict[str, tuple[str, ...]] = {
+    "nproc": (*HERE, *_DRY_HERE),
+    "max_restarts": ("local",),
+    "dry_run": (*_SLURM, *_KUBERNETES, *_DRY_HERE),
+    "as_json": ("local --dry-run",),
+    # Without --dry-run, local launchers use the devices of this machine.
+    **dict.fromkeys(("nodes", "gpus_per_node", "device"), (*_SLURM, *_KUBERNETES, *_DRY_HERE)),
+    **dict.fromkeys(("hostfile", "include", "exclude", "runner"), ("deepspeed",)),
+    "slurm": _SLURM,
+    "kubernetes": _KUBERNETES,
 }
-HOSTS: dict[LauncherName, When] = {"deepspeed": "always"}
-SUPPORTED: dict[str, dict[LauncherName, When]] = {
-    "nproc": ONLY_HERE,
-    "max_restarts": {"local": "without --dry-run"},
-    "dry_run": {**ONLY_HERE, "slurm": "always", "kubernetes": "always"},
-    "as_json": {"local": "with --dry-run"},
-    **dict.fromkeys(("nodes", "gpus_per_node", "device"), CLUSTER),
-    **dict.fromkeys(("hostfile", "include", "exclude", "runner"), HOSTS),
-    "slurm": {"slurm": "always"},
-    "kubernetes": {"kubernetes": "always"},
-}
-"""Field of `TrainRequest` → launchers that support the option, and when. Fields that are not listed always work."""
+"""Field of `TrainRequest` → values of --launcher that support the option. Fields that are not listed always work."""
 
 
 def check_options(request: TrainRequest, rank: Rank | None) -> None:
@@ -212,24 +206,17 @@ def launch(request: TrainRequest) -> None:
 
 def _unsupported(request: TrainRequest) -> Iterator[Problem]:
     """Yields a problem for each option that the launcher does not support."""
-    launcher = request.launcher
+    launcher = request.launcher + " --dry-run" * request.dry_run
     instead = {
         ("nproc", "slurm"): "--gpus-per-node",
         ("max_restarts", "slurm"): f"a job restarts itself: --slurm max_requeues={request.max_restarts}",
     }
     for field, launchers in SUPPORTED.items():
-        when, option = launchers.get(launcher), option_name(field)
-        if not getattr(request, field) or when == "always":
-            continue
-        if when is None:
+        if getattr(request, field) and launcher not in launchers:
             message = f"is not supported with --launcher {launcher}"
-            fix = f"leave it out, or use --launcher {' or '.join(launchers)}"
-            yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
-        elif when == "with --dry-run" and not request.dry_run:
-            message = f"is only supported with --dry-run (--launcher {launcher})"
-            yield Problem("launch.options", option, message, "add --dry-run, or leave it out")
-        elif when == "without --dry-run" and request.dry_run:
-            yield Problem("launch.options", option, "is not supported with --dry-run", "leave it out")
+            similar = [name for name in launchers if name.startswith(request.launcher)] or launchers
+            fix = f"leave it out, or use --launcher {' or '.join(similar)}"
+            yield Problem("launch.options", option_name(field), message, instead.get((field, request.launcher), fix))
 
 
 def option_name(field: str) -> str:

@@ -33,8 +33,8 @@ def request_profile(
     except ValueError:
         message = f"{format_value(ranks)} is not a list of numbers"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, "--ranks 0,1")) from None
-    if others := [number for number in numbers if not 0 <= number < plan.workers]:
-        message = f"the run has no rank {', '.join(map(str, others))}"
+    if missing := [number for number in numbers if not 0 <= number < plan.workers]:
+        message = f"the run has no rank {', '.join(map(str, missing))}"
         raise RecipeError(Problem("profile.ranks", "--ranks", message, f"its ranks are 0 to {plan.workers - 1}"))
     folder.profile.mkdir(exist_ok=True)
     write_json(folder.profile_request, ProfileConfig(steps=steps, ranks=numbers, memory=memory).model_dump(mode="json"))

@@ -83,8 +83,8 @@ def has_libaio() -> bool:
 
 def nearest_existing(folder: Path) -> Path:
     """Returns the absolute path of a folder, or of its nearest existing parent."""
-    there = folder.absolute()
-    return next(path for path in (there, *there.parents) if path.exists())
+    absolute = folder.absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.exists())
 
 
 def _folder_problems(folder: Path) -> list[Problem]:

@@ -172,8 +172,8 @@ def exit_code_before_first_step(number: int) -> int:
 
 def clear_failures(run_dir: RunDir) -> None:
     """Removes the error files of an earlier attempt, which would be mistaken for this one's."""
-    for stale in run_dir.logs.glob("rank_*.error.json"):
-        stale.unlink(missing_ok=True)
+    for file in run_dir.logs.glob("rank_*.error.json"):
+        file.unlink(missing_ok=True)
 
 
 def describe_exit(code: int) -> str:

@@ -199,10 +199,10 @@ def _become_worker(descriptors: list[int]) -> list[str]:
         file.seek(0)
         content = json.load(file)
     numbers = content["numbers"]
-    reporter, *given = (fcntl(descriptor, F_DUPFD_CLOEXEC, 1 + max(numbers)) for descriptor in descriptors[1:])
+    reporter, *inherited = (fcntl(descriptor, F_DUPFD_CLOEXEC, 1 + max(numbers)) for descriptor in descriptors[1:])
     for descriptor in descriptors[1:]:
         os.close(descriptor)
-    for descriptor, number in zip(given, numbers, strict=True):
+    for descriptor, number in zip(inherited, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()

@@ -37,11 +37,11 @@ with open(os.path.join(folder, "job.json")) as file:
     job = json.load(file)
 with open("/proc/self/stat") as file:
     started = file.read().rpartition(")")[2].split()[19]
-place = {}
+variables = {}
 if sys.argv[1:]:
     node, devices, address, port = sys.argv[1:]
-    place = {"CUDA_VISIBLE_DEVICES": devices, "MASTER_ADDR": address, "MASTER_PORT": port}
-    place["TTY_COMPATIBLE"] = "0"  # under mpirun, local ranks have a terminal, but their output goes to a pipe
+    variables = {"CUDA_VISIBLE_DEVICES": devices, "MASTER_ADDR": address, "MASTER_PORT": port}
+    variables["TTY_COMPATIBLE"] = "0"  # under mpirun, local ranks have a terminal, but their output goes to a pipe
     rank = os.environ["OMPI_COMM_WORLD_RANK"]
 else:
     node, rank = os.environ["CROSS_RANK"], os.environ["RANK"]
@@ -52,7 +52,7 @@ if os.path.exists(stop):
     with open(stop) as file:
         os.kill(os.getpid(), int(file.read()))
 os.environ.update(job["env"])
-os.environ.update(place)
+os.environ.update(variables)
 os.chdir(job["cwd"])
 os.execv(sys.executable, [sys.executable, "-u", *job["argv"]])
 """

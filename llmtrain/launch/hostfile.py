@@ -35,11 +35,11 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     if not (include or exclude):
         return [Host(name, tuple(range(count))) for name, count in slots.items()]
     option = "--include" if include else "--exclude"
-    named = _parse_filter(include or exclude, option, slots)
+    selected = _parse_filter(include or exclude, option, slots)
     chosen = []
     for name, count in slots.items():
-        listed = named.get(name, set())
-        devices = [device for device in range(count) if (device in listed) == bool(include)]
+        of_host = selected.get(name, set())
+        devices = [device for device in range(count) if (device in of_host) == bool(include)]
         if devices:
             chosen.append(Host(name, tuple(devices)))
     if not chosen:
@@ -91,19 +91,19 @@ def _parse(path: Path) -> dict[str, int]:
 
 def _parse_filter(text: str, option: str, slots: dict[str, int]) -> dict[str, set[int]]:
     """Returns host → devices; a host without a list of devices has all of them."""
-    named: dict[str, set[int]] = {}
+    selected: dict[str, set[int]] = {}
     problems = []
     for part in text.split("@"):
-        name, colon, listed = part.partition(":")
-        devices = listed.split(",") if colon else [str(index) for index in range(slots.get(name, 0))]
+        name, colon, indices = part.partition(":")
+        devices = indices.split(",") if colon else [str(index) for index in range(slots.get(name, 0))]
         if name not in slots:
             problems.append(f"'{name}' is not in the hostfile")
         elif not all(device.isdecimal() for device in devices):
             problems.append(f"'{part}' is not HOST or HOST:0,2")
-        elif strange := [device for device in devices if int(device) >= slots[name]]:
-            problems.append(f"'{name}' has {slots[name]} slots, and no device {', '.join(strange)}")
+        elif unknown := [device for device in devices if int(device) >= slots[name]]:
+            problems.append(f"'{name}' has {slots[name]} slots, and no device {', '.join(unknown)}")
         else:
-            named.setdefault(name, set()).update(map(int, devices))
+            selected.setdefault(name, set()).update(map(int, devices))
     if problems:
         raise RecipeError(Problem("launch.filter", option, found) for found in problems)
-    return named
+    return selected

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from llmtrain.launch.discovery.rank import RankReader
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.host_agent import job_folder, version_facts
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
+from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun, remote_python
 from llmtrain.run_dir import RunDir
 from llmtrain.system.stops import QUIT, caught_signals
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
@@ -203,13 +202,11 @@ def _host_problems(
 
 def _on_all_hosts(job: HostsJob, verb: str, *more: int, text: str = "", seconds: float = 30.0) -> list[Any]:
     """Runs a verb of `host_agent` on each host. Returns the ended processes; None for one that does not end in time."""
-    path = os.environ.get("PYTHONPATH", "")
-    program = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.host_agent", verb, job.token]
 
     def ask(node: int) -> Any:
         numbers = () if verb in ("prepare", "forget") else (node, *more)
-        remote_command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*program, *map(str, numbers)])}"
-        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, remote_command]
+        program = remote_python("-m", "llmtrain.launch.host_agent", verb, job.token, *numbers)
+        command = ["ssh", *SSH_OPTIONS, job.hosts[node].name, program]
         try:
             return subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:

@@ -47,7 +47,7 @@ def run_workers(
     world_size: int,
     run_dir: RunDir,
     env: Mapping[str, str] | None = None,
-    board: HeartbeatPages | None = None,
+    heartbeats: HeartbeatPages | None = None,
     fork_server: ForkServer | None = None,
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
@@ -58,7 +58,7 @@ def run_workers(
     batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
-    env: variables for the workers, which override those of this process. board: where they write their heartbeats.
+    env: variables for the workers, which override those of this process. heartbeats: where they write their heartbeats.
     fork_server: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
 
     Returns the exit code: 0, 75 (stopped, after saving if a step was begun) or 130 (ended at once). Raises the error of
@@ -67,7 +67,7 @@ def run_workers(
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
     with caught_signals() as events, reserved_port() as port:
-        pool = _Pool(run_dir, events, board, fork_server)
+        pool = _Pool(run_dir, events, heartbeats, fork_server)
         common = common_environment(world_size, env)
         if fork_server and (stopped_by := _start_fork_server(fork_server, common, events)) is not None:
             return exit_code_before_first_step(stopped_by)
@@ -78,7 +78,7 @@ def run_workers(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        env = {**common, **Secret.new().environment, **(board.environment if board else {}), **rendezvous}
+        env = {**common, **Secret.new().environment, **(heartbeats.environment if heartbeats else {}), **rendezvous}
         try:
             for rank in range(world_size):
                 pool.start(rank, command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -193,7 +193,7 @@ class _Pool:
 
     run_dir: RunDir
     events: SimpleQueue[_LocalWorker | int]
-    board: HeartbeatPages | None
+    heartbeats: HeartbeatPages | None
     """Where the workers write their heartbeats, if they do."""
     fork_server: ForkServer | None
     stopped_by: int | None = None
@@ -205,7 +205,7 @@ class _Pool:
 
     @property
     def inherited_descriptors(self) -> tuple[int, ...]:
-        return (self.board.descriptor,) if self.board else ()
+        return (self.heartbeats.descriptor,) if self.heartbeats else ()
 
     @property
     def running(self) -> list[_LocalWorker]:
@@ -264,7 +264,7 @@ class _Pool:
             self.kill()
         elif self.stopped_by is None:
             self.stopped_by = number
-            self.had_begun = self.board is None or self.board.has_begun()
+            self.had_begun = self.heartbeats is None or self.heartbeats.has_begun()
             if self.had_begun:
                 self.send(number)
             else:

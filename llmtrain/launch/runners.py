@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,8 +82,8 @@ class Pdsh(Runner):
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Leaves out the variables that DeepSpeed's launcher would pass on by itself, unquoted."""
         exported = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-        kept = {name: value for name, value in env.items() if not name.startswith(exported)}
-        return kept | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": SSH_KEEPALIVE}
+        passed = {name: value for name, value in env.items() if not name.startswith(exported)}
+        return passed | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": SSH_KEEPALIVE}
 
     def launcher_line_filter(self) -> Callable[[str], bool]:
         """Recognises its lines by their form."""
@@ -124,9 +125,9 @@ class OpenMpi(Runner):
         parts: list[str] = []
         for node, host in enumerate(launch.hosts):
             count, devices = str(len(host.devices)), ",".join(map(str, host.devices))
-            place = [":"] * bool(node) + ["--host", f"{host.name}:{count}", "-n", count]
+            placement = [":"] * bool(node) + ["--host", f"{host.name}:{count}", "-n", count]
             rendezvous = [launch.address, str(launch.port)]
-            parts += [*place, sys.executable, str(launch.start), str(node), devices, *rendezvous]
+            parts += [*placement, sys.executable, str(launch.start), str(node), devices, *rendezvous]
         return [mpirun() or "mpirun", *options, *parts]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -162,3 +163,11 @@ def mpirun() -> str | None:
         if re.search(r"Open ?MPI|OpenRTE|PRRTE", version):
             return name
     return None
+
+
+def remote_python(*arguments: object) -> str:
+    """Returns the command for a host's shell that runs our Python with these arguments, in the same folder as here."""
+    path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+    return (
+        f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', path, sys.executable, *map(str, arguments)])}"
+    )

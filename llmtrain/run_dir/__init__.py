@@ -274,9 +274,9 @@ class RunDir:
         write_json(self.launch_file, document)
 
     def _problems(self, recipe: Recipe) -> list[Problem]:
-        there = next((path for path in (self.path, *self.path.parents) if path.exists()), None)
-        if there is not None and not there.is_dir():
-            return [Problem("run_dir.folder", "--run-dir", f"{there} is a file", "choose another folder")]
+        existing = next((path for path in (self.path, *self.path.parents) if path.exists()), None)
+        if existing is not None and not existing.is_dir():
+            return [Problem("run_dir.folder", "--run-dir", f"{existing} is a file", "choose another folder")]
         if not self.recipe_file.exists():
             return self._foreign_content()
         if not self._started():
@@ -285,10 +285,10 @@ class RunDir:
 
     def _foreign_content(self) -> list[Problem]:
         """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves behind."""
-        ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
-        ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
+        own_names = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
+        own_names |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
         entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        others = sorted(name for name in entries - ours if not name.startswith("."))
+        others = sorted(name for name in entries - own_names if not name.startswith("."))
         if not others:
             return []
         message = f"{self.path} is not empty and contains no run ({others[0]} is in it)"
@@ -338,16 +338,15 @@ def forbidden_changes(old: Recipe, new: Recipe, what: str, allowed: Sequence[str
 
 def check_allowed(allowed: Sequence[str]) -> None:
     """Raises RecipeError for fields that `--allow-change` cannot permit to change."""
-    problems = [
-        Problem("run_dir.allow_change", "--allow-change", f"{format_value(field)} {message}", fix)
-        for field in allowed
-        for message, fix in [
-            ("may change without this option", "leave it out")
-            if MAY_CHANGE.fullmatch(field)
-            else (f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources")
-        ]
-        if not MAY_CHANGE_IF_ALLOWED.fullmatch(field)
-    ]
+    problems = []
+    for field in allowed:
+        if MAY_CHANGE.fullmatch(field):
+            message, fix = "may change without this option", "leave it out"
+        elif not MAY_CHANGE_IF_ALLOWED.fullmatch(field):
+            message, fix = f"cannot be permitted: {OTHER_STATE}", "name a field such as optim.lr or data.sources"
+        else:
+            continue
+        problems.append(Problem("run_dir.allow_change", "--allow-change", f"{format_value(field)} {message}", fix))
     if problems:
         raise RecipeError(problems)
 

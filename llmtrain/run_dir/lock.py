@@ -208,8 +208,8 @@ def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bo
     """
     first, deadline = _touch_time(file), time.monotonic() + STALE_S
     if first is not None:
-        held = f"{file.parent.parent} is held by {owner or 'another run'}"
-        say(f"{held}; waiting up to {STALE_S:.0f} s to see whether it is alive")
+        message = f"{file.parent.parent} is held by {owner or 'another run'}"
+        say(f"{message}; waiting up to {STALE_S:.0f} s to see whether it is alive")
     while first is not None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
         touched = _touch_time(file)
@@ -230,17 +230,17 @@ def _in_use(lock: Path, owner: Owner | None) -> RecipeError:
 def _owner_file(lock: Path) -> Path | None:
     """Returns the file of the owner, or None. Raises RecipeError if the lock contains anything else."""
     try:
-        found = [
+        entries = [
             path for path in lock.iterdir() if not path.name.startswith(".nfs")
         ]  # such files were removed but are still open elsewhere
     except FileNotFoundError:
         return None
-    strange = [path for path in found if not _IDENTITY.fullmatch(path.name)]
-    if strange:
+    unexpected = [path for path in entries if not _IDENTITY.fullmatch(path.name)]
+    if unexpected:
         raise RecipeError(
-            Problem("run_dir.lock", str(strange[0]), "does not belong to a lock of llmtrain", "remove it")
+            Problem("run_dir.lock", str(unexpected[0]), "does not belong to a lock of llmtrain", "remove it")
         )
-    return found[0] if found else None
+    return entries[0] if entries else None
 
 
 def _read(file: Path) -> Owner | None:

@@ -103,8 +103,8 @@ def read_header(file: Path) -> list[PieceHeader]:
     pieces = parse_json(metadata["pieces"], list[PieceHeader])
     expected = {f"{index}.{kind}": piece for index, piece in enumerate(pieces) for kind in piece.kinds}
     if tensors.keys() != expected.keys():
-        strange = sorted(tensors.keys() ^ expected.keys())[0]
-        raise ValueError(f"its tensors do not match its list of pieces, such as {strange[:100]!r}")
+        unexpected = sorted(tensors.keys() ^ expected.keys())[0]
+        raise ValueError(f"its tensors do not match its list of pieces, such as {unexpected[:100]!r}")
     for name, piece in expected.items():
         tensor = tensors[name]
         if tensor.shape != (piece.numel,):

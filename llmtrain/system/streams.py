@@ -130,10 +130,10 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     return {name: short(name) for name in known}
 
 
-def print_as_is(console: Console, lines: Iterable[str]) -> None:
-    """Prints lines without wrapping, highlighting or markup."""
+def print_as_is(console: Console, lines: Iterable[str], style: str = "") -> None:
+    """Prints lines without wrapping, highlighting or markup: a path may contain brackets."""
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

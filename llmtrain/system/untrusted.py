@@ -29,14 +29,6 @@ BYTE_ORDER_MARK = "\ufeff"
 UNREADABLE = (OSError, ValueError)
 """The exceptions of the functions below about a file, for `except`; `file_fault` formats them."""
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link",
-}
 
 
 def open_regular(path: Path) -> FileIO:
@@ -148,8 +140,7 @@ def refusing(kind: type[UserError], field: str, path: Path, rule: str = "") -> I
 def require_regular(status: os.stat_result, path: Path) -> None:
     """Raises OSError unless it is a regular file."""
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"is {kind}, not a file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def require_regular_files(folder: Path) -> None:

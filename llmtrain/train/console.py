@@ -19,7 +19,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch import Failure, Rank
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
-from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed_streams
+from llmtrain.system.streams import ERASE_LINE, is_terminal, lossy, open_closed_streams, print_as_is
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WorkerOutput:
 
     def warn(self, text: str) -> None:
         """Prints a warning for the user and in the rank's log, about a problem that the run survives."""
-        self.console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(self.console, [f"warning: {text}"])
         print(f"warning: {text}", flush=True)
 
     def report_failure(self, error: BaseException) -> int:

@@ -17,6 +17,7 @@ from llmtrain.models.inference.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir
+from llmtrain.system.streams import print_as_is
 from llmtrain.train.metrics.progress import sample_panel
 from llmtrain.train.tasks import BackgroundScoring, ScoringError, score_last, score_table
 
@@ -39,22 +40,20 @@ def finish(
             tasks.wait()
     if state.eval_loss is not None and not recipe.objective.is_preference:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
-        console.print(
-            f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",
-            highlight=False,
-        )
+        line = f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}"
+        print_as_is(console, [line])
     checkpoint = newest(run_dir.checkpoints)
     if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
         lack = f"{checkpoint} lacks the parts of {first_names(elsewhere)}; copy them into it"
-        console.print(f"not exported: {lack}", soft_wrap=True)
+        print_as_is(console, [f"not exported: {lack}"])
         return
     with console.status("exporting"):
         # Replaces an export of fewer steps. The plan is that of the user's recipe.
         trusts = recipe.model.trust_remote_code
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True, trust_remote_code=trusts)
-    console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
+    print_as_is(console, [f"exported {run_dir.export}"])
     if recipe.export.sample_prompt is not None:
         _sample(run_dir, recipe, recipe.export.sample_prompt, console)
     if recipe.tasks.names:
@@ -67,7 +66,7 @@ def _sample(run_dir: RunDir, recipe: Recipe, prompt: str, console: Console) -> N
         trusts = recipe.model.trust_remote_code
         continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens, trust_remote_code=trusts)
     except (UserError, RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
-        console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, [f"no sample: {error}"], "yellow")
         return
     console.print(sample_panel(prompt, continuation, "sample"))
 
@@ -78,4 +77,4 @@ def _printing_scoring_errors(console: Console) -> Iterator[None]:
     try:
         yield
     except ScoringError as error:
-        console.print(str(error), style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_as_is(console, [str(error)], "yellow")

@@ -104,8 +104,10 @@ def _task_errors_reported(names: Sequence[str], folder: Path | None) -> Iterator
             fix = "is its dataset in the cache?"
             raise DataError(Problem("tasks.data", ", ".join(names), message, fix)) from error
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(folder.resolve())]
-        field = f"{own[-1].filename}:{own[-1].lineno}" if own else f"{', '.join(names)} in {folder}"
+        own_frames = [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(folder.resolve())]
+        field = (
+            f"{own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else f"{', '.join(names)} in {folder}"
+        )
         raise RecipeError(Problem("tasks.own", field, message, "correct the task")) from error
 
 

@@ -136,17 +136,17 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     losses: dict[str, float] = defaultdict(float)
     num_items: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
-    most = run.recipe.evaluation.max_sequences
+    max_items = run.recipe.evaluation.max_sequences
     if run.engine.objective and run.engine.objective.needs_divergence:
-        estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heartbeat.beat)
-    for batch in run.data.eval_batches(most, name):
+        estimate_divergence(run.engine, run.data.eval_batches(max_items, name), run.heartbeat.beat)
+    for batch in run.data.eval_batches(max_items, name):
         run.heartbeat.beat()
         losses[batch.eval_source] += run.engine.eval_step(batch).item() * batch.num_items
         num_items[batch.eval_source] += batch.num_items
         if (sums := run.engine.rewards()) is not None:
             rewards += sums.cpu()
     total = sum(num_items.values())
-    known = run.data.eval_bytes(most, name) if run.metrics else None
+    known = run.data.eval_bytes(max_items, name) if run.metrics else None
     return Evaluation(
         loss=sum(losses.values()) / total,
         by_source={source: loss / num_items[source] for source, loss in losses.items()},

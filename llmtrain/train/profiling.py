@@ -106,17 +106,17 @@ def profile_summary(events: Iterable[Any]) -> dict[str, Any]:
     `seconds` from the first event to the last; `computation`, `communication`, the part of it that nothing `hides`,
     and `operations`, with the most time first.
     """
-    kept = list(events)
-    on_device = [event for event in kept if event.device_type.name == "CUDA"]
-    timed = on_device or [event for event in kept if event.cpu_parent is None]
+    all_events = list(events)
+    on_device = [event for event in all_events if event.device_type.name == "CUDA"]
+    timed = on_device or [event for event in all_events if event.cpu_parent is None]
     moved = [_interval(event) for event in timed if event.name.startswith(COMMUNICATION)]
     computed = [_interval(event) for event in timed if not event.name.startswith(COMMUNICATION)]
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    for event in on_device or kept:
+    for event in on_device or all_events:
         times[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
         calls[event.name] += 1
-    most = sorted(times, key=lambda name: -times[name])[:MAX_OPERATIONS]
+    longest = sorted(times, key=lambda name: -times[name])[:MAX_OPERATIONS]
     both = [*moved, *computed]
     return {
         "device": "gpu" if on_device else "cpu",
@@ -124,7 +124,7 @@ def profile_summary(events: Iterable[Any]) -> dict[str, Any]:
         "computation": _length(computed) / 1e6,
         "communication": _length(moved) / 1e6,
         "exposed_communication": (_length(both) - _length(computed)) / 1e6,
-        "operations": [{"name": name, "calls": calls[name], "seconds": times[name] / 1e6} for name in most],
+        "operations": [{"name": name, "calls": calls[name], "seconds": times[name] / 1e6} for name in longest],
     }
 
 

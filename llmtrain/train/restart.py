@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from signal import Signals
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import HeartbeatPages
 from llmtrain.system.stops import QUIT, say, wait_for_signal
+from llmtrain.system.streams import print_as_is
 from llmtrain.train.metrics import note_event
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
@@ -55,25 +55,25 @@ def train_with_restarts(
     """
     deaths: list[Death] = []
     while True:
-        board = HeartbeatPages(workers)
+        heartbeats = HeartbeatPages(workers)
         try:
-            return run_workers([*command, "--resume", resume], workers, folder, None, board, fork_server)
+            return run_workers([*command, "--resume", resume], workers, folder, None, heartbeats, fork_server)
         except UserError as error:
-            deaths.append(_death(board, folder))
+            deaths.append(_death(heartbeats, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
-            write_report_at_end(folder, partial(_warn, console))
+            write_report_at_end(folder, lambda text: print_as_is(console, [f"warning: {text}"]))
             if not max_restarts or not isinstance(error, WorkerError):
                 raise
             if reason := reason_to_give_up(deaths, max_restarts):
                 raise WorkerError([*error.problems, Problem("restart.end", "--max-restarts", reason)]) from None
             print(error.report(), file=sys.stderr, flush=True)
         finally:
-            board.close()
+            heartbeats.close()
         folder.keep_failures(len(deaths))
         resume = next_resume(resume, deaths[-1])
         pause_s = pause_after(deaths)
         line = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
-        console.print(line, highlight=False)
+        print_as_is(console, [line])
         if (stopped_by := wait_for_signal(pause_s)) is not None:
             if stopped_by == QUIT:
                 return Exit.INTERRUPTED
@@ -108,12 +108,8 @@ def pause_after(deaths: Sequence[Death]) -> float:
     return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
 
 
-def _warn(console: Console, text: str) -> None:
-    console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _death(board: HeartbeatPages, folder: RunDir) -> Death:
+def _death(heartbeats: HeartbeatPages, folder: RunDir) -> Death:
     from llmtrain.checkpoint.folder import newest
 
     checkpoint = newest(folder.checkpoints)
-    return Death(board.step(), checkpoint.name if checkpoint else None)
+    return Death(heartbeats.step(), checkpoint.name if checkpoint else None)

@@ -41,8 +41,8 @@ class Sampler:
         self._length, self._rows = prepared.sequence_length, plan.batch.micro_batch_size
         self._has_one_shape = plan.has_one_shape
         self._vocab_size, self._stops = prepared.vocab_size, set(prepared.stop_ids)
-        with utf8_name(prepared.tokenizer_dir) as named:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
+        with utf8_name(prepared.tokenizer_dir) as folder:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._prompts = prompts
 
     def continued(self, engine: Engine, beat: Callable[[], object] = lambda: None) -> list[Sample]:
@@ -67,8 +67,8 @@ class Sampler:
             for row in sorted(left):
                 ends = tokens[row] in self._stops
                 texts[row] += [] if ends else [tokens[row]]
-                most = min(len(prompts[row]) + self._config.tokens, self._length)
-                if ends or len(texts[row]) >= most:
+                max_length = min(len(prompts[row]) + self._config.tokens, self._length)
+                if ends or len(texts[row]) >= max_length:
                     left.remove(row)
             beat()
         pairs = zip(texts, prompts, strict=True)

@@ -120,10 +120,10 @@ class StopAgreement:
             self._thread.start()
             self._requests.put(step)
         self._requests.put(step + 1)
-        given = self._decisions.get()
-        if isinstance(given, BaseException):
-            raise given
-        return given
+        decision = self._decisions.get()
+        if isinstance(decision, BaseException):
+            raise decision
+        return decision
 
     def _serve_requests(self) -> None:
         """Makes the requested decisions, in a thread."""

@@ -84,7 +84,7 @@ class LocalStart:
             check_tool(self.tool, plan)
         print_plan(plan, console)
         if self.resume == "auto" and (reason := nothing_left(plan, folder, self.max_steps)):
-            console.print(reason, highlight=False, soft_wrap=True)
+            print_as_is(console, [reason])
             return Exit.DONE
         with RunLock.take(folder.path, say) as lock:
             checkpoint = check_resume(plan, folder, self.resume, is_local=True)
@@ -96,7 +96,7 @@ class LocalStart:
             plan = with_max_steps(plan, prepared)
             console.print(report(prepared, plan.recipe))
             if plan.recipe.train.epochs and (reason := nothing_left(plan, folder, self.max_steps)):
-                console.print(reason, highlight=False, soft_wrap=True)
+                print_as_is(console, [reason])
                 return Exit.DONE
             if checkpoint:
                 check_data(checkpoint, prepared.key, plan.recipe)
@@ -104,7 +104,7 @@ class LocalStart:
             BatchLoader.of(plan, prepared, dp_rank=0)
             encode_prompts(plan.recipe, prepared)
             folder.create(plan, render(plan))
-            console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
+            print_as_is(console, [f"run directory {folder.path}"])
             with caught_signals():
                 # Batch systems repeat signals. One that arrives after the end must not change the exit code.
                 code = self._run(plan, folder, fork_server, console)

@@ -28,6 +28,7 @@ from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.kernel_caches import use_kernel_caches
 from llmtrain.system.stops import after_step, ignore_signals, leave
+from llmtrain.system.streams import print_as_is
 from llmtrain.train import watchdog
 from llmtrain.train.console import WorkerOutput, redirect_output
 from llmtrain.train.metrics.logger import EventName, note_event
@@ -396,7 +397,7 @@ class _Worker:
         return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
 
     def _say(self, line: str) -> None:
-        self.output.console.print(line, highlight=False)
+        print_as_is(self.output.console, [line])
 
 
 if __name__ == "__main__":

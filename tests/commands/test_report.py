@@ -50,7 +50,7 @@ def test_wrong_command_lines_are_refused(run, tmp_path, capsys):
     assert "report.twice" in _refused(capsys, "report", run, run / ".." / run.name)
     assert "report.write" in _refused(capsys, "report", run, "--out", tmp_path / "missing/report.html")
     (tmp_path / "link.html").symlink_to(tmp_path / "elsewhere.html")
-    assert "is a link, not a file" in _refused(capsys, "report", run, "--out", tmp_path / "link.html")
+    assert "is not a regular file" in _refused(capsys, "report", run, "--out", tmp_path / "link.html")
     assert (tmp_path / "link.html").is_symlink()
     assert "report.out" in _refused(capsys, "report", run, "--serve", "--out", "x.html")
     assert "report.port" in _refused(capsys, "report", run, "--port", "8000")

@@ -125,13 +125,13 @@ def test_workers_find_the_memory_of_their_heartbeats(script, run_dir, children):
     )
     with ForkServer(["json"]) as fork_server:
         fork_server.start(common_environment(2))
-        board = HeartbeatPages(2)
-        assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0
+        heartbeats = HeartbeatPages(2)
+        assert run_workers(command, 2, run_dir, heartbeats=heartbeats, fork_server=fork_server) == 0
         held = open_in(children()[0])
-        assert run_workers(command, 2, run_dir, board=board, fork_server=fork_server) == 0
+        assert run_workers(command, 2, run_dir, heartbeats=heartbeats, fork_server=fork_server) == 0
         assert open_in(children()[0]) == held  # nothing of a worker's is left with it
-    assert board.step() == 7
-    board.close()
+    assert heartbeats.step() == 7
+    heartbeats.close()
 
 
 @pytest.mark.parametrize("death", ["import", "kill"])

@@ -331,7 +331,7 @@ def test_workers_before_the_first_step_end_at_once(script, run_dir, tmp_path, fo
 
     Thread(target=stop).start()
     command = [*worker(script, body), str(tmp_path)]
-    assert run_workers(command, 2, run_dir, board=HeartbeatPages(2), fork_server=fork_server) == 75
+    assert run_workers(command, 2, run_dir, heartbeats=HeartbeatPages(2), fork_server=fork_server) == 75
     assert "stopped on SIGTERM before the first step" in capfd.readouterr().err
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 

@@ -100,7 +100,7 @@ def test_weights_of_another_configuration_are_refused(copied):
         ("config.json", '{"model_type": "nothing"}', "its model cannot be loaded: ValueError"),
         ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "cannot be read: ZeroDivisionError"),
         ("tokenizer.json", "{", "its tokenizer or its config.json cannot be read"),
-        ("tokenizer.json", "FIFO", "tokenizer.json: is a FIFO, not a file"),
+        ("tokenizer.json", "FIFO", "tokenizer.json: is not a regular file"),
         ("generation_config.json", '{"eos_token_id": "x"}', "TypeError"),
     ],
 )

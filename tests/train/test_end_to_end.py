@@ -22,9 +22,10 @@ SAMPLES = ("--set=samples.every_steps=8", '--set=samples.prompts=["def ", "impor
 @pytest.fixture(scope="module")
 def one_worker(small_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    result = llmtrain("train", small_recipe, "--run-dir", folder / "run", *SAMPLES)
+    run_dir = folder / "a [red] run"  # no markup
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *SAMPLES)
     assert result.returncode == 0, result.stderr
-    return folder / "run", result
+    return run_dir, result
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,8 @@ def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
     assert last[0] == 12
     assert last[1] < first[1]
     assert "unigram" in result.stdout
+    assert f"run directory {run_dir}\n" in result.stdout
+    assert f"exported {run_dir / 'export'}\n" in result.stdout
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [(one["step"], one["prompt"]) for one in samples] == [
         (step, prompt) for step in (8, 12) for prompt in ("def ", "import os\n")

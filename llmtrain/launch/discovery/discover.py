@@ -87,13 +87,13 @@ def _check_alone(reader: RankReader) -> None:
     """Checks that no variables describe this process as one of several workers, which would each train alone."""
     for mpi in MPIS:
         if any(reader.env.get(name) for name in (mpi.rank, mpi.local_rank, mpi.world_size, mpi.local_world_size)):
-            size, rank = reader.number(mpi.world_size, least=1), reader.env.get(mpi.rank) and reader.number(mpi.rank)
+            size, rank = reader.number(mpi.world_size, minimum=1), reader.env.get(mpi.rank) and reader.number(mpi.rank)
             if size > 1:
                 reader.text(mpi.markers[0])
             elif rank and reader.env.get(mpi.world_size):
                 reader.refuse(mpi.rank, f"{rank} is not below {mpi.world_size}={size}")
     if reader.env.get(slurm_step.MARKER):
-        reader.number(slurm_step.MARKER, least=1)
+        reader.number(slurm_step.MARKER, minimum=1)
     if tf_config.number_of_tasks(reader.env.get(tf_config.VARIABLE, "")) != 0:
         tf_config.read(reader)
 
@@ -115,8 +115,8 @@ def _read(launcher: Launcher, reader: RankReader) -> Rank:
     return Rank(
         rank=reader.number(launcher.rank),
         local_rank=reader.number(launcher.local_rank),
-        world_size=reader.number(launcher.world_size, least=1),
-        local_world_size=reader.number(launcher.local_world_size, least=1),
+        world_size=reader.number(launcher.world_size, minimum=1),
+        local_world_size=reader.number(launcher.local_world_size, minimum=1),
         master_addr=reader.text(launcher.master_addr),
         master_port=reader.port(launcher.master_port),
         launcher=launcher.name,

@@ -165,8 +165,8 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
     """Returns the user's setting of NCCL's interfaces and where it was made: the variable, or one of NCCL's files."""
     if env.get(NCCL):
         return env[NCCL], NCCL
-    named = env.get("NCCL_CONF_FILE")
-    for file in (Path(named) if named else expanded("~/.nccl.conf"), Path("/etc/nccl.conf")):
+    conf_file = env.get("NCCL_CONF_FILE")
+    for file in (Path(conf_file) if conf_file else expanded("~/.nccl.conf"), Path("/etc/nccl.conf")):
         with suppress(*UNREADABLE):
             for line in read_text(file).splitlines():
                 name, _, value = line.partition("=")
@@ -199,9 +199,9 @@ def route_source(address: str) -> str | None:
     Also returns None for an unknown name. Connecting a UDP socket looks up the route and sends nothing.
     """
     with suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, socket_address in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)
+                probe.connect(socket_address)
                 return _plain(probe.getsockname()[0])
     return None
 
@@ -209,9 +209,11 @@ def route_source(address: str) -> str | None:
 def _own_address() -> str | None:
     """Returns the first address of the host name that can be listened on, determined as torch and gloo do."""
     with suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        for family, kind, _, _, socket_address in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
             with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(place)
+                probe.bind(socket_address)
                 return _plain(probe.getsockname()[0])
     return None
 

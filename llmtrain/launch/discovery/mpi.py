@@ -23,7 +23,7 @@ class Mpi(Launcher):
     """The option of its command line that passes variables to the ranks."""
     head: str | None = None
     """Variable with the address of mpirun itself."""
-    own: str | None = None
+    local_daemon: str | None = None
     """Variable with the address of this rank's parent: if it equals `head` for rank 0, rank 0 is on mpirun's machine.
     """
 
@@ -41,7 +41,7 @@ MPIS = (
         job="PMIX_NAMESPACE",
         export="mpirun -x {}",
         head="OMPI_MCA_orte_hnp_uri",
-        own="OMPI_MCA_orte_local_daemon_uri",
+        local_daemon="OMPI_MCA_orte_local_daemon_uri",
     ),
     # Not PMI_RANK, which `srun --mpi=pmi2` sets as well.
     Mpi(
@@ -58,7 +58,7 @@ MPIS = (
 
 def read(mpi: Mpi, reader: RankReader) -> Rank:
     """Reads the rank of this process; problems are collected in `reader`."""
-    local, world = reader.number(mpi.local_world_size, least=1), reader.number(mpi.world_size, least=1)
+    local, world = reader.number(mpi.local_world_size, minimum=1), reader.number(mpi.world_size, minimum=1)
     return Rank(
         rank=reader.number(mpi.rank),
         local_rank=reader.number(mpi.local_rank),
@@ -77,12 +77,12 @@ def _address(mpi: Mpi, reader: RankReader, is_alone: bool) -> str:
         return address or "127.0.0.1"
     head = reader.env.get(mpi.head or "", "")
     # `JOB.0;tcp://10.0.0.1,172.17.0.1:39399;tcp6://[fd00::1]:40000`
-    listed = re.search(r";tcp://([0-9.,]+):[0-9]+", head)
-    addresses = listed[1].split(",") if listed else []
+    match = re.search(r";tcp://([0-9.,]+):[0-9]+", head)
+    addresses = match[1].split(",") if match else []
     is_rank_0 = reader.env.get(mpi.rank, "").strip() == "0"
     message = "is not set, but the ranks are on several machines"
     if len(addresses) == 1:
-        if not is_rank_0 or reader.env.get(mpi.own or "") == head:
+        if not is_rank_0 or reader.env.get(mpi.local_daemon or "") == head:
             return addresses[0]
         message += ", and rank 0 is not on the machine of mpirun"
     elif addresses:

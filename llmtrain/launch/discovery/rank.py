@@ -87,18 +87,18 @@ class RankReader:
             self.refuse(name, f"is not set, although {present or 'its launcher'} is")
         return value
 
-    def number(self, name: str, least: int = 0, most: int | None = None) -> int:
+    def number(self, name: str, minimum: int = 0, maximum: int | None = None) -> int:
         """Returns an integer in a range, which must be set."""
         text = self.env.get(name, "").strip()
         if not text:
             self.text(name)
         elif not text.isascii() or not text.isdecimal():
             self.refuse(name, f"'{text}' is not a number")
-        elif int(text) < least or (most is not None and int(text) > most):
-            self.refuse(name, f"{text} is not in {least}..{'' if most is None else most}")
+        elif int(text) < minimum or (maximum is not None and int(text) > maximum):
+            self.refuse(name, f"{text} is not in {minimum}..{'' if maximum is None else maximum}")
         else:
             return int(text)
-        return least
+        return minimum
 
     def parsed(self, name: str, parse: Callable[[str], list[T]]) -> list[T]:
         """Parses a variable. Returns an empty list if it is missing or the parser raises ValueError."""
@@ -111,7 +111,7 @@ class RankReader:
 
     def port(self, name: str) -> int:
         """Returns a TCP port, which must be set."""
-        return self.number(name, least=1, most=65535)
+        return self.number(name, minimum=1, maximum=65535)
 
     def refuse(self, name: str, message: str, fix: str = FIX) -> None:
         """Adds a problem with a variable."""

@@ -39,7 +39,7 @@ def read(reader: RankReader) -> Rank:
     return Rank(
         rank=reader.number(LAUNCHER.rank),
         local_rank=reader.number(LAUNCHER.local_rank),
-        world_size=reader.number(LAUNCHER.world_size, least=1),
+        world_size=reader.number(LAUNCHER.world_size, minimum=1),
         local_world_size=counts[min(node, len(counts) - 1)],
         # slurm/train.sbatch sets both: the address by which Slurm knows the node, and a free port.
         master_addr=env.get("MASTER_ADDR") or nodes[0],

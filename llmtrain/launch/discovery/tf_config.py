@@ -48,8 +48,8 @@ def read(reader: RankReader) -> Rank:
 def _rank(config: dict[str, Any]) -> Rank:
     """Returns the rank of this process. Raises ValueError, TypeError, KeyError or AttributeError."""
     cluster, kind, index = config["cluster"], config["task"]["type"], int(config["task"]["index"])
-    if strange := sorted(name for name in cluster if name not in ORDER and cluster[name]):
-        raise ValueError(f"has tasks of the type {', '.join(strange)}, which do not take part in training")
+    if unknown := sorted(name for name in cluster if name not in ORDER and cluster[name]):
+        raise ValueError(f"has tasks of the type {', '.join(unknown)}, which do not take part in training")
     if kind not in ORDER:
         raise ValueError(f"says that this task is a {kind!r}, which does not train")
     addresses = [_split(address) for name in ORDER for address in cluster.get(name, [])]

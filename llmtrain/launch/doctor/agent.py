@@ -108,27 +108,25 @@ class Agent:
 
     def do_build(self, operators: list[str], accelerator: str) -> None:
         """Compiles DeepSpeed operators into torch's cache, in order; none if the disk operator cannot be built."""
-        lacks = "async_io" in operators and not has_disk_operator()
+        env, refusal = dict(os.environ), ""
+        try:
+            use_kernel_caches(env)
+        except RecipeError as error:
+            refusal = str(error)
+        if "async_io" in operators and not has_disk_operator():
+            refusal = "libaio was not found"
         for name in operators:
-            if lacks:
-                self._reply(operator=name, seconds=0.0, file="", error="libaio was not found")
-                continue
-            env = dict(os.environ)
-            try:
-                use_kernel_caches(env)
-            except RecipeError as refusal:
-                self._reply(operator=name, seconds=0.0, file="", error=str(refusal))
-                continue
-            command = [sys.executable, "-m", "llmtrain.engines.deepspeed.ops", name, accelerator]
-            child = self._start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            out, error = child.communicate()
-            try:
-                self._reply(**json.loads(out.splitlines()[-1]))
-            except (IndexError, ValueError):
-                last_lines = error.decode(errors="replace").splitlines()[-20:]
-                self._reply(
-                    operator=name, seconds=0.0, file="", error="\n".join(last_lines) or f"code {child.returncode}"
-                )
+            built = {"operator": name, "seconds": 0.0, "file": "", "error": refusal}
+            if not refusal:
+                command = [sys.executable, "-m", "llmtrain.engines.deepspeed.ops", name, accelerator]
+                child = self._start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                output, errors = child.communicate()
+                try:
+                    built = json.loads(output.splitlines()[-1])
+                except (IndexError, ValueError):
+                    last_lines = errors.decode(errors="replace").splitlines()[-20:]
+                    built["error"] = "\n".join(last_lines) or f"code {child.returncode}"
+            self._reply(**built)
 
     def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
         """Passes requests on. When the input ends, the requester is gone, and everything is ended."""

@@ -125,10 +125,10 @@ def _count_wrong(count: int, job: AllReduceJob, device: torch.device) -> int:
     from torch import distributed as dist
 
     pattern = torch.arange(count, device=device).remainder_(17).float()
-    given = pattern + job.rank
-    dist.all_reduce(given)
+    total = pattern + job.rank
+    dist.all_reduce(total)
     n = job.world_size
-    return int((given != pattern * n + n * (n - 1) / 2).sum())
+    return int((total != pattern * n + n * (n - 1) / 2).sum())
 
 
 def _repeats(count: int, device: torch.device) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ from threading import Thread
 from typing import IO, Any
 
 from llmtrain.launch.doctor.finding import Finding, fault
-from llmtrain.launch.runners import SSH_OPTIONS, SSH_TIMEOUT_S
+from llmtrain.launch.runners import SSH_OPTIONS, SSH_TIMEOUT_S, remote_python
 
 REACHED = "llmtrain-doctor-reached"
 """Printed by the host's shell before Python is started there."""
@@ -152,9 +150,7 @@ def open_over_ssh(host: str, env: Mapping[str, str]) -> Channel:
 
     env: the variables that workers would get, which are sent over ssh's standard input, where nobody can see them.
     """
-    path = os.environ.get("PYTHONPATH", "")
-    agent = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "llmtrain.launch.doctor.agent"]
-    command = f"echo {REACHED}; cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
+    command = f"echo {REACHED}; {remote_python('-m', 'llmtrain.launch.doctor.agent')}"
     channel = Channel(host, ["ssh", *SSH_OPTIONS, host, command])
     deadline = time.monotonic() + SSH_TIMEOUT_S + 1  # ssh itself gives up after SSH_TIMEOUT_S, and says why
     try:

@@ -31,10 +31,10 @@ def clock_skew(channel: Channel) -> Skew:
     best: Skew | None = None
     for _ in range(PINGS):
         started, sent = time.monotonic(), time.time()
-        theirs = channel.request("clock", 10)["time"]
+        host_time = channel.request("clock", 10)["time"]
         trip = time.monotonic() - started
         if best is None or trip / 2 < best.uncertainty_s:
-            best = Skew(theirs - sent - trip / 2, trip / 2)
+            best = Skew(host_time - sent - trip / 2, trip / 2)
     assert best is not None
     return best
 
@@ -43,10 +43,10 @@ def compare_versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding
     """Reports all differing versions in one line. facts: host → what its agent reports."""
     if len(facts) < 2:
         return
-    names = sorted({name for own in facts.values() for name in own["versions"]})
+    names = sorted({name for of_host in facts.values() for name in of_host["versions"]})
     parts = []
     for name in names:
-        groups = _by_value({host: own["versions"].get(name, "missing") for host, own in facts.items()})
+        groups = _by_value({host: of_host["versions"].get(name, "missing") for host, of_host in facts.items()})
         if len(groups) > 1:
             parts.append(f"{name} {', '.join(f'{value} on {listed(hosts)}' for value, hosts in groups)}")
     if parts:
@@ -57,7 +57,7 @@ def compare_versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding
 
 def compare_devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Reports whether hosts have different devices."""
-    groups = _by_value({host: " + ".join(sorted(own["devices"])) or "no GPU" for host, own in facts.items()})
+    groups = _by_value({host: " + ".join(sorted(of_host["devices"])) or "no GPU" for host, of_host in facts.items()})
     if len(groups) > 1:
         text = "; ".join(f"{value} on {listed(hosts)}" for value, hosts in groups)
         yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")

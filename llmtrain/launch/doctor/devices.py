@@ -58,19 +58,19 @@ def host(context: HostContext) -> Iterator[Finding]:
 def gpus(context: HostContext) -> Iterator[Finding]:
     """Checks the GPUs that the driver lists against those that torch sees; loads torch."""
     output = run_command("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
-    listed = parse_gpus(output.text)
+    all_gpus = parse_gpus(output.text)
     if output.error and "not installed" not in output.error:
         yield fault("devices.driver", output.error, "check `nvidia-smi` and `dmesg | grep -i nvrm`; restart the host")
         return
     seen, why = seen_by_torch()
-    if not listed:
+    if not all_gpus:
         if seen:
             yield ok("devices.gpus", f"torch sees {count_names(seen)}; {output.error or 'nvidia-smi lists none'}")
         else:
             yield ok("devices.gpus", f"no GPU: {output.error or 'nvidia-smi lists none'}; torch sees none ({why})")
         return
-    yield ok("devices.gpus", f"{_summary(listed)}; driver {listed[0].driver}")
-    visible, problems = visible_gpus(context.env.get(VISIBLE), listed)
+    yield ok("devices.gpus", f"{_summary(all_gpus)}; driver {all_gpus[0].driver}")
+    visible, problems = visible_gpus(context.env.get(VISIBLE), all_gpus)
     yield from problems
     yield from _gpu_findings(visible, context)
     if len(seen) != len(visible) and not problems:
@@ -105,39 +105,41 @@ def parse_gpus(text: str) -> list[Gpu]:
     return gpus
 
 
-def visible_gpus(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Finding]]:
+def visible_gpus(visible: str | None, all_gpus: list[Gpu]) -> tuple[list[Gpu], list[Finding]]:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, and what is wrong with it.
 
     CUDA accepts indices and prefixes of UUIDs, and silently ignores everything after an entry it does not know.
     """
     if visible is None:
-        return listed, []
+        return all_gpus, []
     chosen: list[Gpu] = []
     entries = [entry.strip() for entry in visible.split(",")] if visible.strip() else []
     for entry in entries:
         if entry.startswith("MIG-"):
             text = f"{VISIBLE} names the GPU partition {entry}, which was not checked"
             return chosen, [warning("devices.visible", text, "a run uses whole GPUs: name these")]
-        matching = [gpu for gpu in listed if entry == gpu.index or (len(entry) > 4 and gpu.uuid.startswith(entry))]
+        matching = [gpu for gpu in all_gpus if entry == gpu.index or (len(entry) > 4 and gpu.uuid.startswith(entry))]
         if entry == "-1":
             break
         if len(matching) != 1:
             which = "no GPU" if not matching else f"{len(matching)} GPUs"
             text = (
-                f"{VISIBLE}={visible}: '{entry}' matches {which} of the {len(listed)} here; CUDA ignores the "
+                f"{VISIBLE}={visible}: '{entry}' matches {which} of the {len(all_gpus)} here; CUDA ignores the "
                 "entries from there on"
             )
-            return chosen, [fault("devices.visible", text, f"export {VISIBLE}={','.join(gpu.index for gpu in listed)}")]
+            return chosen, [
+                fault("devices.visible", text, f"export {VISIBLE}={','.join(gpu.index for gpu in all_gpus)}")
+            ]
         if matching[0] in chosen:
             text = f"{VISIBLE}={visible} names GPU {matching[0].index} twice: CUDA then shows none"
             unique = ",".join(dict.fromkeys(entries))
             return [], [fault("devices.visible", text, f"export {VISIBLE}={unique}")]
         chosen.append(matching[0])
     indices = ", ".join(gpu.index for gpu in chosen)
-    text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if chosen else "no GPU")
+    text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(all_gpus)}" if chosen else "no GPU")
     if not chosen:
-        return [], [warning("devices.visible", f"{text} of {len(listed)} can be used", f"unset {VISIBLE}")]
-    return chosen, [ok("devices.visible", text)] if len(chosen) < len(listed) else []
+        return [], [warning("devices.visible", f"{text} of {len(all_gpus)} can be used", f"unset {VISIBLE}")]
+    return chosen, [ok("devices.visible", text)] if len(chosen) < len(all_gpus) else []
 
 
 def count_names(names: list[str]) -> str:
@@ -145,8 +147,8 @@ def count_names(names: list[str]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
 
-def _summary(listed: list[Gpu]) -> str:
-    kinds = Counter((gpu.name, gpu.memory) for gpu in listed)
+def _summary(all_gpus: list[Gpu]) -> str:
+    kinds = Counter((gpu.name, gpu.memory) for gpu in all_gpus)
     return ", ".join(
         f"{count} × {name}" + (f" with {readable_bytes(memory * 2**20)}" if memory else "")
         for (name, memory), count in kinds.items()

@@ -26,14 +26,14 @@ def limits(context: HostContext) -> Iterator[Finding]:
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     lines = []
-    for name, option, (soft, hard), least in (
+    for name, option, (soft, hard), minimum in (
         ("open files", "n", files, MIN_OPEN_FILES),
         ("processes", "u", processes, MIN_PROCESSES),
     ):
-        if _is_below(soft, least):
+        if _is_below(soft, minimum):
             check = f"limits.{name.replace(' ', '_')}"
             yield warning(
-                check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
+                check, f"{soft} {name} are allowed, but a large job needs {minimum}", _raise(option, minimum, hard)
             )
         else:
             lines.append(f"{name} {_readable(soft)}")
@@ -50,13 +50,13 @@ def limits(context: HostContext) -> Iterator[Finding]:
     yield ok("limits.limits", ", ".join(lines))
 
 
-def _is_below(limit: int, least: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < least
+def _is_below(limit: int, minimum: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < minimum
 
 
-def _raise(option: str, least: int, hard: int) -> str:
-    command = f"ulimit -{option} {least}"
-    return f"{command}, after raising the hard limit of {hard}" if _is_below(hard, least) else command
+def _raise(option: str, minimum: int, hard: int) -> str:
+    command = f"ulimit -{option} {minimum}"
+    return f"{command}, after raising the hard limit of {hard}" if _is_below(hard, minimum) else command
 
 
 def _readable(limit: int, of_bytes: bool = False) -> str:
@@ -93,13 +93,13 @@ def shared_memory(context: HostContext) -> Iterator[Finding]:
 
 def folders(context: HostContext) -> Iterator[Finding]:
     """Checks the folders that a run writes to, by writing to each."""
-    named = (
+    checked = (
         ("runs", context.run_root, "--run-dir FOLDER"),
         ("cache", context.cache, "export LLMTRAIN_CACHE=FOLDER"),
         ("temporary files", Path(context.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR=FOLDER"),
         ("Hugging Face", _hugging_face(context), "export HF_HOME=FOLDER"),
     )
-    for what, folder, fix in named:
+    for what, folder, fix in checked:
         yield _folder_finding(what, folder, fix)
 
 
@@ -116,15 +116,15 @@ def write_refusal(folder: Path) -> str:
 
 
 def _folder_finding(what: str, folder: Path, fix: str) -> Finding:
-    check, there = f"storage.{what.replace(' ', '_')}", nearest_existing(expanded(str(folder)))
-    if not there.is_dir():
-        return fault(check, f"{what}: {folder} is below a file, {there}", fix)
-    refusal = write_refusal(there)
+    check, existing = f"storage.{what.replace(' ', '_')}", nearest_existing(expanded(str(folder)))
+    if not existing.is_dir():
+        return fault(check, f"{what}: {folder} is below a file, {existing}", fix)
+    refusal = write_refusal(existing)
     if refusal:
-        return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
-    free = shutil.disk_usage(there).free
+        return fault(check, f"{what}: {existing} cannot be written to: {refusal}", fix)
+    free = shutil.disk_usage(existing).free
     if free < MIN_FREE_BYTES:
-        return warning(check, f"{what}: {readable_bytes(free)} are free in {there}", f"free some space, or {fix}")
+        return warning(check, f"{what}: {readable_bytes(free)} are free in {existing}", f"free some space, or {fix}")
     return ok(check, f"{what}: {folder}, {readable_bytes(free)} free")
 
 

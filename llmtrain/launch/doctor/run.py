@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from llmtrain.launch.doctor.channel import Channel, UnreachableError, open_local
 from llmtrain.launch.doctor.finding import Finding, fault, listed, ok, warning
 from llmtrain.launch.doctor.report import DoctorReport, HostReport
 from llmtrain.launch.hostfile import Host
+from llmtrain.launch.hosts import forwarded
 from llmtrain.recipe import ParallelConfig
 
 CHECK_TIMEOUT_S = 180
@@ -49,13 +50,14 @@ class DoctorOptions:
 
 
 @dataclass
-class _ConnectedHost:
-    """A host with a running agent."""
+class _ExaminedHost:
+    """A host, and the connection to its agent."""
 
     report: HostReport
-    channel: Channel
-    entry: Host | None = None
-    """Its entry in the hostfile."""
+    entry: Host | None
+    """Its entry in the hostfile; None for this machine."""
+    channel: Channel = field(init=False)
+    """Set if it was reached."""
 
     @property
     def devices(self) -> list[str]:
@@ -66,108 +68,86 @@ class _ConnectedHost:
 
 def examine_hosts(options: DoctorOptions, say: Say) -> DoctorReport:
     """Checks all hosts in parallel, then all of them together."""
-    with _agents(options, say) as (connected, unreachable):
+    env = forwarded(os.environ, Path.home()) if options.hosts else {}
+    hosts = [
+        _ExaminedHost(HostReport(entry.name if entry else "this machine", []), entry)
+        for entry in options.hosts or (None,)
+    ]
+    report = DoctorReport([host.report for host in hosts])
+    with ExitStack() as stack:
+        say("connecting to " + listed([host.report.name for host in hosts]))
+        connected = _on_each(hosts, lambda host: _connect(host, env))
+        for host in connected:
+            stack.callback(host.channel.close)
         say("checking " + (listed([host.report.name for host in connected]) or "nothing"))
         master = _master(connected) if options.hosts else None
-        with ThreadPoolExecutor(max(1, len(connected))) as pool:
-            list(pool.map(lambda host: _check(host, master), connected))
-        reached = [host for host in connected if host.report.was_reached]
-        order = {host.name: number for number, host in enumerate(options.hosts)}
-        report = DoctorReport(
-            sorted([*(host.report for host in connected), *unreachable], key=lambda host: order.get(host.name, 0))
-        )
+        reached = _on_each(connected, lambda host: _check(host, master))
         if options.hosts:
             report.together += _compare(reached)
         if options.build:
             say("compiling DeepSpeed operators, which takes minutes the first time")
-            with ThreadPoolExecutor(max(1, len(reached))) as pool:
-                list(pool.map(lambda host: _build(host, options), reached))
+            _on_each(reached, lambda host: _build(host, options))
         say("all-reduce over all ranks")
         _all_reduce(report, reached, options, master)
-        return report
+    return report
 
 
-@contextmanager
-def _agents(options: DoctorOptions, say: Say) -> Iterator[tuple[list[_ConnectedHost], list[HostReport]]]:
-    """Starts an agent on each host that answers; yields them and the reports of the other hosts."""
-    with ExitStack() as stack:
-        if not options.hosts:
-            channel = open_locally()
-            stack.callback(channel.close)
-            yield [_ConnectedHost(HostReport("this machine", []), channel)], []
-            return
-        from llmtrain.launch.hosts import forwarded
+def _on_each(hosts: list[_ExaminedHost], action: Callable[[_ExaminedHost], object]) -> list[_ExaminedHost]:
+    """Runs an action on all hosts in parallel. Returns the hosts that answered; the others get a finding."""
 
-        env = forwarded(os.environ, Path.home())
-        say(f"reaching {len(options.hosts)} hosts by ssh")
-        with ThreadPoolExecutor(len(options.hosts)) as pool:
-            answers = list(pool.map(lambda host: _open_channel(host, env), options.hosts))
-        connected, unreachable = [], []
-        for host, answer in zip(options.hosts, answers, strict=True):
-            if isinstance(answer, Finding):
-                unreachable.append(HostReport(host.name, [answer]))
-            else:
-                stack.callback(answer.close)
-                connected.append(_ConnectedHost(HostReport(host.name, []), answer, host))
-        yield connected, unreachable
+    def answers(host: _ExaminedHost) -> bool:
+        try:
+            action(host)
+        except UnreachableError as error:
+            host.report.findings.append(error.finding)
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        return [host for host, answered in zip(hosts, pool.map(answers, hosts), strict=True) if answered]
 
 
-def _open_channel(host: Host, env: dict[str, str]) -> Channel | Finding:
-    try:
-        return open_over_ssh(host.name, env)
-    except UnreachableError as error:
-        return error.finding
+def _connect(host: _ExaminedHost, env: Mapping[str, str]) -> None:
+    host.channel = open_over_ssh(host.entry.name, env) if host.entry else open_locally()
 
 
-def _check(host: _ConnectedHost, master: str | None) -> None:
+def _check(host: _ExaminedHost, master: str | None) -> None:
     devices = list(host.entry.devices) if host.entry else []
     root = str(Path("runs").absolute())
-    try:
-        answer = host.channel.request("check", CHECK_TIMEOUT_S, run_root=root, master=master, devices=devices)
-    except UnreachableError as error:
-        host.report.findings.append(error.finding)
-        return
+    answer = host.channel.request("check", CHECK_TIMEOUT_S, run_root=root, master=master, devices=devices)
     host.report.findings += [Finding.of(finding) for finding in answer["findings"]]
     host.report.facts = answer["facts"]
 
 
-def _master(connected: list[_ConnectedHost]) -> str | None:
+def _master(connected: list[_ExaminedHost]) -> str | None:
     """Returns the address of rank 0 under DeepSpeed's launcher: the first of the first host."""
-    if not connected:
-        return None
-    try:
-        addresses: list[str] = connected[0].channel.request("addresses", 10)["addresses"]
-    except UnreachableError:
-        return None
-    return addresses[0] if addresses else None
+    with suppress(UnreachableError, IndexError):
+        return str(connected[0].channel.request("addresses", 10)["addresses"][0])
+    return None
 
 
-def _compare(reached: list[_ConnectedHost]) -> list[Finding]:
+def _compare(reached: list[_ExaminedHost]) -> list[Finding]:
+    skews: dict[str, comparison.Skew] = {}
+
+    def measure_clock(host: _ExaminedHost) -> None:
+        skews[host.report.name] = skew = comparison.clock_skew(host.channel)
+        host.report.facts["clock"] = asdict(skew)
+
+    _on_each(reached, measure_clock)
     facts = {host.report.name: host.report.facts for host in reached}
-    skews = {}
-    for host in reached:
-        try:
-            skews[host.report.name] = comparison.clock_skew(host.channel)
-        except UnreachableError as error:
-            host.report.findings.append(error.finding)
-    for name, skew in skews.items():
-        facts[name]["clock"] = {"ahead_s": skew.ahead_s, "uncertainty_s": skew.uncertainty_s}
     return [*comparison.compare_versions(facts), *comparison.compare_devices(facts), *comparison.compare_clocks(skews)]
 
 
-def _build(host: _ConnectedHost, options: DoctorOptions) -> None:
+def _build(host: _ExaminedHost, options: DoctorOptions) -> None:
     operators = operators_of(options.parallel, os.environ)
     if not operators:
         text = "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk"
         host.report.findings.append(ok("prebuild.none", text))
         return
-    try:
-        findings, host.report.built = build_operators(
-            host.channel, operators, on_cpu=not host.devices, is_needed=options.parallel is not None
-        )
-        host.report.findings += findings
-    except UnreachableError as error:
-        host.report.findings.append(error.finding)
+    findings, host.report.built = build_operators(
+        host.channel, operators, on_cpu=not host.devices, is_needed=options.parallel is not None
+    )
+    host.report.findings += findings
 
 
 def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -206,9 +186,7 @@ def _build_finding(built: Mapping[str, Any], is_needed: bool) -> Finding:
     return ok(check, f"{name} in {Path(built['file']).parent}, {built['seconds']:.1f} s")
 
 
-def _all_reduce(
-    report: DoctorReport, reached: list[_ConnectedHost], options: DoctorOptions, master: str | None
-) -> None:
+def _all_reduce(report: DoctorReport, reached: list[_ExaminedHost], options: DoctorOptions, master: str | None) -> None:
     missing = [host.name for host in report.hosts if not host.was_reached]
     if missing or not reached:
         text = f"all-reduce not run, since {listed(missing) or 'no host'} could not be checked"

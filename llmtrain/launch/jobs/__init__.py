@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def quoted(text: str) -> str:
     """Quotes a string for YAML."""
+    import yaml
+
     return str(yaml.safe_dump(text, default_style='"', width=math.inf)).strip()
 
 

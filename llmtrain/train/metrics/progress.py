@@ -11,14 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
 from llmtrain.system.quantities import MAX_DURATION_S, compact, duration, four_digits
-from llmtrain.system.streams import short_names, visible
+from llmtrain.system.streams import print_as_is, short_names, visible
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
@@ -104,7 +103,7 @@ class TrainingProgress:
 
     def note(self, line: str) -> None:
         """Prints a separate line above the live line."""
-        self._console.print(escape(line), soft_wrap=True, highlight=False)
+        print_as_is(self._console, [line])
 
     def summary(self) -> None:
         """Ends the live line, and prints what was trained and how fast."""

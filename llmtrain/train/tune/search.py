@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -106,15 +107,10 @@ def run_seconds(plan: Plan, seconds: float) -> float:
 
 def _try(tuning: Tuning, dotted: str, value: str | int) -> None:
     """Measures a value against the best so far, and keeps it if it is faster."""
-    try:
+    with _noting_failure(tuning, f"{dotted}={value}"):
         trial = tuning.trial(dotted, value)
         _check(trial.warm(), tuning.loss, tuning.plan)
         compared = compare_in_turns(tuning.current, trial)
-    except BusyError:
-        raise
-    except Exception as error:  # any library may raise, for example when out of memory
-        tuning.failed[f"{dotted}={value}"] = _first_line(error)
-    else:
         milliseconds = tuning.milliseconds.setdefault(dotted, {})
         # The device's speed differs between comparisons: times of a field are scaled to its first comparison.
         current_ms = milliseconds.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
@@ -142,24 +138,22 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
         [size for size in sizes if size > recipe_size],
         [size for size in reversed(sizes) if size < recipe_size],
     ):
-        best, least = tuning.current, milliseconds[str(recipe_size)]
+        best, lowest_ms = tuning.current, milliseconds[str(recipe_size)]
         for size in others:
             say(f"{MICRO_BATCH}={size}")
-            try:
+            compared = None
+            with _noting_failure(tuning, f"{MICRO_BATCH}={size}"):
                 changed = resolve(plan.recipe.with_(**tuning.values, **{MICRO_BATCH: size}), plan.cluster, plan.model)
                 trial = Trial(changed, batch_of(changed), best.device)
                 trial.warm()
                 compared = compare_in_turns(best, trial)
-            except BusyError:
-                raise
-            except Exception as error:  # any library may raise, for example when out of memory
-                tuning.failed[f"{MICRO_BATCH}={size}"] = _first_line(error)
+            if compared is None:
                 break
             of_sequence = compared.ratio * best.plan.batch.micro_batch_size / size
-            milliseconds[str(size)] = round(least * of_sequence, 3)
+            milliseconds[str(size)] = round(lowest_ms * of_sequence, 3)
             if of_sequence > 1 - MIN_GAIN:
                 break
-            best, least = trial, milliseconds[str(size)]
+            best, lowest_ms = trial, milliseconds[str(size)]
         if best is not tuning.current:
             break
     tuning.milliseconds[MICRO_BATCH] = milliseconds
@@ -176,12 +170,10 @@ def _compare_precisions(tuning: Tuning, say: Callable[[str], None]) -> None:
         if precision == recipe_precision:
             continue
         say(f"{PRECISION}={precision}")
-        try:
+        with _noting_failure(tuning, f"{PRECISION}={precision}"):
             trial = tuning.trial(PRECISION, precision)
             trial.warm()
             milliseconds[precision] = round(trial.seconds() * 1000, 3)
-        except Exception as error:  # any library may raise
-            tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
     tuning.milliseconds[PRECISION] = milliseconds
 
 
@@ -206,12 +198,19 @@ class WrongLossError(Exception):
 
 
 def _check(loss: float, expected: float, plan: Plan) -> None:
-    most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
-    if not abs(loss - expected) <= most * abs(expected):  # also rejects NaN
+    tolerance = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
+    if not abs(loss - expected) <= tolerance * abs(expected):  # also rejects NaN
         raise WrongLossError(f"{loss:.6g}, but {expected:.6g} was expected")
 
 
-def _first_line(error: Exception) -> str:
-    if isinstance(error, RecipeError):
-        return str(error.problems[0].message)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+@contextmanager
+def _noting_failure(tuning: Tuning, assignment: str) -> Iterator[None]:
+    """Notes why a value cannot be computed: any library may raise, for example when out of memory."""
+    try:
+        yield
+    except BusyError:
+        raise
+    except RecipeError as error:
+        tuning.failed[assignment] = error.problems[0].message
+    except Exception as error:
+        tuning.failed[assignment] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -48,8 +48,8 @@ class _Connection:
     rank: int | None = None
     """The rank of the watcher at the other end, once it is known."""
     since: float = field(default_factory=time.monotonic)
-    sent: int = 0
-    taken: int = 0
+    num_sent: int = 0
+    num_received: int = 0
     """Number of lines sent and received."""
     own_nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     other_nonce: str | None = None
@@ -61,9 +61,9 @@ class _Connection:
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Raises OSError if the other end is gone."""
         line = self.authenticator.sign(
-            f"{self.end} {self.own_nonce} {self.other_nonce} {self.sent}", json.dumps(message)
+            f"{self.end} {self.own_nonce} {self.other_nonce} {self.num_sent}", json.dumps(message)
         )
-        self.sent += 1
+        self.num_sent += 1
         self.socket.sendall(line.encode() + b"\n")
 
     def received(self) -> list[dict[str, Any]]:
@@ -83,8 +83,8 @@ class _Connection:
 
     def _verified(self, line: bytes) -> dict[str, Any]:
         other = "peer" if self.end == "hub" else "hub"
-        content = self.authenticator.verify(f"{other} {self.other_nonce} {self.own_nonce} {self.taken}", line)
-        self.taken += 1
+        content = self.authenticator.verify(f"{other} {self.other_nonce} {self.own_nonce} {self.num_received}", line)
+        self.num_received += 1
         message: dict[str, Any] = json.loads(content)
         return message
 
@@ -134,7 +134,7 @@ class Hub:
     def collect_frames(self, seconds: float) -> dict[int, str]:
         """Returns rank → innermost frame, for the ranks that answer in time."""
         deadline = time.monotonic() + seconds
-        while {link.rank for link in self._known()} - set(self._frames) and time.monotonic() < deadline:
+        while {link.rank for link in self._identified()} - set(self._frames) and time.monotonic() < deadline:
             self.poll(0.05)
         return dict(self._frames)
 
@@ -145,7 +145,7 @@ class Hub:
     def _links(self) -> list[_Connection]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def _known(self) -> list[_Connection]:
+    def _identified(self) -> list[_Connection]:
         return [link for link in self._links() if link.rank is not None]
 
     def _unidentified(self) -> list[_Connection]:
@@ -153,7 +153,7 @@ class Hub:
         return [link for link in self._links() if link.rank is None]
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        for link in self._known():
+        for link in self._identified():
             try:
                 link.send(message)
             except OSError:

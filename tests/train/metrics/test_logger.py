@@ -244,5 +244,5 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(small_disk, plan):
 
 def test_the_logger_does_not_wait_for_a_fifo_in_place_of_its_file(run_dir, plan):
     os.mkfifo(run_dir.metrics_file)
-    with pytest.raises(OSError, match="is a FIFO, not a file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         MetricsLogger(run_dir, plan)

@@ -135,7 +135,7 @@ def test_an_unauthenticated_connection_is_closed(hub, line):
 def test_a_repeated_message_ends_the_connection(hub):
     peer = connected(hub, 1)
     peer.send_status(STATUS)
-    peer._link.sent = 0
+    peer._link.num_sent = 0
     peer.send_status(STATUS)
     hub.poll(0.2)
     assert hub.statuses[1].state == ""

@@ -117,7 +117,7 @@ def test_a_failure_names_the_rank_and_the_cause_and_keeps_the_logs(broken, how, 
         (["--dry-run", "--nodes", "1000000000000"], ["--nodes", "cluster.size"]),
         (["--dry-run", "--nproc", "1000000000000"], ["--nproc", "1024"]),
         (["--dry-run", "--nproc", "2", "--nodes", "2"], ["--nproc", "leave one of them out"]),
-        (["--nodes", "2", "--device", "h100"], ["--nodes", "--device", "add --dry-run"]),
+        (["--nodes", "2", "--device", "h100"], ["--nodes", "--device", "--launcher local --dry-run"]),
         (["--dry-run", "--set", "parallel.tensor=3"], ["parallel.tensor"]),
         (
             ["--dry-run", "--set", "model.config.hidden_size=1000000000000"],
