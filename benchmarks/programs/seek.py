@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain.data.arrays import CHUNK_BYTES, HASHES, chunk_hashes
+
 SEQUENCES = 2**30 + 1
 LENGTH = 2048
 PIECES = (1024, 700, 324)
@@ -85,11 +87,18 @@ def make(folder: Path, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict
         **{f"eval_{name}": 0 for name in ("tokens", "starts", "lengths", "targets")},
     }
     files = {name: os.open(folder / f"{name}.bin", os.O_RDWR | os.O_CREAT) for name in sizes}
+    hashes = {name: os.open((folder / name).with_suffix(HASHES), os.O_RDWR | os.O_CREAT) for name in sizes}
     for name, size in sizes.items():
         os.truncate(files[name], size)
+        os.truncate(hashes[name], 8 * -(-size // CHUNK_BYTES))
+    written = {(name, 0) for name, size in sizes.items() if 0 < size <= CHUNK_BYTES}
+    """(file, index of a chunk)."""
 
-    def write(name: str, place: int, values: Any) -> None:
-        os.pwrite(files[f"train_{name}"], values.tobytes(), place * values.itemsize)
+    def write(name: str, index: int, values: Any) -> None:
+        first = index * values.itemsize
+        os.pwrite(files[f"train_{name}"], values.tobytes(), first)
+        chunks = range(first // CHUNK_BYTES, (first + values.nbytes - 1) // CHUNK_BYTES + 1)
+        written.update((f"train_{name}", chunk) for chunk in chunks)
 
     random = np.random.default_rng(1)
     for number in schedule_of(folder, sequences, batch=True).sample_ids(sample, BATCH)[1].tolist():
@@ -101,14 +110,17 @@ def make(folder: Path, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict
         write("lengths", first, np.array(PIECES, np.uint32))
         for start, length in zip(starts.tolist(), PIECES, strict=True):
             write("tokens", start, random.integers(1, 2**16, length + 1, np.uint16))
-    for file in files.values():
+    for name, chunk in sorted(written):
+        content = os.pread(files[name], CHUNK_BYTES, chunk * CHUNK_BYTES)
+        os.pwrite(hashes[name], chunk_hashes(content).tobytes(), 8 * chunk)
+    for file in (*files.values(), *hashes.values()):
         os.fsync(file)
         os.close(file)
     return {"sequences": sequences}
 
 
 def read(folder: Path, batch: bool, cold: bool, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict[str, float]:
-    """Makes the first request of this process. Raises RuntimeError if it reads data that were not written."""
+    """Makes the first request of this process. Raises DataError if it reads data that were not written."""
     import torch  # noqa: F401 - a worker has imported it by then
 
     schedule = schedule_of(folder, sequences, batch)
@@ -119,8 +131,9 @@ def read(folder: Path, batch: bool, cold: bool, sequences: int = SEQUENCES, samp
     seconds, computed = time.perf_counter() - started, time.thread_time() - computed
     blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
     (rows,) = found.micro_batches
-    if found.target_tokens != LENGTH * (BATCH if batch else 1) or not rows.input_ids.all() or not rows.labels.all():
-        raise RuntimeError(f"{folder} has not what sample {sample} needs: make it again")
+    assert found.target_tokens == LENGTH * (BATCH if batch else 1)
+    assert rows.input_ids.all()
+    assert rows.labels.all()
     return {"seek_ms": seconds * 1000, "seek_cpu_ms": computed * 1000, "read_kib": blocks / 2}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.programs import seek
+from llmtrain.errors import DataError
 
 
 def test_a_sample_is_found_and_a_gap_is_reported(tmp_path):
@@ -15,5 +16,5 @@ def test_a_sample_is_found_and_a_gap_is_reported(tmp_path):
             found = seek.read(folder, batch, cold, sequences=2**20, sample=10**6)
             assert found["seek_ms"] > 0
             assert found["read_kib"] >= 0
-    with pytest.raises(RuntimeError, match="has not what sample 5 needs"):
+    with pytest.raises(DataError, match="are not those that were written"):
         seek.read(folder, batch=True, cold=False, sequences=2**20, sample=5)

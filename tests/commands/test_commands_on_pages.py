@@ -21,7 +21,8 @@ from llmtrain.recipe import LoraConfig, Recipe, parse_assignments
 from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/design/test_costs.md"})]
+"""Without the page of docstrings."""
 PROGRAM: Any = get_command(app)
 GROUPS = [[name] for name, command in PROGRAM.commands.items() if hasattr(command, "commands")]
 USAGE_ERROR: Any = typer.BadParameter.__base__

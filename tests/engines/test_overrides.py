@@ -90,7 +90,7 @@ NOT_THEIRS = {
     "_exit",  # of os and of C's library, where it is public
     "_NamedFuncPointer",  # a type in typeshed
     "_fields_",  # of ctypes, where it is public
-    "_replace",  # of named tuples, where it is public
+    *("_replace", "_asdict"),  # of named tuples, where they are public
     "_redirect_stdout",  # of rich
     "_redirect_stderr",
     # Documented; the functions that use them refer to the pages.

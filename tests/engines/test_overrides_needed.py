@@ -170,7 +170,7 @@ REMOVALS = (
     ),
     Removal(
         "rename_source_key",
-        "core_model_loading.rename_source_key(key, renamings, converters, prefix, own)",
+        "core_model_loading.rename_source_key(key, renamings, converters, prefix, state)",
         "(key, None)",
         f"{ENGINES}test_from_hub.py",
         "models/hub_names.py",

@@ -72,7 +72,7 @@ def test_what_was_read_is_kept_while_a_disk_fails(folder):
     os.mkfifo(folder / "metrics.jsonl")
     run = reader.read()
     assert len(run.metrics) == 2
-    assert run.problems == (f"{folder / 'metrics.jsonl'}: cannot be read: is a FIFO, not a file",)
+    assert run.problems == (f"{folder / 'metrics.jsonl'}: cannot be read: is not a regular file",)
 
 
 def test_damaged_lines_are_left_out_and_counted(folder):
