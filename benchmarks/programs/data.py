@@ -97,13 +97,14 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
     """Computes the index of sequences, without reusing an earlier one."""
     import numpy as np
 
-    from llmtrain.data import packing, prepare
+    from llmtrain.data import prepare
+    from llmtrain.data.samples import pack_documents
 
     prepared = prepare(recipe_of(corpus, length))
     source = prepared.sources[0]
     folder = Path(tempfile.mkdtemp())
     started = time.perf_counter()
-    meta = packing.pack_documents(folder, source.store, length)
+    meta = pack_documents(folder, source.store, length)
     seconds = time.perf_counter() - started
     placed = int(np.fromfile(folder / "train_targets.bin", np.uint32).sum(dtype=np.int64))
     starts = np.fromfile(folder / "train_starts.bin", np.uint64)

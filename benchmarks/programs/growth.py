@@ -45,9 +45,9 @@ class Peaks:
 
 def growth(corpus: Path) -> dict[str, float]:
     """Returns the peaks in GiB, the memory added per GB of text after the first third, and the speed."""
-    from llmtrain.data import packing
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
+    from llmtrain.data.samples import pack_documents
     from llmtrain.data.tokenize import TokenizeOptions, token_store
 
     peaks = Peaks()
@@ -67,7 +67,7 @@ def growth(corpus: Path) -> dict[str, float]:
         seconds = time.perf_counter() - started
         end = peak()
         (folder / "packed").mkdir()
-        packing.pack_documents(folder / "packed", store, 2048)
+        pack_documents(folder / "packed", store, 2048)
         gigabytes = corpus.stat().st_size / 1e9
         return {
             "gigabytes": gigabytes,

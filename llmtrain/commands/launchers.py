@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.commands.options import errors_as_json
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.tools import TOOLS
+from llmtrain.plan.load import load_recipe
 from llmtrain.system.stops import say
 from llmtrain.system.streams import print_as_is
 
@@ -26,7 +27,7 @@ def print_manual_commands(tool: Tool, request: TrainRequest) -> None:
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import print_plan, startable
 
-    declared, written_for = request.load()
+    declared, written_for = load_recipe(request.recipe, request.assignments)
     machine = request.cluster(written_for)
     folder = request.folder(declared).path.absolute()
     plan = startable(declared, machine, RunDir(folder, tuple(request.allow_change)), request.resume, machine.world_size)
@@ -49,7 +50,7 @@ def run_dry_run(request: TrainRequest) -> None:
     from llmtrain.trials.dry_run.run import REPORT, dry_run
 
     with errors_as_json(request.as_json, passed=False):
-        declared, written_for = request.load()
+        declared, written_for = load_recipe(request.recipe, request.assignments)
         run_folder = request.folder(declared).path
         run_folder = run_folder if run_folder.name else run_folder.resolve()
         folder = RunDir(run_folder.parent / f"{run_folder.name}-dry-run")
@@ -79,13 +80,12 @@ def submit_job(request: TrainRequest) -> None:
         render_job,
         submit,
     )
-    from llmtrain.plan.load import load_recipe
     from llmtrain.recipe.cluster import Cluster
     from llmtrain.run_dir import RunDir
     from llmtrain.train.start import print_plan, startable
 
     options, resume = parse_job_options(SlurmOptions, "slurm", request.slurm), request.resume
-    declared, written_for = request.load()
+    declared, written_for = load_recipe(request.recipe, request.assignments)
     cluster = request.cluster(written_for)
     machines = cluster.nodes
     if options.tasks:
@@ -116,7 +116,7 @@ def print_manifest(request: TrainRequest) -> None:
     from llmtrain.train.start import print_plan, runnable_plan
 
     options = parse_job_options(KubernetesOptions, "kubernetes", request.kubernetes)
-    declared, written_for = request.load()
+    declared, written_for = load_recipe(request.recipe, request.assignments)
     cluster = request.cluster(written_for)
     # The run directory is in the pods' file system. A folder with the same path on this machine is unrelated.
     plan = runnable_plan(declared, cluster, cluster.world_size)
@@ -144,7 +144,7 @@ def train_on_hosts(request: TrainRequest) -> None:
         raise RecipeError(
             Problem("launch.hostfile", "--hostfile", "is required", "name a file with lines of the form HOST slots=N")
         )
-    declared, _ = request.load()
+    declared, _ = load_recipe(request.recipe, request.assignments)
     hosts = read_hosts(request.hostfile, request.include, request.exclude)
     sizes = [len(host.devices) for host in hosts]
     is_even = len(set(sizes)) == 1

@@ -44,10 +44,11 @@ def train_recipe(request: TrainRequest) -> None:
 def train_here(request: TrainRequest, rank: Rank | None) -> None:
     """Trains as worker `rank` if a launcher started this process; otherwise starts the workers."""
     if rank is None:
+        from llmtrain.plan.load import load_recipe
         from llmtrain.train.start import LocalStart
 
         def load() -> tuple[Recipe, RunDir]:
-            declared, _ = request.load()
+            declared, _ = load_recipe(request.recipe, request.assignments)
             return declared, request.folder(declared)
 
         start = LocalStart(
@@ -71,11 +72,12 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     signals = StopSignals()
     from llmtrain.launch.disks import check_disks
     from llmtrain.plan.ds_config import render
+    from llmtrain.plan.load import load_recipe
     from llmtrain.run_dir.lock import RunLock
     from llmtrain.train.start import configure_thread_waiting, offer_self_test, startable
     from llmtrain.train.worker import train_rank
 
-    declared, _ = request.load()
+    declared, _ = load_recipe(request.recipe, request.assignments)
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
     if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their start would count as load of other processes

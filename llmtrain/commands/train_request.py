@@ -142,12 +142,6 @@ class TrainRequest:
         """
         return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
 
-    def load(self) -> tuple[Recipe, Cluster | None]:
-        """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""
-        from llmtrain.plan.load import load_recipe
-
-        return load_recipe(self.recipe, self.assignments)
-
     def cluster(self, written_for: Cluster | None) -> Cluster:
         """Returns the cluster that the options describe: with --nproc, that many workers of this machine.
 

@@ -222,7 +222,7 @@ class BatchLoader:
         if cursor < self._end:
             samples = min(samples, self._end - cursor)
         sources, sequences = self.sample_ids(cursor, samples)
-        # The disk reads the rest while this rank's rows are assembled.
+        # The disk reads the counts of targets while this rank's rows are assembled.
         for number, view in enumerate(self._train):
             view.prefetch_counts(sequences[sources == number])
         return self._step_batch(self._train, sources, sequences, self._steps, cursor)

@@ -11,14 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.data import packing
 from llmtrain.data.arrays import compare
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
 from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.data.chat.tokenize import ChatOptions
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
-from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
+from llmtrain.data.samples import (
+    PACKING_FORMAT,
+    ConcatSamples,
+    EvalOrder,
+    Samples,
+    pack_documents,
+    packed_samples,
+)
 from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Corpus, open_corpora
 from llmtrain.data.store import TokenStore
 from llmtrain.data.tokenize import TokenizeOptions, token_store
@@ -300,11 +306,11 @@ def packed_source(
         key, made, folders = key_of(store.key, "concat", length), store.made, (store.path,)
         views = {split: ConcatSamples(store.streams[split], length, mask) for split in SPLITS}
     else:
-        key = key_of(store.key, data.packing, length, packing.FORMAT)
+        key = key_of(store.key, data.packing, length, PACKING_FORMAT)
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task(f"Packing {short_names([name])[name]}"):
-                return packing.pack_documents(folder, store, length, one_per_sequence=data.packing == "none")
+                return pack_documents(folder, store, length, one_per_sequence=data.packing == "none")
 
         entry = cache.entry("packs", key, build)
         made, folders = store.made or entry.made, (store.path, entry.path)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,6 +172,37 @@ def skip_if(skip: Tensor, optimizer: Optimizer) -> None:
     # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
     devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
     optimizer.found_inf = skip.to(next(devices, skip.device))  # type: ignore[attr-defined]
+
+
+def step_with_verdict(
+    step: Callable[[], object],
+    optimizer: Optimizer,
+    decide: Callable[[Tensor | None], tuple[LossAndNorm, Tensor]],
+    device: torch.device,
+) -> LossAndNorm:
+    """Runs a step of DeepSpeed, and calls `decide` between the gradient norm and the update; returns what it measured.
+
+    Both lie within the step. `FP16_Optimizer`, `BF16_Optimizer` and ZeRO with offload take the norm there, and a loss
+    scaler, DeepSpeed's or torch's, knows only there whether the gradients overflow. The optimizer that DeepSpeed wraps
+    begins after that, with ZeRO more than once. optimizer: this one. decide: gets 1 for an overflow or 0, or None if
+    neither is known; returns what was measured, and 1 to skip the update, else 0.
+    """
+    decided: list[tuple[LossAndNorm, Tensor]] = []
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if not decided:
+            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
+            decided.append(decide(optimizer.found_inf if scaled else None))  # type: ignore[attr-defined]
+        skip_if(decided[0][1], optimizer)
+
+    hook = optimizer.register_step_pre_hook(before)
+    try:
+        step()
+    finally:
+        hook.remove()
+    # A loss scaler has dropped an update that did not begin, which is not a fault of the run.
+    measured, _ = decided[0] if decided else decide(torch.ones((), device=device))
+    return measured
 
 
 def reduce_loss_and_norm(loss: Tensor, grad_norm: Tensor, replicas: int = 1) -> LossAndNorm:

@@ -44,14 +44,14 @@ class Failure:
 
     rank: int
     time: float
-    """Seconds since the epoch. The earliest failure among the workers is the cause, the others are consequences."""
+    """Seconds since the epoch. The earliest exception among the workers is the cause, the others are consequences."""
     type: str
     """Name of the exception's class."""
     message: str
     exit_code: int
     """Exit code of the worker; the launcher passes on that of a `UserError`."""
     where: str
-    """`file:line in function` of the innermost frame; empty for a user's mistake."""
+    """`file:line in function` of the innermost frame; empty for a `UserError`."""
     traceback: str
     problems: tuple[dict[str, str], ...] = ()
     """The problems of a `UserError`, as dictionaries; empty for any other exception."""
@@ -86,7 +86,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """`Type: message (file:line in function)`, or only the message for a user's mistake."""
+        """`Type: message (file:line in function)`, or only the message for a `UserError`."""
         if self.problems:
             return self.message
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
@@ -125,7 +125,7 @@ class WorkerExit:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it crashed or was killed, except by us or while it was exiting after our signal."""
+        """Whether a signal killed it that the launcher neither sent nor caused by asking it to stop."""
         return -self.code in KILL_SIGNALS and (
             signal.SIGKILL not in self.signals if -self.code == signal.SIGKILL else not self.signals
         )

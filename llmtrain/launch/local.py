@@ -39,7 +39,7 @@ GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for workers that are left after one died."""
 _POLL_S = 0.05
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make a process that a rank starts a rank itself."""
+"""Variables by which a child of a rank would take itself for a rank."""
 
 
 def run_workers(
@@ -53,8 +53,8 @@ def run_workers(
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
-    SIGKILL `GRACE_S` later. The first of `STOP_SIGNALS` is passed on to the workers; if none has begun a step yet, it
-    ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
+    SIGKILL `GRACE_S` later. The first stop signal that arrives is passed on to the workers; if none has begun a step yet,
+    it ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
     batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
@@ -98,12 +98,12 @@ def environment_without_rank() -> dict[str, str]:
 def common_environment(world_size: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment that all workers of a machine share. env: variables that override this process's own.
 
-    Raises RecipeError if others could store compiled code for the workers.
+    Raises RecipeError if other users can write to the cache of compiled code.
     """
     # By default every worker would start as many threads as there are cores.
     threads = max(1, available_cores() // world_size)
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
-    limit_spinning(common)  # a program that imports llmtrain has not done so
+    limit_spinning(common)  # the command line has done it, a program that imports llmtrain has not
     use_kernel_caches(common)
     return common
 

@@ -1,8 +1,9 @@
 """The port at which rank 0 listens and the other ranks meet it (`MASTER_PORT`), for each way of starting workers.
 
-The user's own MASTER_PORT takes precedence (`discovery/`). Without it, workers of this machine meet at a port that
-their launcher reserves; hosts that are reached by ssh, at a port that is free on the first; the ranks of a batch job,
-at one that each of them derives from the job's number; and commands that are started by hand use the port of torchrun.
+Workers of this machine meet at a port that their launcher reserves; hosts that are reached by ssh, at one that is free
+on the first host; tasks of srun or mpirun, at one that each derives from the job's number, as the script of a Slurm job
+does for all of its tasks; and commands that are started by hand use the port of torchrun. Under srun, mpirun and ssh, a
+MASTER_PORT of the user takes precedence.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ computes rotary tables, masks of packed documents, sliding windows and the like 
 it computed from the tokens before the stage's first layer is discarded. Layer numbers, configuration and parameter
 names remain those of the whole model.
 
-Stages exchange `(hidden, position_ids, *extras)`, with these extras in this order: `input_ids`, for families whose
-later layers read the tokens again; and the router logits of the MoE layers so far, [layers, tokens, experts], if
-`output_router_logits` asks for the auxiliary loss. That loss is a product of means over all layers, so it is not a sum
+The inputs of a stage are `(hidden, position_ids, *extras)`, with these extras in this order: `input_ids`, for families
+whose later layers read the tokens again; and the router logits of the MoE layers so far, [layers, tokens, experts], if
+`output_router_logits` asks for the auxiliary loss. Of these, only the hidden states and the router logits are sent. That loss is a product of means over all layers, so it is not a sum
 of terms that each stage could compute alone.
 """
 
@@ -182,7 +182,7 @@ class Stage(nn.Module):
             self._release()
 
     def inputs(self, received: Sequence[Tensor], tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Returns the arguments of a stage but the first, from what it received: hidden states and router logits."""
+        """Returns the inputs of any stage but the first. received: hidden states and router logits."""
         hidden, *routers = received
         return (hidden, position_ids, *([tokens] if self.cut.sends_tokens else []), *routers)
 

@@ -23,7 +23,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.overrides import replaced
@@ -202,37 +201,6 @@ class NormWithLoss:
         else:
             self._optimizer._get_norm_groups = lambda: [norm]
         return sums[1].float()
-
-
-def step_with_verdict(
-    step: Callable[[], object],
-    optimizer: Optimizer,
-    decide: Callable[[Tensor | None], tuple[T, Tensor]],
-    apply: Callable[[Tensor, Optimizer], object],
-    device: torch.device,
-) -> tuple[T, Tensor]:
-    """Runs a step of DeepSpeed, and calls `decide` between the gradient norm and the update; returns its result.
-
-    Both lie within the step. `FP16_Optimizer`, `BF16_Optimizer` and ZeRO with offload take the norm there, and a loss
-    scaler, DeepSpeed's or torch's, knows only there whether the gradients overflow. The optimizer that DeepSpeed wraps
-    begins after that, with ZeRO more than once. optimizer: this one. decide: gets 1 for an overflow or 0, or None if
-    neither is known; returns what was measured, and the verdict. apply: hands the verdict to the optimizer.
-    """
-    decided: list[tuple[T, Tensor]] = []
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if not decided:
-            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
-            decided.append(decide(optimizer.found_inf if scaled else None))  # type: ignore[attr-defined]
-        apply(decided[0][1], optimizer)
-
-    hook = optimizer.register_step_pre_hook(before)
-    try:
-        step()
-    finally:
-        hook.remove()
-    # A loss scaler has dropped an update that did not begin, which is not a fault of the run.
-    return decided[0] if decided else decide(torch.ones((), device=device))
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class PipelineSchedule:
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def needs(self, action: Pass) -> Pass | None:
-        """Returns the pass that a pass waits for; None for the first forward passes."""
+        """Returns the pass that a pass waits for; None for forward passes of the first stage."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "weights":
             return Pass("backward", stage, micro_batch)
@@ -116,7 +116,7 @@ class PipelineSchedule:
     def bubble(self, micro_batches: int) -> float:
         """Returns the share of a step in which a rank waits for the others, if all stages take equally long."""
         if not self.splits_backward:
-            # arXiv 2104.04473, section 2.2: while the pipe fills and drains, for one stage of each other rank.
+            # arXiv 2104.04473, section 2.2: as the pipe fills and drains, a rank waits one stage's time for each other.
             return (self.ranks - 1) / (self.chunks * micro_batches + self.ranks - 1)
         shown = min(micro_batches, self._enough)
         end = max(slot.end for slot in self.slots(shown, lengths(self)))
@@ -130,10 +130,10 @@ class PipelineSchedule:
 
     @property
     def least_idle(self) -> float:
-        """Lower bound for the waits of a step, in units of the time that a rank computes for a micro-batch.
+        """Lower bound for the waits of a step; the unit is the time in which a rank computes one micro-batch.
 
-        Exact for schedules with whole backward passes. If they are split, the rank of stage `ranks` − 1 waits for that
-        many forward passes, a third of its passes, before it begins.
+        Exact for schedules with whole backward passes. If they are split, the rank of stage `ranks` − 1 first waits for
+        `ranks` − 1 forward passes, each a third of a stage's work.
         """
         return (self.ranks - 1) / ((3 if self.splits_backward else 1) * self.chunks)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.packing import best_fit, cut_documents
-from llmtrain.data.samples import NO_TARGET, ConcatSamples, PackedSamples, Samples
+from llmtrain.data.samples import NO_TARGET, ConcatSamples, PackedSamples, Samples, best_fit, cut_documents
 from llmtrain.data.store import Stream
 from llmtrain.data.synthetic import synthetic
 from llmtrain.recipe import MAX_SEQUENCE_LENGTH

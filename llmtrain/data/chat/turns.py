@@ -30,7 +30,7 @@ from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import format_value
 
 PARTS = ("tool_calls", "content", "reasoning_content")
-"""Parts of a message that a template may not support."""
+"""Parts of a message that some templates ignore."""
 
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 """A conversation that shows how the template ends a turn."""
@@ -49,7 +49,7 @@ class Turn:
     ended: bool
     """Whether it ends with an end token."""
     closing: str = ""
-    """The character for the token that the template writes before the result of a call, if only this ends the turn."""
+    """The character for the token before the result of a call; only set if no end token ends the turn."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Renderer:
     def added_end(self) -> str:
         """The character for the token that is not special and ends a turn of the assistant; empty if none does.
 
-        It has to end a turn without tags, so it is not a token of a message, such as `</think>`, or of a call.
+        It is taken from a turn without reasoning and calls, so it is not a token of these, such as `</think>`.
         """
         try:
             after = self._render(PROBE, ()).gaps[-1][1]

@@ -14,8 +14,8 @@ import xxhash
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
-from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
-from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_document
+from llmtrain.data.sources.files import STDLIB, file_corpus, find_files, stdlib_corpus
+from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, FileCorpus, read_document
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, StdlibChat
 from llmtrain.errors import DataError, Problem

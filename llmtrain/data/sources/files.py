@@ -7,15 +7,13 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.sources.folders import files_of_split
-from llmtrain.data.sources.formats import READERS, Document, kind_of, read_document
+from llmtrain.data.sources.formats import READERS, FileCorpus, Fingerprint, kind_of, stamp_of
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.durable import fingerprint, write_atomically
@@ -24,60 +22,6 @@ from llmtrain.system.untrusted import UNREADABLE, expanded, read_json
 STDLIB = "stdlib"
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Folders in the standard library that contain tests, or do not belong to it."""
-
-
-class Fingerprint(NamedTuple):
-    """A hash of a file's content, with attributes by which a change is noticed without reading the file."""
-
-    size: int
-    """Size in bytes."""
-    modified: int
-    """Modification time in nanoseconds since the epoch."""
-    hash: str
-
-
-@dataclass(frozen=True)
-class FileCorpus:
-    """Documents of local files of one kind, in the order of their paths."""
-
-    name: str
-    kind: str
-    """Suffix that determines how the files are read."""
-    column: str | None
-    """Column of the text; None to read whole rows."""
-    files: tuple[Path, ...]
-    prints: tuple[Fingerprint, ...]
-    """The fingerprint of each file at the time it was hashed."""
-    lenient: bool = False
-    """Whether to skip a file that is not UTF-8 instead of refusing it."""
-
-    @property
-    def identity(self) -> str:
-        """Identifies the content: the same for equal documents in the same order, wherever the files are."""
-        column = self.column if READERS.get(self.kind, read_document) is not read_document else None
-        return key_of("files", self.kind, column, [stored.hash for stored in self.prints], self.lenient)
-
-    @property
-    def is_one_document(self) -> bool:
-        """Whether the corpus is a single text file."""
-        return len(self.files) == 1 and READERS.get(self.kind, read_document) is read_document
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
-        reader = READERS.get(self.kind, read_document)
-        total = max(1, sum(stored.size for stored in self.prints))
-        done = 0
-        for path, stored in zip(self.files, self.prints, strict=True):
-            try:
-                for document in reader(path, self.column):
-                    yield document._replace(fraction=(done + document.fraction * stored.size) / total)
-            except DataError as error:
-                if not (self.lenient and error.problems[0].rule == "data.utf8"):
-                    raise
-            if _stamp(path) != (stored.size, stored.modified):
-                # The token store would otherwise be saved under the identity of the old content.
-                raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
-            done += stored.size
 
 
 def find_files(name: str, split: str, field: str) -> list[Path]:
@@ -139,7 +83,7 @@ def fingerprints(cache: Cache, source: str, files: Sequence[Path]) -> tuple[Fing
         cached = read_json(store, dict[str, Fingerprint])
     except UNREADABLE:
         cached = {}
-    stamps = {str(path.absolute()): _stamp(path) for path in files}
+    stamps = {str(path.absolute()): stamp_of(path) for path in files}
     prints = {name: cached[name] for name, stamp in stamps.items() if name in cached and cached[name][:2] == stamp}
     unknown = [name for name in stamps if name not in prints]
     if unknown:
@@ -154,15 +98,6 @@ def fingerprints(cache: Cache, source: str, files: Sequence[Path]) -> tuple[Fing
             store.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(store, json.dumps(prints))
     return tuple(prints[name] for name in stamps)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Returns size and modification time of a file. Raises DataError if it does not exist."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
-    return status.st_size, status.st_mtime_ns
 
 
 def _hash(path: Path) -> str:

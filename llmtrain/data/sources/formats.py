@@ -1,4 +1,4 @@
-"""Reads documents from one file: plain text, JSON, CSV, Parquet, Arrow.
+"""Reads documents from files: plain text, JSON, CSV, Parquet, Arrow.
 
 Files are read directly, one batch at a time, rather than through `datasets`. Memory use therefore stays bounded, no
 second copy is written besides the token store, and errors name the file and the position.
@@ -17,10 +17,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
+from llmtrain.data.cache import key_of
 from llmtrain.errors import DataError, Problem, did_you_mean
 from llmtrain.system.untrusted import BYTE_ORDER_MARK, is_unicode
 
@@ -393,3 +395,66 @@ def _arrow_errors(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(Problem("data.read", str(path), f"cannot be read: {error}")) from error
+
+
+class Fingerprint(NamedTuple):
+    """A hash of a file's content, with attributes by which a change is noticed without reading the file."""
+
+    size: int
+    """Size in bytes."""
+    modified: int
+    """Modification time in nanoseconds since the epoch."""
+    hash: str
+
+
+@dataclass(frozen=True)
+class FileCorpus:
+    """Documents of local files of one kind, in the order of their paths."""
+
+    name: str
+    kind: str
+    """Suffix that determines how the files are read."""
+    column: str | None
+    """Column of the text; None to read whole rows."""
+    files: tuple[Path, ...]
+    prints: tuple[Fingerprint, ...]
+    """The fingerprint of each file at the time it was hashed."""
+    lenient: bool = False
+    """Whether to skip a file that is not UTF-8 instead of refusing it."""
+
+    @property
+    def identity(self) -> str:
+        """Identifies the content: the same for equal documents in the same order, wherever the files are."""
+        column = self.column if READERS.get(self.kind, read_document) is not read_document else None
+        return key_of("files", self.kind, column, [stored.hash for stored in self.prints], self.lenient)
+
+    @property
+    def is_one_document(self) -> bool:
+        """Whether the corpus is a single text file."""
+        return len(self.files) == 1 and READERS.get(self.kind, read_document) is read_document
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
+        reader = READERS.get(self.kind, read_document)
+        total = max(1, sum(stored.size for stored in self.prints))
+        done = 0
+        for path, stored in zip(self.files, self.prints, strict=True):
+            try:
+                for document in reader(path, self.column):
+                    yield document._replace(fraction=(done + document.fraction * stored.size) / total)
+            except DataError as error:
+                if not (self.lenient and error.problems[0].rule == "data.utf8"):
+                    raise
+            if stamp_of(path) != (stored.size, stored.modified):
+                # The token store would otherwise be saved under the identity of the old content.
+                raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
+            done += stored.size
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Returns size and modification time of a file. Raises DataError if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
+    return status.st_size, status.st_mtime_ns

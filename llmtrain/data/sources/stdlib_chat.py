@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from llmtrain.data.cache import key_of
-from llmtrain.data.sources.files import FileCorpus, stdlib_folder
-from llmtrain.data.sources.formats import Document
+from llmtrain.data.sources.files import stdlib_folder
+from llmtrain.data.sources.formats import Document, FileCorpus
 
 STDLIB_CHAT = "stdlib_chat"
 FORMAT = 1

@@ -30,7 +30,14 @@ from llmtrain.engines.forward import (
     objective_of,
     use_kernels,
 )
-from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, finite_or_infinite, reduce_loss_and_norm, skip_if
+from llmtrain.engines.guard import (
+    Guard,
+    LossAndNorm,
+    check_fused,
+    finite_or_infinite,
+    reduce_loss_and_norm,
+    step_with_verdict,
+)
 from llmtrain.engines.optim import (
     averaged_weights,
     gradients_of,
@@ -67,7 +74,6 @@ from llmtrain.overrides.deepspeed import (
     loss_scalers,
     no_host_checks,
     reduce_among_several,
-    step_with_verdict,
     synchronize_on_device,
     update_model_weights,
 )
@@ -227,7 +233,7 @@ class DeepSpeedEngine(HasState):
                 return measured, self.guard.should_skip(measured, overflowed)
 
             step = self._pipeline.step if self._pipeline else self.engine.step
-            measured, _ = step_with_verdict(step, self.engine.basic_optimizer, decide, skip_if, self.device)
+            measured = step_with_verdict(step, self.engine.basic_optimizer, decide, self.device)
         return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:

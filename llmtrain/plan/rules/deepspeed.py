@@ -225,9 +225,8 @@ def pipeline_chunks(draft: Draft) -> Iterator[Fault]:
 
 @rule("pipeline.interleaved", "arithmetic", axis=PIPELINE)
 def pipeline_interleaved(draft: Draft) -> Iterator[Fault]:
-    """Refuses numbers of micro-batches that interleaved stages cannot divide. Interleaved stages process micro-batches
-    in groups as large as the number of devices. With a smaller last group, the devices can wait for each other
-    forever."""
+    """Refuses numbers of micro-batches that are not a multiple of the number of devices. Interleaved stages process
+    micro-batches in groups of that size. With a smaller last group, the devices can wait for each other forever."""
     parallel, micro_batches = draft.parallel, draft.accumulation
     if parallel.pipeline_schedule == "interleaved" and micro_batches and micro_batches % parallel.pipeline:
         message = f"{micro_batches} micro-batches in a step are not a multiple of pipeline = {parallel.pipeline}"
@@ -266,13 +265,14 @@ def pipeline_autocast_fp16(draft: Draft) -> Iterator[Fault]:
 
 @rule("pipeline.tied_accumulation", "run", axis=PIPELINE)
 def pipeline_tied_accumulation(draft: Draft) -> Iterator[Fault]:
-    """Refuses tied embeddings whose gradients have another data type, unless the bf16 optimizer reduces them. Gradients
-    that are accumulated in separate buffers skip the reduction of tied weights: the copies drift apart."""
+    """Refuses tied embeddings whose gradients are accumulated in another data type than that of the weights, unless the
+    bf16 optimizer reduces them. Gradients in separate buffers skip the reduction of tied weights: the copies drift
+    apart."""
     parallel, facts = draft.parallel, draft.facts
     if facts is None or not facts.tied_embeddings or draft.weight_dtype == parallel.grad_accum_dtype:
         return
-    takes_them = parallel.precision == "bf16" and parallel.zero_stage == 1 and parallel.offload_optimizer == "none"
-    if not takes_them:
+    is_reduced = parallel.precision == "bf16" and parallel.zero_stage == 1 and parallel.offload_optimizer == "none"
+    if not is_reduced:
         message = (
             f"'{parallel.grad_accum_dtype}' for {draft.weight_dtype} weights would let the copies of the tied "
             "embedding on the first and the last stage drift apart"
@@ -305,13 +305,18 @@ def pipeline_bubble(draft: Draft) -> Iterator[Fault]:
 
 
 def _less_idle(draft: Draft) -> str:
-    """Suggests the largest micro-batch size that keeps the idle time within `MAX_IDLE`, else a global batch size."""
+    """Suggests the largest micro-batch size that keeps 1F1B's idle time within `MAX_IDLE`, else a global batch size.
+
+    Other schedules idle less.
+    """
     assert draft.data_parallel_size is not None, "there are micro-batches"
-    stages, batch = draft.parallel.pipeline, draft.recipe.batch
-    needed = math.ceil((stages - 1) * (1 - MAX_IDLE) / MAX_IDLE - 1e-9)
+    devices, batch = draft.parallel.pipeline, draft.recipe.batch
+    multiple = devices if draft.parallel.pipeline_schedule == "interleaved" else 1
+    needed = math.ceil((devices - 1) * (1 - MAX_IDLE) / MAX_IDLE - 1e-9)
+    needed = -(-needed // multiple) * multiple
     share = batch.global_batch_size // draft.data_parallel_size
-    smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
-    if smaller is not None:
+    sizes = (size for size in divisors(share) if share // size >= needed and share // size % multiple == 0)
+    if (smaller := max(sizes, default=None)) is not None:
         return f"{assignment(batch__micro_batch_size=smaller)} gives {share // smaller} micro-batches"
     larger = assignment(batch__global_batch_size=needed * draft.data_parallel_size, batch__micro_batch_size=1)
     return f"{needed} micro-batches need {larger}, or use fewer stages"

@@ -18,7 +18,7 @@ from llmtrain.recipe import DataConfig
 
 @rule("objective.whole_pairs", "read")
 def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that split, cut or separate conversations (`llmtrain/data/packing.py`). A part of a completion
+    """Refuses options that split, cut or separate conversations (`llmtrain/data/samples.py`). A part of a completion
     has another log-probability than the whole completion."""
     data = draft.recipe.data
     if not draft.recipe.objective.is_preference:

@@ -1,7 +1,7 @@
 """The watcher of a rank: it checks the rank, exchanges statuses, and ends the rank if the run hangs.
 
-It is a child of the rank, forked before the rank has threads, and the kernel ends it with the rank. A thread would stop
-together with its rank, and the launcher may be another program's. The child shares the page of the heartbeat and checks
+It is a child of the rank, forked before the rank has threads, and the kernel ends it with the rank. It is no thread, which
+would hang with its rank, and no part of the launcher, which may be torchrun. The child shares the page of the heartbeat and checks
 it once a second. Rank 0's watcher receives the statuses of the others, and decides for all.
 """
 
@@ -141,12 +141,12 @@ class Leader(Watcher):
         self.hub = hub
         world_size = watched.rank.world_size
         per_stage = world_size // watched.plan.parallel.pipeline
-        stages = {rank: rank // per_stage for rank in range(world_size)}
-        self.stragglers = Stragglers(self.config.straggler_ratio, stages)
+        pipeline_ranks = {rank: rank // per_stage for rank in range(world_size)}
+        self.stragglers = Stragglers(self.config.straggler_ratio, pipeline_ranks)
         self._hung = 0
 
     def check(self, status: Status) -> None:
-        """Decides after two equal rounds, because the statuses of two ranks may be up to a round apart."""
+        """Ends a run that hangs in two rounds in a row: the statuses of two ranks may be up to a round apart."""
         self.hub.poll(self.poll_s)
         statuses = {0: status} | self.hub.statuses
         self._report_straggler(statuses)
