@@ -53,10 +53,10 @@ def run_workers(
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
-    SIGKILL `GRACE_S` later. The first stop signal that arrives is passed on to the workers; if none has begun a step yet,
-    it ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then ignored, since
-    batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
-    main thread, and `run_dir` must exist.
+    SIGKILL `GRACE_S` later. The first stop signal that arrives is passed on to the workers; if none has begun a step
+    yet, it ends them. A second Ctrl-C kills the workers, and so does SIGQUIT at any time; other signals are then
+    ignored, since batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be
+    called from the main thread, and `run_dir` must exist.
 
     env: variables for the workers, which override those of this process. heartbeats: where they write their heartbeats.
     fork_server: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.

@@ -9,8 +9,9 @@ names remain those of the whole model.
 
 The inputs of a stage are `(hidden, position_ids, *extras)`, with these extras in this order: `input_ids`, for families
 whose later layers read the tokens again; and the router logits of the MoE layers so far, [layers, tokens, experts], if
-`output_router_logits` asks for the auxiliary loss. Of these, only the hidden states and the router logits are sent. That loss is a product of means over all layers, so it is not a sum
-of terms that each stage could compute alone.
+`output_router_logits` asks for the auxiliary loss. Of these, only hidden states and router logits are sent between
+ranks. The auxiliary loss is a product of means over all layers, so it is not a sum of terms that each stage could
+compute alone.
 """
 
 from __future__ import annotations

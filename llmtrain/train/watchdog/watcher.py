@@ -1,8 +1,8 @@
 """The watcher of a rank: it checks the rank, exchanges statuses, and ends the rank if the run hangs.
 
-It is a child of the rank, forked before the rank has threads, and the kernel ends it with the rank. It is no thread, which
-would hang with its rank, and no part of the launcher, which may be torchrun. The child shares the page of the heartbeat and checks
-it once a second. Rank 0's watcher receives the statuses of the others, and decides for all.
+It is a child of the rank, forked before the rank has threads, and the kernel ends it with the rank. It is no thread,
+which would hang with its rank, and no part of the launcher, which may be torchrun. The child shares the page of the
+heartbeat and checks it once a second. Rank 0's watcher receives the statuses of the others, and decides for all.
 """
 
 from __future__ import annotations

@@ -255,6 +255,15 @@ def test_the_note_about_the_bubble_suggests_changes(tiny, total, stages):
     assert larger is None or resolve(better.with_(**{"batch.micro_batch_size": larger}), cluster).notes
 
 
+def test_the_note_about_the_bubble_suggests_what_interleaved_stages_accept(tiny):
+    fields = {"parallel.pipeline": 4, "parallel.pipeline_chunks": 2, "parallel.pipeline_schedule": "interleaved"}
+    fields |= {"parallel.zero_stage": 1, "model.config.num_hidden_layers": 8}
+    recipe = tiny.with_(**fields, **{"batch.global_batch_size": 56, "batch.micro_batch_size": 14})
+    (note,) = resolve(recipe, Cluster(devices_per_node=4)).notes
+    assert note["fix"] == "--set batch.micro_batch_size=2 gives 28 micro-batches"  # 14 are no multiple of 4
+    resolve(recipe.with_(**{"batch.micro_batch_size": 2}), Cluster(devices_per_node=4))
+
+
 def test_rule_ids_are_unique():
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
