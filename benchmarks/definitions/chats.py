@@ -48,7 +48,7 @@ def token_verdicts(result: Result) -> Sequence[Verdict]:
     """Returns the verdict on the aim of tokenizing."""
     ratios = [next(iter(case["against"].values()))["tokens_per_second"]["median"] for case in result["cases"]]
     found = ", ".join(f"{ratio:.2f}× ({case['name']})" for ratio, case in zip(ratios, result["cases"], strict=True))
-    return [Verdict("at least 0.4× of the raw calls, which make no mask, on the same cores", found, min(ratios) >= 0.4)]
+    return [Verdict("at least 0.9× of the raw calls on the same cores", found, min(ratios) >= 0.9)]
 
 
 def sft_verdicts(result: Result) -> Sequence[Verdict]:

@@ -59,6 +59,10 @@ class ControlTokens:
         tokens = self._special if role == "assistant" else self._all
         return tokens.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
+    def contains_token_text(self, text: str) -> bool:
+        """Whether a text contains the text of a control token."""
+        return self._all.search(text) is not None
+
     def alias(self, text: str) -> str:
         """Returns a text written by a template, with each control token replaced by its character.
 
@@ -108,6 +112,17 @@ class Rendered:
         if opened:
             raise RowError(f"the template cuts off the text of message {opened[0] + 1}")
         return cls("".join(text), tuple(spans))
+
+    @classmethod
+    def filled(cls, gaps: tuple[tuple[int, str], ...], contents: Sequence[str]) -> Rendered:
+        """Returns the rendering made of the gaps, with one content after each gap except the last."""
+        parts, spans, length = [], [], 0
+        for number, ((_, gap), content) in enumerate(zip(gaps, contents, strict=False)):
+            start = length + len(gap)
+            length = start + len(content)
+            parts += [gap, content]
+            spans.append(TextSpan(number, start, length))
+        return cls("".join([*parts, gaps[-1][1]]), tuple(spans))
 
     @staticmethod
     def partial(marked: str, controls: ControlTokens) -> str:
@@ -161,6 +176,15 @@ def _marked(message: Message, number: int, controls: ControlTokens) -> Message:
         return controls.break_up(name, role)
 
     return {key: value if key == "role" else _map(value, change, rename, key) for key, value in message.items()}
+
+
+def plain_contents(messages: Sequence[Message], controls: ControlTokens) -> list[str] | None:
+    """Returns the contents of messages that consist of one plain text each; None if marks would split or change one."""
+    texts = [message["content"] for message in messages]
+    if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
+        return None
+    together = "\n".join(texts)
+    return None if controls.contains_token_text(together) or _TAG.search(together) else texts
 
 
 def broken_up(values: Any, controls: ControlTokens) -> Any:
