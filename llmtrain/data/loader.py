@@ -37,14 +37,14 @@ class Documents:
     """int32 [documents + 1]: 0, then the end of each document; the last one is the total number of tokens."""
     longest: int
     """Number of tokens of the longest document."""
-    several: bool
+    has_shared_rows: bool
     """Whether any row contains several documents."""
 
     @classmethod
     def of(cls, position_ids: torch.Tensor) -> Documents:
         """Finds the documents.
 
-        position_ids: [batch, T], of whole sequences, on the host; each document counts by one.
+        position_ids: [batch, T], of whole sequences, on the host; they increase by one within a document.
         """
         import torch  # imported here, since preparing data in a launcher must not load it
 
@@ -52,7 +52,8 @@ class Documents:
         begins = np.ones(positions.shape, dtype=bool)
         begins[:, 1:] = np.diff(positions, axis=1) != 1
         bounds = np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
-        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), several=len(bounds) - 1 > len(positions))
+        has_shared_rows = len(bounds) - 1 > len(positions)
+        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), has_shared_rows)
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Returns arguments for a model's forward pass."""

@@ -88,7 +88,7 @@ def _with_positions(
 
 def _document_indices(documents: Documents, position_ids: Tensor) -> Tensor | None:
     """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
-    if not documents.several:
+    if not documents.has_shared_rows:
         return None
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)

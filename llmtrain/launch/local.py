@@ -151,7 +151,7 @@ class _LocalWorker:
     @property
     def ended(self) -> bool:
         """Whether the process has ended. It may still be a zombie, since `returncode` is set when it is reaped."""
-        return self.returncode is not None or _ended(self.process.pid, os.WNOHANG) is not None
+        return self.returncode is not None or _exit_status(self.process.pid, os.WNOHANG) is not None
 
     def wait(self, events: SimpleQueue[_LocalWorker | int]) -> None:
         """Puts the worker in the queue when its process ends.
@@ -159,13 +159,13 @@ class _LocalWorker:
         The process stays a zombie until it is reaped, so that its id is not reused.
         """
         with suppress(ChildProcessError):  # killed and reaped meanwhile
-            _ended(self.process.pid)
+            _exit_status(self.process.pid)
             self.ended_at = time.time()
             events.put(self)
 
     def reap(self) -> None:
         """Collects the exit code of a process that has ended."""
-        status = _ended(self.process.pid)
+        status = _exit_status(self.process.pid)
         if status is None or status.si_code != os.CLD_EXITED or status.si_status not in (Exit.DONE, Exit.RESUME):
             self.signal_group(signal.SIGKILL)  # processes that a failed worker started must not outlive it
         self.process.wait()
@@ -182,7 +182,7 @@ class _LocalWorker:
             os.killpg(self.process.pid, number)
 
 
-def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
+def _exit_status(pid: int, options: int = 0) -> os.waitid_result | None:
     """Returns how a child ended, without reaping it, or None if `WNOHANG` is given and it is still running."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options)
 

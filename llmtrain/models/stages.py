@@ -141,7 +141,7 @@ class Stage(nn.Module):
         # In tuples, so that torch does not register them as children.
         self._run = (model if self.is_last else base,)
         self._entry: tuple[Any, ...] = () if self.is_first else (layers[bounds.first - 1],)
-        self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.last],)
+        self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.end],)
         accepted = inspect.signature(self._run[0].forward).parameters
         self._takes_positions = "position_ids" in accepted or "kwargs" in accepted
         self._filler = 1 if getattr(model.config, "pad_token_id", None) == 0 else 0
@@ -206,8 +206,8 @@ class Stage(nn.Module):
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None
-        for gate in self._exit:
-            gate.result = None
+        for exit_ in self._exit:
+            exit_.result = None
 
     def _tokens(self, position_ids: Tensor, extras: list[Tensor]) -> Tensor:
         """Returns the received tokens, removed from `extras`, or filler tokens that no result depends on."""
@@ -252,8 +252,8 @@ def _replace(stage: Stage, parameter: nn.Parameter, by: nn.Parameter) -> None:
 
 
 def _differentiable(output: Tensor) -> Tensor:
-    has_graph = output.requires_grad or not output.is_floating_point() or not torch.is_grad_enabled()
-    return output if has_graph else output.detach().requires_grad_()
+    needs_no_graph = output.requires_grad or not output.is_floating_point() or not torch.is_grad_enabled()
+    return output if needs_no_graph else output.detach().requires_grad_()
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -300,8 +300,8 @@ def build_stage(
     list_name, layers = decoder_layers(model)
     bounds = cut.bounds[index]
     for number, layer in enumerate(layers):
-        if not bounds.first <= number < bounds.last:
-            kind = {bounds.first - 1: StageEntry, bounds.last: StageExit}.get(number, Placeholder)
+        if not bounds.first <= number < bounds.end:
+            kind = {bounds.first - 1: StageEntry, bounds.end: StageExit}.get(number, Placeholder)
             layers[number] = kind(layer, cut.tuple_length)
     _remove_unused(model, list_name, canonical, cut.outside[index], device)
     names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}

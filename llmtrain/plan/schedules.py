@@ -85,6 +85,7 @@ class PipelineSchedule:
 
     def receiver(self, action: Pass) -> int | None:
         """Returns the rank that waits for the result of a pass, which may be its own; None if nothing is passed on."""
+        # Nothing waits for gradients of weights: their number of a stage is out of range.
         stage = action.stage + {"forward": 1, "backward": -1, "weights": self.stages}[action.kind]
         return self.rank_of(stage) if 0 <= stage < self.stages else None
 
@@ -176,12 +177,12 @@ def _slots(
     """Yields the passes that each rank runs in an order, with their times; see `PipelineSchedule.slots`."""
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
     ends: dict[Pass, float] = {}
-    later = [((action, schedule.needs(action)) for action in passes) for passes in orders]
-    waiting = [next(passes, None) for passes in later]
+    remaining = [((action, schedule.needs(action)) for action in passes) for passes in orders]
+    waiting = [next(passes, None) for passes in remaining]
     free = [0.0] * schedule.ranks
     while any(waiting):
         stuck = True
-        for rank, passes in enumerate(later):
+        for rank, passes in enumerate(remaining):
             while (pair := waiting[rank]) and ((needed := pair[1]) is None or needed in ends):
                 action, arrived = pair[0], 0.0
                 if needed is not None:
@@ -203,7 +204,8 @@ def _idle(schedule: PipelineSchedule, orders: Sequence[Sequence[Pass]], pace: Ma
 def _best_order(schedule: PipelineSchedule, micro_batches: int) -> tuple[int, int]:
     """Returns the index of one of `PACES`, and the reserve, with which a zero bubble schedule is the shortest.
 
-    Some orders are longer than 1F1B unless all passes take equally long, so each is compared at both paces.
+    Some orders are longer than 1F1B unless all passes take equally long. Each is therefore timed with `UNITS` and with
+    `UNEVEN`, and the sum of its idle shares counts.
     """
     return min(
         product(range(len(PACES)), (0, 1)),
@@ -215,10 +217,10 @@ def _best_order(schedule: PipelineSchedule, micro_batches: int) -> tuple[int, in
 
 @lru_cache(maxsize=64)
 def _zero_bubble(
-    schedule: PipelineSchedule, micro_batches: int, pace: int, reserve: int
+    schedule: PipelineSchedule, micro_batches: int, pace_index: int, reserve: int
 ) -> tuple[tuple[Pass, ...], ...]:
-    """Returns the passes of each rank. pace: the index of one of `PACES`."""
-    return _ZeroBubble(schedule, micro_batches, PACES[pace], reserve).passes
+    """Returns the passes of each rank. pace_index: of one of `PACES`."""
+    return _ZeroBubble(schedule, micro_batches, PACES[pace_index], reserve).passes
 
 
 def _alternating(schedule: PipelineSchedule, rank: int, micro_batches: int) -> Iterator[Pass]:
@@ -242,13 +244,14 @@ class _ZeroBubble:
     """A simulation in which a rank that is free runs the most urgent pass.
 
     The order of urgency is: backward passes, forward passes (both of later stages first), gradients of weights.
-    A rank holds the activations of at most `stages` passes, which is what the first rank of 1F1B holds.
+    A rank holds the activations of at most `stages` passes: as much memory as the first rank of 1F1B.
     """
 
     def __init__(
         self, schedule: PipelineSchedule, micro_batches: int, pace: Mapping[PassKind, float], reserve: int
     ) -> None:
-        """pace: integer lengths of passes; reserve: room that a stage leaves for each later stage of its rank."""
+        """pace: integer lengths of passes; reserve: number of passes whose
+        memory is kept free for each later stage of the rank."""
         self.schedule, self.micro_batches, self.pace, self.reserve = schedule, micro_batches, pace, reserve
         ranks = range(schedule.ranks)
         self._stages = [schedule.stages_of(rank)[::-1] for rank in ranks]
@@ -266,9 +269,9 @@ class _ZeroBubble:
                 free[rank] = self._run(rank, action)
                 orders[rank].append(action)
             left -= len(chosen)
-            later = [time for time in free if time > self._now]
-            assert later, f"{schedule} waits for itself"
-            self._now = min(later)
+            future = [time for time in free if time > self._now]
+            assert future, f"{schedule} waits for itself"
+            self._now = min(future)
         self.passes = tuple(tuple(order) for order in orders)
 
     def _choose(self, rank: int) -> Pass | None:
@@ -276,8 +279,8 @@ class _ZeroBubble:
             backward = Pass("backward", stage, len(self._ends["backward"][stage]))
             if self._is_ready(backward):
                 return backward
-        for later, stage in enumerate(self._stages[rank]):
-            if self._held[rank] + later * self.reserve >= self.schedule.stages:
+        for later_stages, stage in enumerate(self._stages[rank]):
+            if self._held[rank] + later_stages * self.reserve >= self.schedule.stages:
                 break
             forward = Pass("forward", stage, len(self._ends["forward"][stage]))
             if forward.micro_batch < self.micro_batches and self._is_ready(forward):

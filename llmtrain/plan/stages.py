@@ -15,10 +15,10 @@ from llmtrain.recipe import ParallelConfig
 
 @dataclass(frozen=True)
 class StageBounds:
-    """Decoder layers [first, last) of one stage."""
+    """Decoder layers [first, end) of one stage."""
 
     first: int
-    last: int
+    end: int
 
 
 def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
@@ -87,15 +87,15 @@ def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[S
         return ()
     costs = layer_costs(facts, sequence_length)
     bounds = balance(costs, stages)
-    parameters = [sum(facts.layer_parameters[bound.first : bound.last]) for bound in bounds]
+    parameters = [sum(facts.layer_parameters[bound.first : bound.end]) for bound in bounds]
     parameters[0] += facts.embedding_parameters
     outside = facts.parameters - sum(facts.layer_parameters) - facts.embedding_parameters
     parameters[-1] += outside + (head_parameters(facts) if facts.tied_embeddings else 0)
     return tuple(
         StagePlan(
-            layers=(bound.first, bound.last - 1),
+            layers=(bound.first, bound.end - 1),
             parameters=held,
-            cost_share=sum(costs[bound.first : bound.last]) / sum(costs),
+            cost_share=sum(costs[bound.first : bound.end]) / sum(costs),
         )
         for bound, held in zip(bounds, parameters, strict=True)
     )

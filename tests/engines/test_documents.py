@@ -148,8 +148,8 @@ def test_boundaries_are_those_of_all_rows():
     documents = Documents.of(_positions())
     assert documents.bounds.tolist() == [0, 7, 8, 20, 24, 48, 61, 72]
     assert documents.bounds.dtype == torch.int32
-    assert (documents.longest, documents.several) == (24, True)
-    assert not Documents.of(torch.arange(5).expand(3, -1)).several
+    assert (documents.longest, documents.has_shared_rows) == (24, True)
+    assert not Documents.of(torch.arange(5).expand(3, -1)).has_shared_rows
 
 
 def test_slices_have_the_boundaries_of_the_whole_sequence():

@@ -37,14 +37,14 @@ class TestBalance:
         costs = [7.0, 2, 5, 1, 8, 2, 4, 6, 3]
         for stages in range(1, 10):
             bounds = balance(costs, stages)
-            ends = [0, *(bound.last for bound in bounds)]
+            ends = [0, *(bound.end for bound in bounds)]
             assert ends[:-1] == [bound.first for bound in bounds]
             assert ends[-1] == len(costs)
             best = min(
                 max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
                 for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
             )
-            assert max(sum(costs[bound.first : bound.last]) for bound in bounds) == best
+            assert max(sum(costs[bound.first : bound.end]) for bound in bounds) == best
 
     def test_layers_that_cost_nothing_still_fill_a_stage_each(self):
         assert balance([0.0, 0.0, 5.0], 3) == [StageBounds(layer, layer + 1) for layer in range(3)]

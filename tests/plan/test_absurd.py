@@ -139,8 +139,8 @@ def test_the_largest_number_of_ranks_is_refused_by_the_batch(llama):
 def test_a_thousand_layers_are_balanced_over_many_stages():
     costs = [1.0 + math.sin(layer) / 2 for layer in range(MAX_LAYERS)]
     bounds = balance(costs, 64)
-    assert [bound.first for bound in bounds][1:] == [bound.last for bound in bounds][:-1]
-    shares = [sum(costs[bound.first : bound.last]) for bound in bounds]
+    assert [bound.first for bound in bounds][1:] == [bound.end for bound in bounds][:-1]
+    shares = [sum(costs[bound.first : bound.end]) for bound in bounds]
     assert max(shares) < sum(costs) / 64 + max(costs)
 
 

@@ -45,7 +45,7 @@ def test_the_parameters_of_a_stage_are_those_that_a_worker_builds(tiny, name, st
     for index, planned in enumerate(plan.stages):
         built = build(index)
         first, last = planned.layers
-        assert (built.cut.bounds[index].first, built.cut.bounds[index].last) == (first, last + 1)
+        assert (built.cut.bounds[index].first, built.cut.bounds[index].end) == (first, last + 1)
         assert sum(parameter.numel() for parameter in built.parameters()) == planned.parameters
 
 
@@ -63,8 +63,8 @@ def test_the_last_stage_has_fewer_layers_unless_sequences_are_long():
         ModelConfig(architecture="llama", config={**SMALL, "vocab_size": 4096, "num_hidden_layers": 16}), None
     )
     short, long = (stage_bounds(facts, 4, length)[-1] for length in (64, 65536))
-    assert short.last - short.first < 4
-    assert long.last - long.first == 4
+    assert short.end - short.first < 4
+    assert long.end - long.first == 4
 
 
 def test_inactive_experts_are_not_counted_as_work():
@@ -73,7 +73,7 @@ def test_inactive_experts_are_not_counted_as_work():
     config |= {"num_experts_per_tok": 8, "mlp_only_layers": [0, 1, 2, 3], "num_hidden_layers": 8}
     facts = model_facts(ModelConfig(architecture="qwen3_moe", config=config), None)
     bounds = stage_bounds(facts, 2, 64)
-    assert [bound.last - bound.first for bound in bounds] == [4, 4]
+    assert [bound.end - bound.first for bound in bounds] == [4, 4]
 
 
 def test_no_pipeline_has_no_stages(tiny):

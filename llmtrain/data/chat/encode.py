@@ -34,7 +34,7 @@ class Encoded:
     ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     """[tokens]: whether a token is a label, so that the loss includes its prediction."""
-    turns: tuple[int, ...]
+    cuts: tuple[int, ...]
     """For each message of the assistant, the number of tokens up to its end, where the conversation may be cut."""
     ends: frozenset[int]
     """The tokens that end these turns. Generation stops at them."""

@@ -205,7 +205,7 @@ def _size(conversation: Encoded, most: int, too_long: str) -> int:
     """Returns the number of tokens to keep of a conversation: all, those up to the last turn that fits, or 0."""
     if len(conversation.ids) <= most:
         return len(conversation.ids)
-    fitting = [end for end in conversation.turns if end <= most and conversation.loss_mask[1:end].any()]
+    fitting = [end for end in conversation.cuts if end <= most and conversation.loss_mask[1:end].any()]
     return fitting[-1] if fitting and too_long == "cut_turns" else 0
 
 

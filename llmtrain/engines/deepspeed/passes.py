@@ -60,36 +60,37 @@ class PassRunner:
         self._accumulating = accumulating
         self.delayed = DelayedWeights(stages) if schedule.splits_backward else None
 
-    def train(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss) -> None:
+    def train(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: RunLastStage) -> None:
         """Runs forward and backward passes over micro-batches, and accumulates gradients.
 
-        batches: whole micro-batches of this replica. slices: this rank's slices of them. loss: see `Loss`.
+        batches: whole micro-batches of this replica. slices: this rank's slices of them. loss: see `RunLastStage`.
         """
         self._run(KINDS, batches, slices, loss)
 
-    def evaluate(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss) -> None:
+    def evaluate(self, batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: RunLastStage) -> None:
         """Runs forward passes only. Called without gradients."""
         self._run(("forward",), batches, slices, loss)
 
     def _run(
-        self, kinds: Sequence[PassKind], batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: Loss
+        self, kinds: Sequence[PassKind], batches: Sequence[MicroBatch], slices: Sequence[MicroBatch], loss: RunLastStage
     ) -> None:
         self._batches, self._slices, self._loss = batches, slices, loss
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._waiting: dict[tuple[int, int], list[Delayed]] = {}
+        self._delayed_weights: dict[tuple[int, int], list[Delayed]] = {}
         self._links.begin(self.schedule, kinds, [batch_slice.input_ids.shape for batch_slice in slices])
         passes = [each for each in self.schedule.passes(len(batches))[self._links.rank] if each.kind in kinds]
         runs = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for current, following in zip_longest(passes, passes[1:]):
-            if following is not None and (needed := self._received(following)):
+            if following is not None and (needed := self._awaited(following)):
                 self._links.expect(needed)  # while this pass runs
             runs[current.kind](current)
         self._links.finish()
 
-    def _received(self, current: Pass) -> Pass | None:
-        """Returns the pass whose results a pass receives, if there is one."""
-        is_end = current.kind == "weights" or (current.kind == "backward" and current.stage == self.schedule.stages - 1)
-        return None if is_end else self.schedule.needs(current)
+    def _awaited(self, current: Pass) -> Pass | None:
+        """Returns the pass whose result a pass waits for, if there is one."""
+        is_last_stage = current.stage == self.schedule.stages - 1
+        needs_no_message = current.kind == "weights" or (current.kind == "backward" and is_last_stage)
+        return None if needs_no_message else self.schedule.needs(current)
 
     def _forward(self, current: Pass) -> None:
         stage = self._stages[current.stage]
@@ -99,7 +100,7 @@ class PassRunner:
         )
         received: Tensors = ()
         inputs: Tensors = (tokens, positions)
-        if (needed := self._received(current)) is not None:
+        if (needed := self._awaited(current)) is not None:
             received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
             inputs = stage.inputs(received, tokens, positions)
         arguments = varlen_arguments(stage.model, batch, self._device)
@@ -115,22 +116,22 @@ class PassRunner:
 
     def _backward(self, current: Pass) -> None:
         saved = self._saved.pop((current.stage, current.micro_batch))
-        needed = self._received(current)
+        needed = self._awaited(current)
         gradients = [None] * len(saved.results) if needed is None else self._links.take(needed)
         with self._accumulating():
             torch.autograd.backward(saved.results, gradients)
         if self.delayed is not None:
-            self._waiting[current.stage, current.micro_batch] = self.delayed.take()
+            self._delayed_weights[current.stage, current.micro_batch] = self.delayed.take()
         if current.stage:
             self._links.give(current, tuple(gradient_of(part) for part in saved.received))
 
     def _weights(self, current: Pass) -> None:
         with self._accumulating():
-            for accumulate in self._waiting.pop((current.stage, current.micro_batch)):
+            for accumulate in self._delayed_weights.pop((current.stage, current.micro_batch)):
                 accumulate()
 
 
-Loss = Callable[[Stage, Tensors, dict[str, Any], MicroBatch], Tensors]
+RunLastStage = Callable[[Stage, Tensors, dict[str, Any], MicroBatch], Tensors]
 """Runs the last stage and returns its loss; called with the stage, its inputs and arguments, and this rank's
 micro-batch."""
 
@@ -141,7 +142,8 @@ def _floating(output: Tensor | Tensors) -> Tensors:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DESCRIPTION = 64
+"""The types that a message describes by their indices."""
+DESCRIPTION_LENGTH = 64
 """Length of a message that describes tensors: their number, and the type, the dimensions and the sizes of each."""
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
@@ -205,16 +207,16 @@ class PipeLinks:
 
     def expect(self, message: Pass) -> None:
         """Begins to receive the results of a pass, unless this rank has to send something first."""
-        if self._is_local(message):
+        if self._is_ours(message):
             return
-        while message not in self._receiving and not self._is_local(self._due[0]):
+        while message not in self._receiving and not self._is_ours(self._due[0]):
             if self._described_as(self._due[0]) not in self._shapes:
                 return  # Its sizes are not known yet, and waiting for them would block.
             self._receive()
 
     def take(self, message: Pass) -> Tensors:
         """Returns the results of a pass."""
-        if self._is_local(message):
+        if self._is_ours(message):
             return self._local_results.pop(message)
         while message not in self._receiving:
             self._receive()
@@ -223,7 +225,7 @@ class PipeLinks:
             work.wait()
         return tuple(part for _, part in receiving)
 
-    def _is_local(self, message: Pass) -> bool:
+    def _is_ours(self, message: Pass) -> bool:
         return self._schedule.rank_of(message.stage) == self.rank
 
     def _described_as(self, message: Pass) -> tuple[int, torch.Size]:
@@ -245,13 +247,13 @@ class PipeLinks:
         sender, key = self._schedule.rank_of(message.stage), self._described_as(message)
         assert sender != self.rank, f"{message} has to be sent first"
         if key not in self._shapes:
-            description = torch.empty(DESCRIPTION, dtype=torch.int64, device=self._device)
-            self._begin(description, sender).wait()
+            description = torch.empty(DESCRIPTION_LENGTH, dtype=torch.int64, device=self._device)
+            self._start_receiving(description, sender).wait()
             self._shapes[key] = _shapes(description)
         parts = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes[key]]
-        self._receiving[message] = [(self._begin(part, sender), part) for part in parts]
+        self._receiving[message] = [(self._start_receiving(part, sender), part) for part in parts]
 
-    def _begin(self, part: Tensor, sender: int) -> dist.Work:
+    def _start_receiving(self, part: Tensor, sender: int) -> dist.Work:
         work = dist.irecv(part, self._pipe[sender], group=self._up if sender < self.rank else self._down)
         assert work is not None
         return work
@@ -261,7 +263,7 @@ def _description(parts: Tensors) -> Tensor:
     numbers = [len(parts)]
     for part in parts:
         numbers += [DTYPES.index(part.dtype), part.dim(), *part.shape]
-    return torch.tensor(numbers + [0] * (DESCRIPTION - len(numbers)))
+    return torch.tensor(numbers + [0] * (DESCRIPTION_LENGTH - len(numbers)))
 
 
 def _shapes(description: Tensor) -> Shapes:

@@ -138,8 +138,8 @@ def zero_hierarchical_groups(draft: Draft) -> Iterator[Fault]:
         return
     for axis in (TENSOR, EXPERT):
         if axis in used(parallel):
-            ranks_of = f"{axis.name} parallelism ({axis.degree(parallel)} ranks)"
-            message = f"must be 1, not {size}: hpZ does not support {ranks_of}"
+            other = f"{axis.name} parallelism ({axis.degree(parallel)} ranks)"
+            message = f"must be 1, not {size}: hpZ does not support {other}"
             yield Fault("parallel.hierarchical_partition", message, WITHOUT_HPZ)
     if ranks % size or size >= ranks:
         message = f"must be a proper divisor of the {ranks} ranks, not {size}"
@@ -347,8 +347,8 @@ def tensor_divides(draft: Draft) -> Iterator[Fault]:
     ranks, facts = draft.parallel.split_ranks, draft.facts
     if facts is None or facts.weights is None:
         return
-    rows = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
-    uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % ranks})
+    down_projections = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
+    uneven = sorted({weight.shape[-1] for weight in down_projections if weight.shape[-1] % ranks})
     if uneven:
         widths = " and ".join(str(width) for width in uneven)
         message = f"{ranks} does not divide the width {widths} of feed-forward layers"
@@ -357,7 +357,7 @@ def tensor_divides(draft: Draft) -> Iterator[Fault]:
 
 FP32_ROUTERS = ("deepseek_v2", "deepseek_v3")
 """Families that compute the router's logits in fp32 regardless of the weights' data type."""
-RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
+PROBABILITY_ROUTERS = ("qwen3_5_moe_text",)
 """Families whose router loss expects logits, while the engine's block returns probabilities."""
 
 
@@ -377,8 +377,8 @@ def expert_router_loss(draft: Draft) -> Iterator[Fault]:
     balance loss would apply a softmax to probabilities."""
     facts = draft.facts
     has_router_loss = draft.recipe.model.config.get("output_router_logits")
-    if facts is not None and has_router_loss and facts.model_type in RECORDED_PROBABILITIES:
-        message = f"with expert parallelism the load balance loss of '{facts.model_type}' would be wrong"
+    if facts is not None and has_router_loss and facts.model_type in PROBABILITY_ROUTERS:
+        message = f"with expert parallelism the load balancing loss of '{facts.model_type}' would be wrong"
         fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
         yield Fault("model.config.output_router_logits", message, fix)
 

@@ -78,7 +78,7 @@ class Watcher(ABC):
         self.host = socket.gethostname()
         # Often enough for short time limits.
         self.poll_s = min(POLL_S, self.config.min_seconds / 4 or POLL_S)
-        self._checked_at = self._resumed = time.monotonic()
+        self._checked_at = self._resumed_at = time.monotonic()
         self._missing_since: float | None = None
 
     def run(self) -> NoReturn:
@@ -105,7 +105,7 @@ class Watcher(ABC):
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = self._checked_at
-        return is_missing and self._checked_at - max(self._missing_since or 0.0, self._resumed) >= GONE_S
+        return is_missing and self._checked_at - max(self._missing_since or 0.0, self._resumed_at) >= GONE_S
 
     def print_problem(self, problem: Problem) -> None:
         """Prints a problem, unless our own launcher does so from the error file."""
@@ -115,7 +115,7 @@ class Watcher(ABC):
     def _status(self) -> Status:
         now = time.monotonic()
         if now - self._checked_at > self.poll_s + SUSPENDED_S:
-            self._resumed = now
+            self._resumed_at = now
         self._checked_at = now
         page, state = self.watched.page, self.watched.process.state
         phase = Phase(page.phase)
@@ -124,7 +124,7 @@ class Watcher(ABC):
             pid=self.watched.process.pid,
             step=page.step,
             phase=phase,
-            idle_s=now - max(page.beat, self._resumed),
+            idle_s=now - max(page.beat, self._resumed_at),
             limit_s=time_limit(phase, page.p99(), state, self.config),
             waiting=bool(page.waiting),
             state=state,
@@ -143,7 +143,7 @@ class Leader(Watcher):
         per_stage = world_size // watched.plan.parallel.pipeline
         pipeline_ranks = {rank: rank // per_stage for rank in range(world_size)}
         self.stragglers = Stragglers(self.config.straggler_ratio, pipeline_ranks)
-        self._hung = 0
+        self._hung_rounds = 0
 
     def check(self, status: Status) -> None:
         """Ends a run that hangs in two rounds in a row: the statuses of two ranks may be up to a round apart."""
@@ -152,8 +152,8 @@ class Leader(Watcher):
         self._report_straggler(statuses)
         if self.is_missing_for_long(bool(lost := lost_ranks(statuses))):
             self._end_all(loss_problem(statuses, lost))
-        self._hung = self._hung + 1 if is_hung(statuses) else 0
-        if self._hung >= 2:
+        self._hung_rounds = self._hung_rounds + 1 if is_hung(statuses) else 0
+        if self._hung_rounds >= 2:
             self._end_hung_run(statuses)
 
     def _end_hung_run(self, statuses: dict[int, Status]) -> NoReturn:
@@ -214,7 +214,8 @@ class Follower(Watcher):
         return max(status.limit_s or 0.0, others_may_work) + ALONE_S
 
     def _end_with(self, problem: Problem) -> NoReturn:
-        if self.watched.rank.local_rank == 0 or self.watched.rank.rank == 1:  # one of each machine
+        # One rank of each machine: rank 1 speaks for that of rank 0.
+        if self.watched.rank.local_rank == 0 or self.watched.rank.rank == 1:
             self.print_problem(problem)
         self.end(problem)
 
@@ -253,7 +254,7 @@ def start(
 ) -> WatcherHandle:
     """Forks the watcher of this process. Must be called before there are threads, with the log as standard error.
 
-    authenticator: that of rank 0, on rank 0. stderr: the terminal, for messages if the launcher is not ours.
+    authenticator: used by rank 0's watcher only. stderr: the terminal, for messages if the launcher is not ours.
     """
     config = plan.recipe.watchdog
     if not (config.min_seconds or config.straggler_ratio):

@@ -76,7 +76,7 @@ def hashed(one: Case) -> str:
     for options in OPTIONS:
         for made in one.encoder(**options).encode(conversations(one)):
             if isinstance(made, Encoded):
-                found.append([made.ids.tolist(), made.loss_mask.tolist(), list(made.turns), sorted(made.ends)])
+                found.append([made.ids.tolist(), made.loss_mask.tolist(), list(made.cuts), sorted(made.ends)])
             else:
                 found.append([str(made)])
     return xxhash.xxh3_64_hexdigest(json.dumps(found).encode())

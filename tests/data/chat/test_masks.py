@@ -196,9 +196,9 @@ def test_a_message_that_is_not_trained_on_is_context(chatml: Case) -> None:
 def test_conversations_can_be_cut_after_each_turn(chatml: Case) -> None:
     found = encoded(chatml, turns("a", "b", "c", "d"))
     short = encoded(chatml, turns("a", "b"))
-    assert len(found.turns) == 2
-    assert found.ids[: found.turns[0]].tolist() == short.ids[: short.turns[0]].tolist()
-    assert [found.loss_mask[end - 1] for end in found.turns] == [True, True]
+    assert len(found.cuts) == 2
+    assert found.ids[: found.cuts[0]].tolist() == short.ids[: short.cuts[0]].tolist()
+    assert [found.loss_mask[end - 1] for end in found.cuts] == [True, True]
 
 
 def test_errors_of_masks_name_the_fault(chatml: Case, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def alike(one: Encoded | RowError, other: Encoded | RowError) -> bool:
     if isinstance(one, RowError) or isinstance(other, RowError):
         return str(one) == str(other)
     same = one.ids.tolist() == other.ids.tolist() and one.loss_mask.tolist() == other.loss_mask.tolist()
-    return same and (one.turns, one.ends) == (other.turns, other.ends)
+    return same and (one.cuts, one.ends) == (other.cuts, other.ends)
 
 
 EXACT = [name for name in NAMES if not about_template(name).keys() & {"refused", "turns"}]
