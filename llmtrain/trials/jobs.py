@@ -6,6 +6,7 @@ A worker is `python -m llmtrain.trials.worker MODULE:CLASS FOLDER`, with the cla
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -27,9 +28,9 @@ class Job(Part):
     """MODULE:FUNCTION that does a rank's part, given the job, its folder, the rank's device, and `Say`."""
 
     @property
+    @abstractmethod
     def on_cpu(self) -> bool:
         """Whether the workers compute on CPUs."""
-        raise NotImplementedError
 
 
 def run_job(
