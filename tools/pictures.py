@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from llmtrain import library
 from llmtrain.plan.load import load_recipe
@@ -120,7 +120,7 @@ def learning_rates() -> str:
     """Draws the learning rate of each schedule by step."""
     diagram = Diagram(40, 40, 500, 200, STEPS, 1.0)
     elements = diagram.axes((0, WARMUP, STEPS - DECAY, STEPS), (0.0, LOWEST, 0.5, 1.0))
-    for index, kind in enumerate(get_args(OptimConfig.model_fields["schedule"].annotation)):
+    for index, kind in enumerate(COLOURS):
         elements.append(diagram.curve(enumerate(rates(kind)), COLOURS[kind]))
         elements.append(text(550, 54 + 16 * index, kind, fill=COLOURS[kind], size=11))
     title = f"Rate / peak by step: warmup_steps={WARMUP}, max_steps={STEPS}, min_lr_ratio={LOWEST}, decay_steps={DECAY}"

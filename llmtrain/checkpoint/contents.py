@@ -43,7 +43,8 @@ def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> li
         for name, value in declared.items()
         if MAY_CHANGE.fullmatch(name) or MAY_CHANGE_IF_ALLOWED.fullmatch(name)
     }
-    values = {**fields, WORKERS: plan.workers}
+    own = {f"code.{name}": version for name, version in (plan.code.described() if plan.code else {}).items()}
+    values = {**fields, **own, WORKERS: plan.workers}
     last = history[-1].values if history else {}
     # Earlier checkpoints lack some of these fields, which could not change then.
     if history and values == {
@@ -120,14 +121,24 @@ def read_plan(folder: Path) -> Plan:
     return read_checkpoint_json(folder / PLAN_FILE, Plan, "checkpoint.plan")
 
 
-def check_trusted(folder: Path, plan: Plan, trust_remote_code: bool) -> None:
-    """Raises CheckpointError if building the model of a checkpoint runs code that only the checkpoint trusts.
+def check_trusted(folder: Path, plan: Plan, trust_remote_code: bool, whole_recipe: bool = False) -> None:
+    """Raises CheckpointError if a checkpoint leads to code that only the checkpoint trusts.
 
     Whoever wrote the checkpoint may also have written that code. trust_remote_code: whether the user permits running
-    it, on the command line or in the recipe.
+    it, on the command line or in the recipe. whole_recipe: whether objects other than the model are imported, too.
     """
-    if plan.recipe.model.trust_remote_code and not trust_remote_code:
+    recipe, problems = plan.recipe, []
+    fix = "inspect the code, and permit it with --trust-remote-code"
+    if recipe.model.trust_remote_code:
         field = f"{folder / PLAN_FILE}: model.trust_remote_code"
-        message = f"is true, which would run the code that comes with '{plan.recipe.model.pretrained}'; a checkpoint "
-        fix = "inspect the code, and permit it with --trust-remote-code"
-        raise CheckpointError(Problem("checkpoint.remote_code", field, f"{message}cannot permit this itself", fix))
+        message = f"is true, which would run the code that comes with '{recipe.model.pretrained}'; a checkpoint "
+        problems.append(Problem("checkpoint.remote_code", field, f"{message}cannot permit this itself", fix))
+    for field, path in recipe.own_objects.items():
+        if not (whole_recipe or field.startswith("model.")):
+            continue
+        message = (
+            f"names {path}, which would import code from {recipe.code_dir}; a checkpoint cannot permit this itself"
+        )
+        problems.append(Problem("checkpoint.own_code", f"{folder / PLAN_FILE}: {field}", message, fix))
+    if problems and not trust_remote_code:
+        raise CheckpointError(problems)

@@ -55,7 +55,7 @@ def target_plan(
     not change, and illegal combinations; and CheckpointError for code that may not be run.
     """
     source = read_plan(checkpoint)
-    check_trusted(checkpoint, source, trust_remote_code or "model.trust_remote_code" in fields)
+    check_trusted(checkpoint, source, trust_remote_code or "model.trust_remote_code" in fields, whole_recipe=True)
     recipe = source.recipe.with_(**fields)
     check_unchanged(source.recipe, recipe, str(checkpoint))
     return resolve(recipe, resized(source.cluster))

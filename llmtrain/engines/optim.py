@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from llmtrain.engines.optimizers.adafactor import Adafactor
@@ -22,6 +22,7 @@ from llmtrain.engines.state.save_load import Locate, shape_of
 from llmtrain.overrides.torch import ShardedSGD
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
+from llmtrain.recipe.own_code import import_object, is_path
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -112,8 +113,11 @@ def rate_of(recipe: Recipe, step: int) -> float:
 
 
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
-    """Returns the recipe's learning rate schedule, from `transformers`."""
+    """Returns the recipe's learning rate schedule: a user's own, or one of `transformers`."""
     optim = recipe.optim
+    if is_path(optim.schedule):
+        factor = import_object(optim.schedule, recipe.code_dir, "optim.schedule")
+        return LambdaLR(optimizer, lambda step: factor(step, recipe))
     names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay", "cosine": "cosine_with_min_lr"}
     extras: dict[str, Any] = {}
     if optim.schedule == "cosine":

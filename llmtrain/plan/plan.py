@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
 from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
 from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.own_code import OwnCode
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
 
@@ -77,6 +78,8 @@ class Plan(Part):
     """Model FLOPs of forward and backward per token, without recomputation: 6·N + 12·L·d·T."""
     notes: tuple[dict[str, str], ...] = Field(default=())
     """Remarks about a legal plan, as `Problem` dictionaries."""
+    code: OwnCode | None = None
+    """Files and versions of the recipe's own code; None if there is none."""
     kernels: KernelChoice | None = None
     """The kernels of a run whose recipe leaves some open; None until it has started."""
 

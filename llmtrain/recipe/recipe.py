@@ -23,6 +23,7 @@ from llmtrain.recipe.execution import (
     TasksConfig,
     WatchdogConfig,
 )
+from llmtrain.recipe.own_code import NAME, PATH, import_path, object_paths
 from llmtrain.recipe.parts import Part
 from llmtrain.recipe.training import (
     BatchConfig,
@@ -58,6 +59,9 @@ class Recipe(Part):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
+    code_dir: str | None = None
+    """Folder of the modules that the recipe names in import paths such as `mine:build_model`; installed packages come
+    after it. Default: the folder of the recipe's file."""
 
     @model_validator(mode="after")
     def _formats_of_the_objective(self) -> Self:
@@ -68,6 +72,11 @@ class Recipe(Part):
                 f"{', '.join(self.objective.formats)}"
             )
         return self
+
+    @property
+    def own_objects(self) -> dict[str, str]:
+        """The import path of each object of the user's own code, by its dotted field."""
+        return dict(object_paths(self))
 
     @property
     def held_out_fraction(self) -> float:
@@ -94,7 +103,7 @@ class Recipe(Part):
         Raises RecipeError with every field that does not exist or whose value is invalid.
         """
         values = self.model_dump(mode="json")
-        problems = [problem for path, value in fields.items() if (problem := _assign(values, path, _plain(value)))]
+        problems = [problem for path, value in fields.items() if (problem := _assign(values, path, value))]
         if problems:
             raise RecipeError(problems)
         return parse_recipe(values)
@@ -180,7 +189,7 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
 
 
 def _problem(details: Any, place: str) -> Problem:
-    location = [str(part) for part in details["loc"] if str(part) not in ("str", "TrainedTokenizer")]
+    location = [str(part) for part in details["loc"] if str(part) not in ("str", "TrainedTokenizer", NAME, PATH)]
     field = ".".join(filter(None, (place, *location))) or "recipe"
     if details["type"] == "extra_forbidden":
         return _unknown_field(field)
@@ -235,9 +244,9 @@ def part_in(annotation: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Copies a field's value as JSON data, so that an override may also be given as a recipe part.
+    """Copies a field's value as JSON data, so that an override may also be a recipe part, a function or a class.
 
-    It is a copy since a later assignment may change a field within it.
+    It is a copy since a later assignment may change a field within it. Raises ValueError as `import_path` does.
     """
     if isinstance(value, Part):
         return value.model_dump(mode="json")
@@ -245,7 +254,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return value
+    return import_path(value) if callable(value) else value
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
@@ -262,7 +271,10 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
             return _unknown_field(".".join(names[: depth - 1]) or path)
         key: Any = int(name) if isinstance(target, list) else name
         if depth == len(names):
-            target[key] = value
+            try:
+                target[key] = _plain(value)
+            except ValueError as error:
+                return Problem("recipe.value", truncate(path), str(error))
         elif isinstance(target, list):
             target = target[key]
         else:

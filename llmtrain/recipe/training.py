@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
@@ -307,12 +308,15 @@ class OptimConfig(Part):
     """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of every weight with two or more dimensions; biases and norms are never decayed."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    """The learning rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`, d =
-    `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w for
-    `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n −
-    w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd` (warm-up, stable, decay; arXiv
-    2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
+    schedule: Annotated[
+        Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Tag(NAME)] | NamedPath, NameOrPath
+    ] = "cosine"
+    """A name, or a function of your own, `"mine:schedule"`: given the step, counted from 0, and the recipe, it
+    returns the learning rate relative to `lr`. That of a name in step s, counted from 0, with w = `warmup_steps`, n
+    = `train.max_steps`, d = `decay_steps` and m = `min_lr_ratio`. Before step w all of them rise linearly: s / w,
+    or m + (1 − m) · s / w for `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m)
+    · (1 + cos(π · (s − w) / (n − w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd`
+    (warm-up, stable, decay; arXiv 2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly from 0, or from `min_lr_ratio` for `wsd`."""
     decay_steps: NonNegativeInt = 0

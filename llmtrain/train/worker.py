@@ -136,10 +136,12 @@ class _Worker:
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         prompts = encode_prompts(self.plan.recipe, prepared)  # forks, which is safe only before torch is loaded
         with self.output.console.status("starting torch and DeepSpeed") as status:
+            from llmtrain.engines.runtime.agree import check_same_code
             from llmtrain.engines.runtime.distributed import agreed_secret, init_process_group, store
             from llmtrain.train.tune.request import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
+            check_same_code(self.plan)
             secret = agreed_secret(self.secret, self.rank)
             self.watcher.exchange_address(store("watcher"), secret.authenticator)
             plan = with_kernels(with_max_steps(self.plan, prepared), device, self.rank, status.update)

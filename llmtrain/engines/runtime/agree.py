@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.errors import CheckpointError, Problem, RecipeError
+from llmtrain.plan import Plan
+from llmtrain.plan.facts.own_code import changed_files
 
 T = TypeVar("T")
 
@@ -86,6 +90,24 @@ def write_problem(error: OSError, what: str) -> Problem:
 def gather_problems(problems: list[Problem], group: Group = None) -> list[Problem]:
     """Returns the problems of all ranks, without duplicates."""
     return list(dict.fromkeys(problem for of_rank in gather(problems, group) for problem in of_rank))
+
+
+def check_same_code(plan: Plan) -> None:
+    """Raises RecipeError on all ranks if any of them has other files of the recipe's own code than rank 0.
+
+    Called by all ranks. Each of them imports these files on its own machine.
+    """
+    code = broadcast(plan.code)
+    if code is None:
+        return
+    changed = changed_files(code, plan.recipe.code_dir)
+    problems = [
+        Problem("code.differs", str(Path(plan.recipe.code_dir or "", name)), f"on {host} differs from that of rank 0")
+        for host, names in gather((socket.gethostname(), changed))
+        for name in names
+    ]
+    if problems:
+        raise RecipeError(dict.fromkeys(problems))
 
 
 def raise_together(problems: list[Problem], group: Group = None) -> None:

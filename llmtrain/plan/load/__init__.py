@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -13,7 +14,7 @@ from llmtrain.plan.load.file import RecipeFile, check_file, located, shipped_rec
 from llmtrain.plan.load.python_file import PythonRecipe, is_running
 from llmtrain.recipe import Recipe, parse_assignments
 from llmtrain.recipe.cluster import Cluster
-from llmtrain.system.untrusted import is_yaml
+from llmtrain.system.untrusted import expanded, is_yaml
 
 __all__ = [
     "PythonRecipe",
@@ -47,7 +48,7 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     fields = parse_assignments(assignments)
     _lines.clear()
     _lines.update({name: line for name, line in file.lines(variant).items() if name not in fields})
-    recipe = recipe.with_(**fields) if fields else recipe
+    recipe = _with_code_dir(recipe.with_(**fields) if fields else recipe, Path(path).absolute().parent)
     _check_length(recipe)
     _loaded = with_resized_vocabulary(recipe)
     return _loaded, cluster
@@ -63,6 +64,7 @@ def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[R
         return load_recipe(with_variant(spec, variant) if variant else spec, [])
     if recipe != _loaded:
         _lines.clear()
+    recipe = _with_code_dir(recipe, _folder_of_program())
     _check_length(recipe)
     return with_resized_vocabulary(recipe), None
 
@@ -95,6 +97,19 @@ def with_variant(spec: str, variant: str) -> str:
     if not colon and variant in open_recipe(Path(path)).variants():
         return f"{path}:{variant}"
     return spec
+
+
+def _with_code_dir(recipe: Recipe, folder: Path) -> Recipe:
+    """Returns the recipe with the absolute folder of its own code, if it has any. folder: the default."""
+    if not recipe.own_objects:
+        return recipe
+    return recipe.model_copy(update={"code_dir": str((folder / expanded(recipe.code_dir or ".")).resolve())})
+
+
+def _folder_of_program() -> Path:
+    """Returns the folder of the running program, or the working directory of an interactive session."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).absolute().parent if file else Path.cwd()
 
 
 def _check_length(recipe: Recipe) -> None:

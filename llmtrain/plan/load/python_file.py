@@ -20,6 +20,7 @@ from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.plan.load.file import check_variant
 from llmtrain.recipe import Recipe, recipe_problems
 from llmtrain.recipe.cluster import Cluster
+from llmtrain.recipe.own_code import RECIPE_MODULE
 
 _running: list[Path] = []
 
@@ -71,7 +72,7 @@ class PythonRecipe:
     def __init__(self, path: Path) -> None:
         """Imports the module. Meanwhile modules in its folder can be imported, as if the file were run."""
         self.path = path
-        name = f"llmtrain_recipe_{path.stem}"
+        name = f"{RECIPE_MODULE}{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path.resolve())
         assert spec is not None
         assert spec.loader is not None

@@ -9,6 +9,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.facts.own_code import examined
 from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Batch, Plan
@@ -106,8 +107,10 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     configuration, and every broken rule.
     """
     faults: list[Problem] = []
+    code = None
     if facts is None:
         try:
+            code = examined(recipe)
             recipe = with_resized_vocabulary(recipe)
             facts = model_facts(recipe.model, recipe.vocab_size)
         except RecipeError as error:
@@ -117,7 +120,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     faults.extend(refusals)
     if faults:
         raise RecipeError(faults)
-    return assemble(draft, notes)
+    return assemble(draft, notes).model_copy(update={"code": code})
 
 
 def resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: dict[str, Any]) -> bool:

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
-from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
+from llmtrain.recipe import ModelConfig, Recipe
+from llmtrain.recipe.own_code import import_object, is_path
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
 NO_TARGET = -100
@@ -151,7 +152,7 @@ class ReferenceLoop:
         if limit:
             for gradient in gradients:
                 gradient.mul_(min(1.0, limit / (norm + CLIP_EPS)))
-        lr = learning_rate(self.recipe.optim, self.steps, self.recipe.train.steps)
+        lr = learning_rate(self.recipe, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -336,8 +337,11 @@ def count_targets(sequences: Sequences) -> int:
     return sum(int((document.targets != NO_TARGET).sum()) for documents in sequences for document in documents)
 
 
-def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Returns the learning rate of the update after `step` others, in a run of `steps`."""
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Returns the learning rate of the update after `step` others."""
+    optim, steps = recipe.optim, recipe.train.steps
+    if is_path(optim.schedule):
+        return optim.lr * float(import_object(optim.schedule, recipe.code_dir)(step, recipe))
     peak, least, warmup = optim.lr, optim.min_lr_ratio, optim.warmup_steps
     if step < warmup:
         rise = step / warmup

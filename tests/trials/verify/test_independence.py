@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[3] / "llmtrain"
 PROOF = ("reference.py", "reference_optimizers.py", "documents.py")
 VERIFY = PACKAGE / "trials" / "verify"
-DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.facts.families"}
+DECLARATIONS = {"llmtrain.recipe", "llmtrain.recipe.own_code", "llmtrain.plan.facts.families"}
 LIBRARIES = {"torch", "transformers", "numpy", "peft"}
 STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "math", "sys", "typing"}
 OWN = {"llmtrain.trials.verify.reference", "llmtrain.trials.verify.reference_optimizers"}

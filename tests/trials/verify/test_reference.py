@@ -94,7 +94,7 @@ def test_learning_rates_are_the_engines(name, warmup, verify_corpus):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=recipe.optim.lr)
         scheduler = schedule(optimizer, recipe)
         for step in range(steps):
-            assert optimizer.param_groups[0]["lr"] == learning_rate(recipe.optim, step, steps), step
+            assert optimizer.param_groups[0]["lr"] == learning_rate(recipe, step), step
             optimizer.step()
             scheduler.step()
 
