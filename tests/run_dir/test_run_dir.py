@@ -185,7 +185,7 @@ def test_each_field_decides_whether_it_may_change(plan):
         *("parallel.precision", "parallel.grad_accum_dtype"),
     }
     assert {field for field in free if not field.startswith("parallel.")} == {
-        *("name", "model.attention", "model.trust_remote_code", "data.cache_dir"),
+        *("name", "code_dir", "model.attention", "model.trust_remote_code", "data.cache_dir"),
         "data.special_tokens",  # another choice that changes tokens is found by their key
         *("kernels.blocks", "kernels.loss", "kernels.matmul", "kernels.threads"),
         *("batch.micro_batch_size", "batch.global_batch_size"),
