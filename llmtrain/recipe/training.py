@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
@@ -62,6 +62,16 @@ class ModelConfig(Part):
     """`model_type` of `transformers` (`llama`, `gpt2`, `qwen3_moe`, ...) for a newly initialised model."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of the architecture's configuration. `vocab_size` may be omitted if `data.tokenizer` is trained."""
+    build: ObjectPath | None = None
+    """A model of your own: a function or class, `"mine:build_model"`, that is called with the fields of `config` and
+    returns a `torch.nn.Module`. It maps tokens [batch, sequence] to logits [batch, sequence, vocabulary]. `vocab_size`
+    is also passed if the tokenizer is trained."""
+    tiny: dict[str, Any] = Field(default_factory=dict)
+    """With `build`, the fields of `config` with which a tiny copy is built, to try what the model supports. Default:
+    sizes with usual names, such as `n_embd`, are made small."""
+    parts: dict[Literal["embedding", "layers", "head"], str] = Field(default_factory=dict)
+    """With `build`, names of modules: the embedding of the tokens, the list of layers, and the layer that computes the
+    logits. Default: they are found by running a tiny copy."""
     pretrained: str | None = None
     """Folder or hub name of the weights from which training starts. Cannot be combined with `architecture`; `config`
     overrides fields of its configuration."""
@@ -102,13 +112,23 @@ class ModelConfig(Part):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if (self.architecture is None) == (self.pretrained is None):
-            raise ValueError("set exactly one of `architecture` (a new model) and `pretrained` (its weights)")
+        if sum(origin is not None for origin in (self.architecture, self.pretrained, self.build)) != 1:
+            raise ValueError(
+                "set exactly one of `architecture` (a new model), `pretrained` (its weights) and `build` (a model of "
+                "your own)"
+            )
+        if self.build is None and (self.tiny or self.parts):
+            raise ValueError("`tiny` and `parts` are only used with `build`")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):
             raise ValueError("`quantize` needs `pretrained` weights and an `adapter`")
         return self
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether building the model runs code that is neither llmtrain's nor that of `transformers`."""
+        return self.trust_remote_code or self.build is not None
 
     @property
     def is_partly_frozen(self) -> bool:

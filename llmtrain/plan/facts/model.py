@@ -48,6 +48,8 @@ class ModelFacts(Part):
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
     text_model_type: str = ""
     """`model_type` of the part that reads texts, if the model has parts for other inputs."""
+    has_auxiliary_loss: bool = False
+    """Whether a user's own model returns a loss of its own, which is added for each micro-batch."""
     router_loss_off: float = 0.0
     """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
     expert_modules: bool = False

@@ -112,7 +112,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
         try:
             code = examined(recipe)
             recipe = with_resized_vocabulary(recipe)
-            facts = model_facts(recipe.model, recipe.vocab_size)
+            facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
         except RecipeError as error:
             faults.extend(error.problems)
     draft = Draft(recipe, cluster, facts)
