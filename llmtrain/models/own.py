@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from llmtrain.models.own_attention import route_of, routed
 from llmtrain.models.own_parts import FIELD, Origin, OwnOutput, Parts, as_output, build_module, find_parts, sizes_of
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.plan.facts.model_facts import dropout_of
@@ -49,6 +50,7 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
         self.parts = dict(parts or {})
         self.seed = seed
         super().__init__(**others)
+        self.model_type = build or type(self).model_type  # for messages
 
     @property
     def origin(self) -> Origin:
@@ -108,10 +110,15 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False, **arguments: Any
     ) -> OwnOutput:
-        """Calls the user's module with the tokens [batch, T], and with the other arguments that it accepts."""
-        arguments["position_ids"] = position_ids
-        given = {name: value for name, value in arguments.items() if name in self._accepted and value is not None}
-        return as_output(self._user[0](input_ids, **given))
+        """Calls the user's module with the tokens [batch, T], and with the positions if it accepts them.
+
+        arguments: the boundaries of packed documents (`Documents.arguments`), for the attention.
+        """
+        named = {"position_ids": position_ids} if "position_ids" in self._accepted and position_ids is not None else {}
+        table: Tensor = self.get_input_embeddings().weight  # type: ignore[assignment]
+        like = table.new_empty(()).expand(*input_ids.shape, 1)
+        with routed(route_of(self.config, like, position_ids, self.training, arguments)):
+            return as_output(self._user[0](input_ids, **named))
 
     def train(self, mode: bool = True) -> OwnModel:
         """Sets the mode of the user's module, too."""
