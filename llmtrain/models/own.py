@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.models.own_attention import route_of, routed
+from llmtrain.models.own_attention import intercept, route_of, routed
 from llmtrain.models.own_parts import FIELD, Origin, OwnOutput, Parts, as_output, build_module, find_parts, sizes_of
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.plan.facts.model_facts import dropout_of
@@ -38,16 +38,20 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]
         arguments: Mapping[str, Any] | None = None,
         tiny: Mapping[str, Any] | None = None,
         parts: Mapping[str, str] | None = None,
+        tp_plan: Mapping[str, str] | None = None,
         seed: int = 0,
         **others: Any,
     ) -> None:
         """build: import path of the function or class. arguments: its keyword arguments. tiny: those that differ in a
-        tiny copy. parts: names of modules, see `Parts`. seed: of the initial weights."""
+        tiny copy. parts: names of modules, see `Parts`. tp_plan: how tensor parallel ranks split matrices. seed: of the
+        initial weights.
+        """
         self.build = build
         self.code_dir = code_dir
         self.arguments = dict(arguments or {})
         self.tiny = dict(tiny or {})
         self.parts = dict(parts or {})
+        self.tp_plan = dict(tp_plan or {})
         self.seed = seed
         super().__init__(**others)
         self.model_type = build or type(self).model_type  # for messages
@@ -120,6 +124,11 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         with routed(route_of(self.config, like, position_ids, self.training, arguments)):
             return as_output(self._user[0](input_ids, **named))
 
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """The plan by which tensor parallel ranks split the matrices."""
+        return dict(self.config.tp_plan)
+
     def train(self, mode: bool = True) -> OwnModel:
         """Sets the mode of the user's module, too."""
         self._user[0].training = mode
@@ -155,12 +164,12 @@ def own_configuration(model: ModelConfig, vocab_size: int | None, code_dir: str 
     """
     assert model.build is not None
     arguments = dict(model.config)
+    intercept()
     factory = import_object(model.build, code_dir, FIELD)
     if vocab_size is not None and _takes_vocabulary(factory):
         arguments.setdefault("vocab_size", vocab_size)
-    return OwnConfig(
-        model.build, code_dir, arguments, model.tiny, {str(part): name for part, name in model.parts.items()}, seed
-    )
+    parts = {str(part): name for part, name in model.parts.items()}
+    return OwnConfig(model.build, code_dir, arguments, model.tiny, parts, model.tp_plan, seed)
 
 
 def _takes_vocabulary(factory: Any) -> bool:

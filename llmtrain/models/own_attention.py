@@ -1,12 +1,13 @@
 """Attention of a user's own model: its calls of `scaled_dot_product_attention` use the attention of the plan.
 
 Kernels, masks of packed documents and Ulysses are those of the attention interface of `transformers`. A causal call
-without a mask of its own is passed to that interface. Every other call is left as it is; whether the model then computes
-the same when documents are packed or sequences are cut is found out on a tiny copy of it, as for other models.
+without a mask of its own is passed to that interface; every other call is left as it is. A tiny copy shows whether the
+model then computes the same when documents are packed or sequences are cut, as for other models.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,6 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from llmtrain.overrides import replaced
 
 eager_attention_forward = sdpa_attention_forward
 """What `eager` means here: a user's module calls torch's function, which has no form without a kernel."""
@@ -58,9 +57,9 @@ class Route:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Has the arguments and the result of `scaled_dot_product_attention`; [batch, heads, T, head_dim]."""
-        with torch_attention():
+        with routed(None):
             if not is_causal or attn_mask is not None or query.shape[-2] != key.shape[-2] or query.ndim != 4:
-                return functional.scaled_dot_product_attention(
+                return _torch_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
             function = ALL_ATTENTION_FUNCTIONS.get(self.name) or sdpa_attention_forward
@@ -71,8 +70,31 @@ class Route:
 
 
 _torch_attention = functional.scaled_dot_product_attention
-_active: Route | None = None
-"""The route of the forward pass that runs, which a recomputed layer takes again."""
+
+
+class _Active(threading.local):
+    """The route of the forward pass that runs in this thread."""
+
+    route: Route | None = None
+
+
+_active = _Active()
+
+
+def _dispatch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
+    """Has the arguments and the result of `scaled_dot_product_attention`."""
+    route = _active.route
+    if route is None:
+        return _torch_attention(query, key, value, *args, **named)
+    return route.attend(query, key, value, *args, **named)
+
+
+def intercept() -> None:
+    """Replaces `scaled_dot_product_attention` in this process. Outside of a user's own model, it does what it did.
+
+    It is called before a user's module is imported, which may import the function by its name.
+    """
+    functional.scaled_dot_product_attention = _dispatch
 
 
 def route_of(
@@ -92,27 +114,17 @@ def route_of(
 
 @contextmanager
 def routed(route: Route | None) -> Iterator[None]:
-    """A context in which a user's calls take a route."""
-    global _active
-    before = _active
-    _active = route
+    """A context in which a user's calls take a route; None for torch's function."""
+    before, _active.route = _active.route, route
     try:
-        with replaced((functional, "scaled_dot_product_attention", route.attend if route else _torch_attention)):
-            yield
-    finally:
-        _active = before
-
-
-@contextmanager
-def torch_attention() -> Iterator[None]:
-    """A context in which `scaled_dot_product_attention` is torch's own again."""
-    with replaced((functional, "scaled_dot_product_attention", _torch_attention)):
         yield
+    finally:
+        _active.route = before
 
 
 def on_same_route(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that takes the active route whenever it is called, as in a recomputed layer."""
-    route = _active
+    route = _active.route
 
     def call(*args: Any, **named: Any) -> Any:
         with routed(route):

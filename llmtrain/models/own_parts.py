@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from llmtrain.errors import Problem, RecipeError, did_you_mean
+from llmtrain.models.own_attention import intercept
 from llmtrain.models.tiny.configuration import LAYER_COUNTS, LAYERS, shrunk_arguments
 from llmtrain.recipe.own_code import import_object, own_code_errors
 
@@ -104,6 +105,7 @@ def build_module(origin: Origin, seed: int = 0) -> nn.Module:
 
     Raises RecipeError, with file and line, if it fails, lacks an argument or returns something else than a module.
     """
+    intercept()
     factory = import_object(origin.build, origin.code_dir, FIELD)
     _check_arguments(origin, factory)
     with _seeded(seed), own_code_errors(origin.build, origin.code_dir, FIELD, "fails"):
@@ -170,6 +172,8 @@ class Parts:
     without_gradient: tuple[str, ...]
     """Parameters that the loss does not depend on."""
     has_auxiliary_loss: bool
+    takes_positions: bool
+    """Whether its forward pass has an argument `position_ids`."""
 
 
 @cache
@@ -236,7 +240,10 @@ def find_parts(origin: Origin) -> Parts:
         "head": named.get("head") or _head(calls, output),
     }
     return Parts(
-        **found, without_gradient=_without_gradient(module, output), has_auxiliary_loss=output.aux_loss is not None
+        **found,
+        without_gradient=_without_gradient(module, output),
+        has_auxiliary_loss=output.aux_loss is not None,
+        takes_positions="position_ids" in inspect.signature(module.forward).parameters,
     )
 
 

@@ -72,6 +72,9 @@ class ModelConfig(Part):
     parts: dict[Literal["embedding", "layers", "head"], str] = Field(default_factory=dict)
     """With `build`, names of modules: the embedding of the tokens, the list of layers, and the layer that computes the
     logits. Default: they are found by running a tiny copy."""
+    tp_plan: dict[str, str] = Field(default_factory=dict)
+    """With `build`, how tensor parallel ranks split the matrices, as in `transformers`: `{"layers.*.q": "colwise",
+    "layers.*.o": "rowwise"}`. Columns of query, key and value have to be whole heads."""
     pretrained: str | None = None
     """Folder or hub name of the weights from which training starts. Cannot be combined with `architecture`; `config`
     overrides fields of its configuration."""
@@ -117,8 +120,8 @@ class ModelConfig(Part):
                 "set exactly one of `architecture` (a new model), `pretrained` (its weights) and `build` (a model of "
                 "your own)"
             )
-        if self.build is None and (self.tiny or self.parts):
-            raise ValueError("`tiny` and `parts` are only used with `build`")
+        if self.build is None and (self.tiny or self.parts or self.tp_plan):
+            raise ValueError("`tiny`, `parts` and `tp_plan` are only used with `build`")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):

@@ -79,7 +79,10 @@ def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **
     kept = list(range(total)) if layers is None else _one_of_each(text.to_dict(), total, layers)
     shrunk = _shrunk(values, total, kept)
     if "arguments" in values:  # a user's own model
-        shrunk["arguments"] = config.origin.tiny_arguments(layers)
+        tiny = config.origin.tiny_arguments(layers)
+        return type(config)(
+            **(shrunk | {"arguments": tiny | {name: value for name, value in overrides.items() if name in tiny}})
+        )
     return type(config)(**(shrunk | overrides))
 
 

@@ -6,6 +6,19 @@ from llmtrain.plan.facts.weights import Weights
 from llmtrain.recipe import Part
 
 
+class OwnTrials(Part):
+    """What trials on a tiny copy of a user's own model have shown. A reason is empty if there is nothing against it."""
+
+    auxiliary_loss: bool
+    """Whether it returns a loss of its own, which is added for each micro-batch."""
+    documents: str
+    """Why packed documents influence each other."""
+    stages: str
+    """Why it cannot be cut into the stages of a pipeline."""
+    tensor: str
+    """Why its matrices cannot be split among tensor parallel ranks."""
+
+
 class ModelFacts(Part):
     """Properties of a model that the plan depends on, determined without building the model if possible."""
 
@@ -48,8 +61,8 @@ class ModelFacts(Part):
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
     text_model_type: str = ""
     """`model_type` of the part that reads texts, if the model has parts for other inputs."""
-    has_auxiliary_loss: bool = False
-    """Whether a user's own model returns a loss of its own, which is added for each micro-batch."""
+    trials: OwnTrials | None = None
+    """What trials of a user's own model have shown; None for other models."""
     router_loss_off: float = 0.0
     """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
     expert_modules: bool = False

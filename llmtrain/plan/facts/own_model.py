@@ -26,7 +26,7 @@ def own_model_facts(model: ModelConfig, vocab_size: int | None, code_dir: str | 
     Raises RecipeError, with file and line, for code that fails and for a module that is not a language model.
     """
     request: dict[str, Any] = {
-        "model": model.model_dump(mode="json", include={"build", "config", "tiny", "parts"}),
+        "model": model.model_dump(mode="json", include={"build", "config", "tiny", "parts", "tp_plan"}),
         "vocab_size": vocab_size,
         "folder": code_dir,
     }

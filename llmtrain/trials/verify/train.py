@@ -173,10 +173,8 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
     """
     micro, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
-    is_mean = recipe.model.config.get("output_router_logits") or (
-        recipe.model.build is not None
-        and model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).has_auxiliary_loss
-    )
+    trials = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).trials
+    is_mean = recipe.model.config.get("output_router_logits") or (trials is not None and trials.auxiliary_loss)
     sizes = (micro,) if is_mean else (micro, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
