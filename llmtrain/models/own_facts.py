@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models.own import OwnConfig, OwnModel, own_configuration
+from llmtrain.models.own_parts import check_module
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.documents_check import influences
 from llmtrain.models.tiny.model import COPY_ERRORS
@@ -29,14 +30,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     model, folder = ModelConfig(**request["model"]), request["folder"]
     assert model.build is not None
     config = own_configuration(model, request["vocab_size"], folder)
+    check_module(config.origin)
     with torch.device("meta"):
         facts = facts_of(OwnModel(config), model.build)
     known = facts.model_copy(
         update={
             "without_gradient": config.found.without_gradient,
             "dropout": tuple(config.dropout.items()),
+            # Without a head of its own, the logits are products with the embedding.
+            "tied_embeddings": facts.tied_embeddings or not config.found.head,
             "trials": OwnTrials(
                 auxiliary_loss=config.found.has_auxiliary_loss,
+                is_random=config.found.is_random,
                 documents=_mixed_documents(config),
                 stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),

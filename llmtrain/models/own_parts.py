@@ -25,6 +25,9 @@ TINY_TOKENS = (2, 16)
 """Shape of the tokens with which a tiny copy is tried."""
 TOKENS_BELOW = 90
 """Tokens of a trial are below this number."""
+TOLERANCE = 1e-4
+"""Largest deviation relative to the largest logit. Products have other shapes, so that their sums, of a few hundred
+terms in fp32, may be in another order; a dependence of any practical size is far larger."""
 MAX_TINY_PARAMETERS = 20_000_000
 """Parameters of the largest model that is tried as it is, if its arguments cannot be shrunk."""
 
@@ -174,6 +177,8 @@ class Parts:
     has_auxiliary_loss: bool
     takes_positions: bool
     """Whether its forward pass has an argument `position_ids`."""
+    is_random: bool
+    """Whether two passes in training differ, although no argument asks for dropout."""
 
 
 @cache
@@ -244,6 +249,7 @@ def find_parts(origin: Origin) -> Parts:
         without_gradient=_without_gradient(module, output),
         has_auxiliary_loss=output.aux_loss is not None,
         takes_positions="position_ids" in inspect.signature(module.forward).parameters,
+        is_random=_is_random(module),
     )
 
 
@@ -322,3 +328,54 @@ def _without_gradient(module: nn.Module, output: OwnOutput) -> tuple[str, ...]:
     total = output.logits.sum() if output.aux_loss is None else output.logits.sum() + output.aux_loss
     gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
     return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether the results of two passes in training differ."""
+    module.train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        first, second = (as_output(module(tiny_tokens(module))).logits for _ in range(2))
+    assert first is not None
+    assert second is not None
+    return not torch.equal(first, second)
+
+
+@cache
+def check_module(origin: Origin) -> None:
+    """Raises RecipeError for a model that training could not treat as a language model.
+
+    On a tiny copy: rows of a batch must not influence each other, since every layout divides a batch into other rows;
+    a position must not see later tokens; and nothing may be kept between calls that `state_dict` does not have.
+    """
+    tiny = origin.with_arguments(origin.tiny_arguments(LAYERS))
+    module = build_module(tiny)
+    module.train(not find_parts(origin).is_random)
+    tokens = tiny_tokens(module)
+    later = tokens.clone()
+    later[:, -1] = (later[:, -1] + 1) % int(tokens.max() + 1)
+    with torch.no_grad():
+        whole = _logits(module, tokens)
+        alone = torch.cat([_logits(module, row[None]) for row in tokens])
+        before = _logits(module, later)[:, :-1]
+        again = build_module(tiny)
+        again.load_state_dict(module.state_dict())
+        again.train(module.training)
+        fresh, used = _logits(again, tokens), _logits(module, tokens)
+    faults = {
+        "the logits of a row depend on the other rows of the batch": (whole, alone),
+        "the logits of a position depend on later tokens": (whole[:, :-1], before),
+        "it keeps a state between calls that its state_dict does not have": (used, fresh),
+    }
+    problems = [
+        Problem("model.trial", FIELD, f"{origin.build} cannot be trained: {fault} (by {deviation:.0e})")
+        for fault, results in faults.items()
+        if (deviation := float((results[0] - results[1]).abs().max() / results[0].abs().max())) > TOLERANCE
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    logits = as_output(module(tokens)).logits
+    assert logits is not None
+    return logits

@@ -11,6 +11,8 @@ class OwnTrials(Part):
 
     auxiliary_loss: bool
     """Whether it returns a loss of its own, which is added for each micro-batch."""
+    is_random: bool
+    """Whether it has dropout that no field of `model.config` sets."""
     documents: str
     """Why packed documents influence each other."""
     stages: str
