@@ -116,12 +116,14 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
     ) -> OwnOutput:
         """Calls the user's module with the tokens [batch, T], and with the positions if it accepts them.
 
-        arguments: the boundaries of packed documents (`Documents.arguments`), for the attention.
+        arguments: the boundaries of packed documents (`Documents.arguments`), or an `attention_mask` [batch, 1, T, T],
+        for the attention.
         """
         named = {"position_ids": position_ids} if "position_ids" in self._accepted and position_ids is not None else {}
         table: Tensor = self.get_input_embeddings().weight  # type: ignore[assignment]
         like = table.new_empty(()).expand(*input_ids.shape, 1)
-        with routed(route_of(self.config, like, position_ids, self.training, arguments)):
+        mask = arguments.pop("attention_mask", None)
+        with routed(route_of(self.config, like, mask, position_ids, self.training, arguments)):
             return as_output(self._user[0](input_ids, **named))
 
     @property

@@ -98,18 +98,26 @@ def intercept() -> None:
 
 
 def route_of(
-    config: PreTrainedConfig, embeddings: Tensor, position_ids: Tensor | None, training: bool, arguments: dict[str, Any]
+    config: PreTrainedConfig,
+    embeddings: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    training: bool,
+    arguments: dict[str, Any],
 ) -> Route:
-    """Returns the route of a forward pass. embeddings: a tensor [batch, T, …] of the model's dtype and device."""
-    name = config._attn_implementation
-    mask = create_causal_mask(
+    """Returns the route of a forward pass.
+
+    embeddings: a tensor [batch, T, …] of the model's dtype and device. mask: [batch, 1, T, T]; by default it is made
+    from the positions.
+    """
+    made = create_causal_mask(
         config=config,
         inputs_embeds=embeddings,
-        attention_mask=None,
+        attention_mask=mask,
         past_key_values=None,
         position_ids=position_ids,
     )
-    return Route(name, mask, training, {**arguments, "position_ids": position_ids})
+    return Route(config._attn_implementation, made, training, {**arguments, "position_ids": position_ids})
 
 
 @contextmanager

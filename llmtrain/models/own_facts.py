@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from llmtrain.errors import FamilyError, RecipeError
+from llmtrain.models.activation_bytes import saved_per_token
 from llmtrain.models.own import OwnConfig, OwnModel, own_configuration
 from llmtrain.models.own_parts import check_module
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
@@ -19,7 +20,7 @@ from llmtrain.plan.facts.model_facts import facts_of
 from llmtrain.plan.facts.own_code import identified
 from llmtrain.plan.facts.own_model import KnownModel
 from llmtrain.plan.stages import stage_bounds
-from llmtrain.recipe import ModelConfig
+from llmtrain.recipe import ModelConfig, Precision
 
 SEQUENCE_LENGTH = 1024
 """Tokens for which the stages of a trial are balanced."""
@@ -45,6 +46,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 documents=_mixed_documents(config),
                 stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),
+                saved=tuple((each, saved_per_token(config, model, each)) for each in get_args(Precision)),
             ),
         }
     )

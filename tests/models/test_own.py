@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from llmtrain import Cluster, ModelConfig
 from llmtrain.checkpoint.hub.own_code import relative_imports, write_own_code
 from llmtrain.errors import RecipeError
+from llmtrain.models.activation_bytes import traced_layers
 from llmtrain.models.build import build_model, causal_lm, model_configuration, stage_builder
 from llmtrain.models.own_facts import answer
 from llmtrain.models.own_parts import check_module
 from llmtrain.plan.facts.own_code import OwnCode
 from llmtrain.plan.facts.own_model import KnownModel
 from llmtrain.plan.load import load_recipe
+from llmtrain.plan.predict.activations import layer_bytes
 from llmtrain.plan.rules import resolve
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.own_models import SPLIT
@@ -88,7 +90,7 @@ def test_the_initial_weights_are_those_of_the_constructor(example):
 
 def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
     known = facts(own("Decoder", tp_plan=SPLIT))
-    assert known.trials.model_dump() == dict.fromkeys(("documents", "stages", "tensor"), "") | {
+    assert known.trials.model_dump(exclude={"saved"}) == dict.fromkeys(("documents", "stages", "tensor"), "") | {
         "auxiliary_loss": False,
         "is_random": False,
     }
@@ -145,6 +147,15 @@ def test_a_fused_projection_cannot_be_split_by_columns(example):
 def test_dropout_that_no_field_turns_off_is_noticed():
     assert facts(own("Drops")).trials.is_random
     assert not facts(own("Decoder")).trials.is_random
+
+
+def test_what_a_layer_saves_is_predicted_from_short_traces(example):
+    """The trace of a whole micro-batch of 4 sequences of 128 tokens finds the same bytes."""
+    recipe = example("nanogpt").with_(**{"data.sequence_length": 128, "batch.micro_batch_size": 4})
+    plan = resolve(recipe, Cluster(nodes=1, devices_per_node=1, device="cpu"), facts(recipe))
+    weights = plan.model.weights
+    assert traced_layers(plan) == tuple(layer_bytes(plan, weights, index, 4 * 128) for index in range(4))
+    assert not dict(facts(example("experts")).trials.saved)["fp32"], "its experts choose their tokens by values"
 
 
 def test_rules_read_the_trials(example, monkeypatch, tmp_path):

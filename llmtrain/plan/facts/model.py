@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from llmtrain.plan.facts.weights import Weights
-from llmtrain.recipe import Part
+from llmtrain.recipe import Part, Precision
+
+
+class SavedBytes(Part):
+    """What a layer of a user's own model saves for its backward pass, as a trace has shown."""
+
+    fixed: float
+    """Bytes for any number of tokens."""
+    per_token: float
+    """Bytes for each token."""
+    per_pair: float
+    """Bytes for each pair of tokens of a sequence."""
 
 
 class OwnTrials(Part):
@@ -19,6 +30,8 @@ class OwnTrials(Part):
     """Why it cannot be cut into the stages of a pipeline."""
     tensor: str
     """Why its matrices cannot be split among tensor parallel ranks."""
+    saved: tuple[tuple[Precision, tuple[SavedBytes, ...]], ...] = ()
+    """For each precision and layer, what it saves for its backward pass; empty for a model that cannot be traced."""
 
 
 class ModelFacts(Part):
