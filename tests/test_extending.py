@@ -111,7 +111,7 @@ recipe, _ = load_recipe(sys.argv[1], ['logging.trackers=["csv"]'])
 folder = Path(sys.argv[2])
 with MetricsLogger(RunDir(folder), resolve(recipe, Cluster())) as logger:
     window = Window(steps=10, seconds=5.0, tokens=10240, data_wait_s=0.5)
-    logger.log_step(StepMetrics(10, 2.0, 1.0, 1e-3, 10240, 80, window, None))
+    logger.log(logger.step_record(StepMetrics(10, 2.0, 1.0, 1e-3, 10240, 80, window, None)))
 print((folder / "metrics.csv").read_text())
 """
 LAUNCHED = """

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
 
-from llmtrain.errors import Problem, RecipeError, did_you_mean, reason
+from llmtrain.errors import Problem, RecipeError, UserError, did_you_mean, reason
 
 RECIPE_MODULE = "llmtrain_recipe_"
 """Prefix of the name under which a recipe file is imported."""
@@ -141,18 +141,20 @@ def _import_error(path: str, field: str, folder: str | None, error: BaseExceptio
 
 
 @contextmanager
-def own_code_errors(path: str, folder: str | None, field: str, action: str) -> Iterator[None]:
-    """Raises RecipeError, with file and line, for an exception that the object at a path raises within the context.
+def own_code_errors(
+    path: str, folder: str | None, field: str, action: str, kind: type[UserError] = RecipeError
+) -> Iterator[None]:
+    """Raises an error with file and line for an exception that the object at a path raises within the context.
 
-    action: what fails, such as "fails in its forward pass".
+    action: what fails, such as "fails in its forward pass". kind: the class of the error.
     """
     try:
         yield
-    except RecipeError:
+    except UserError:
         raise
     except Exception as error:
         message = f"{source_line(error, folder)}{path} {action}: {type(error).__name__}: {reason(error)}"
-        raise RecipeError(Problem("code.raises", field, message)) from error
+        raise kind(Problem("code.raises", field, message)) from error
 
 
 def source_line(error: BaseException, folder: str | None) -> str:
