@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from llmtrain.recipe.own_code import ObjectPath
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
 from llmtrain.recipe.parts import Many, MetricName, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 from llmtrain.recipe.training import Source
 
@@ -251,13 +251,19 @@ class KernelsConfig(Part):
         return {} if fields == "auto" else fields
 
 
+TrackerName = Annotated[Literal["tensorboard", "wandb", "mlflow"], Tag(NAME)]
+
+
 class LoggingConfig(Part):
     """What is logged during training."""
 
     every_steps: PositiveInt = 10
     """Steps between lines in `metrics.jsonl`."""
-    trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
-    """Trackers in addition to `metrics.jsonl`."""
+    trackers: Many[Annotated[TrackerName | NamedPath, NameOrPath]] = ("tensorboard",)
+    """Trackers in addition to `metrics.jsonl`: names, or classes of your own, `"mine:CsvTracker"`. A class is called
+    with the run directory, the recipe and the step after which the run starts. Rank 0 calls its method `log(values,
+    step)` for each line, and, if it has them, `start()`, `store_init_configuration(fields)` with the recipe's fields
+    when the run is new, and `finish()`."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of a device per hour, in any currency. If set, the run reports its cost so far and the predicted total."""
     project: str = "llmtrain"
