@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -408,6 +409,18 @@ def test_a_metric_that_no_callback_adds_is_reported_after_the_first_evaluation(f
     )
     with pytest.raises(RecipeError, match="after step 2 has no metric scor; did you mean 'score'"):
         train(folder, recipe)
+
+
+def test_the_example_of_the_guide_runs(folder):
+    page = (Path(__file__).parents[2] / "docs/guides/callbacks.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (folder / f"{SUBJECT}.py").write_text(example)
+    callback = {"object": "Milestones", "options": {"steps": [1, 3], "target": 12.5}}
+    lines, state, saver = train(folder, recipe_of(folder, callback), Engine(5))
+    assert [saved["step"] for saved in saver.states] == [1, 3]
+    assert saver.states[1]["callbacks"]["states"] == {f"{SUBJECT}:Milestones": {"reached": 2}}
+    assert (state.step, state.ended) == (3, "eval_loss is 12.00")
+    assert [line["distance"] for line in lines if "eval_loss" in line] == [1.5, -0.5]
 
 
 def _train_command(small_recipe, folder: Path, *callbacks: dict):
