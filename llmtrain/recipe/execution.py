@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, GetJsonSchemaHandler, Tag, model_validator
 
 from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
 from llmtrain.recipe.parts import Many, MetricName, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
@@ -168,6 +168,16 @@ class CallbackConfig(Part):
     @classmethod
     def _from_path(cls, value: Any) -> Any:
         return {"object": value} if isinstance(value, str) or callable(value) else value
+
+
+class _OrPath:
+    """Adds to the JSON schema of `CallbackConfig`, for editors, that a path alone is one."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+
+CallbackOrPath = Annotated[CallbackConfig, _OrPath()]
 
 
 class CheckpointConfig(Part):

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Tag, WithJsonSchema
 
 from llmtrain.errors import Problem, RecipeError, UserError, did_you_mean, reason
 
@@ -67,7 +67,9 @@ class _Marker:
     """Marks the annotation of a field that holds an import path."""
 
 
-ObjectPath = Annotated[str, BeforeValidator(import_path), _Marker()]
+_SCHEMA = WithJsonSchema({"type": "string", "pattern": "^[^:]+:[^:]+$"})
+"""For editors: without the pattern, a name that llmtrain defines would match both branches of a union."""
+ObjectPath = Annotated[str, BeforeValidator(import_path), _Marker(), _SCHEMA]
 """A function or class, stored by its import path."""
 NAME, PATH = "<name>", "<path>"
 NamedPath = Annotated[ObjectPath, Tag(PATH)]

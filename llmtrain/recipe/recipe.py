@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value, truncate
 from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 from llmtrain.recipe.execution import (
-    CallbackConfig,
+    CallbackOrPath,
     CheckpointConfig,
     EvalConfig,
     ExportConfig,
@@ -60,7 +60,7 @@ class Recipe(Part):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
-    callbacks: Many[CallbackConfig] = ()
+    callbacks: Many[CallbackOrPath] = ()
     """Code of your own that the run calls between its steps, in this order."""
     code_dir: str | None = None
     """Folder of the modules that the recipe names in import paths such as `mine:build_model`; installed packages come

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import jsonschema
 import pytest
 
 import llmtrain
@@ -13,6 +14,7 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.callback import HOOKS, hooks_of
 from llmtrain.recipe.cluster import Cluster
+from llmtrain.recipe.parts import described_schema
 from llmtrain.run_dir import MAY_CHANGE, forbidden_changes, identity_of
 from tests.helpers.small_plan import small_plan
 
@@ -158,3 +160,17 @@ def test_a_run_may_be_continued_with_other_callbacks():
 def test_the_base_class_defines_every_hook_and_counts_as_none():
     assert hooks_of(llmtrain.Callback) == hooks_of(llmtrain.Callback()) == ()
     assert {name for name in vars(llmtrain.Callback) if name.startswith("on_")} == set(HOOKS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"callbacks": ["mine:A", {"object": "mine:B", "options": {"a": 1}}]},
+        {"logging": {"trackers": ["tensorboard", "mine:T"]}},
+        {"optim": {"lr": 1e-3, "schedule": "cosine"}},
+        {"optim": {"lr": 1e-3, "schedule": "mine:f"}},
+    ],
+)
+def test_an_editor_accepts_names_and_paths(fields):
+    schema = described_schema(llmtrain.Recipe)
+    jsonschema.validate({**small_plan().recipe.model_dump(mode="json"), **fields}, schema)
