@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetJsonSchemaHandler, Tag, model_validator
 
 from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
-from llmtrain.recipe.parts import Many, MetricName, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
-from llmtrain.recipe.training import Source
+from llmtrain.recipe.parts import Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
+from llmtrain.recipe.training import MetricName, Source
 
 MAX_WINDOW_STEPS = 65_536
 """Steps for which statistics are kept: they are stored on each device, and read by the host every few steps."""

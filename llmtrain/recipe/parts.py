@@ -24,8 +24,6 @@ PositiveInt = Annotated[int, Field(gt=0, le=MAX_NUMBER)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-MetricName = Annotated[str, Field(min_length=1)]
-"""Name of a metric of an evaluation: `eval_loss`, or `eval_loss_by_set/NAME` for the set of that name."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 

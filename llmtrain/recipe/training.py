@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Tag, model_validator
 
 from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath
-from llmtrain.recipe.parts import (
-    Fraction,
-    Many,
-    MetricName,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Part,
-    PositiveFloat,
-    PositiveInt,
-)
+from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
 """Tokens: more than the context of any model."""
@@ -358,6 +349,10 @@ class BatchConfig(Part):
     """Sequences per optimizer step, over all devices."""
     micro_batch_size: PositiveInt
     """Sequences per forward pass on one device."""
+
+
+MetricName = Annotated[str, Field(min_length=1)]
+"""Name of a metric of an evaluation: `eval_loss`, or `eval_loss_by_set/NAME` for the set of that name."""
 
 
 class EarlyStoppingConfig(Part):
