@@ -11,8 +11,13 @@ from llmtrain.errors import UserError
 from llmtrain.library import lint, load_run, plan, train, verify
 from llmtrain.recipe import (
     BatchConfig,
+    Callback,
+    CallbackConfig,
+    CallbackContext,
+    CallbackResult,
     CheckpointConfig,
     DataConfig,
+    EarlyStoppingConfig,
     EvalConfig,
     ExportConfig,
     GuardConfig,
@@ -38,9 +43,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchConfig",
+    "Callback",
+    "CallbackConfig",
+    "CallbackContext",
+    "CallbackResult",
     "CheckpointConfig",
     "Cluster",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "ExportConfig",
     "GuardConfig",

@@ -4,7 +4,9 @@ A recipe says nothing about the machine: the data parallel size and the number o
 cluster (`llmtrain.plan.rules`).
 """
 
+from llmtrain.recipe.callback import Callback, CallbackContext, CallbackResult
 from llmtrain.recipe.execution import (
+    CallbackConfig,
     CheckpointConfig,
     EvalConfig,
     ExportConfig,
@@ -25,6 +27,7 @@ from llmtrain.recipe.training import (
     MAX_SEQUENCE_LENGTH,
     BatchConfig,
     DataConfig,
+    EarlyStoppingConfig,
     LoraConfig,
     ModelConfig,
     NewTokens,
@@ -39,8 +42,13 @@ __all__ = [
     "MAX_NUMBER",
     "MAX_SEQUENCE_LENGTH",
     "BatchConfig",
+    "Callback",
+    "CallbackConfig",
+    "CallbackContext",
+    "CallbackResult",
     "CheckpointConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "ExportConfig",
     "Fraction",

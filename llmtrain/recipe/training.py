@@ -374,6 +374,23 @@ class BatchConfig(Part):
     """Sequences per forward pass on one device."""
 
 
+MetricName = Annotated[str, Field(min_length=1)]
+"""Name of a metric of an evaluation: `eval_loss`, or `eval_loss_by_set/NAME` for the set of that name."""
+
+
+class EarlyStoppingConfig(Part):
+    """Ends a run whose evaluations do not improve any more."""
+
+    patience: PositiveInt
+    """The run ends after this many evaluations in a row without an improvement."""
+    metric: MetricName = "eval_loss"
+    """The metric of an evaluation that should improve, as for `checkpoint.best_metric`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value is better."""
+    min_improvement: NonNegativeFloat = 0.0
+    """An evaluation improves on the best one before if it is better by more than this."""
+
+
 class TrainConfig(Part):
     """Length and seed of the run."""
 
@@ -383,6 +400,8 @@ class TrainConfig(Part):
     epochs: PositiveInt | None = None
     """Number of times that every training sequence is read. Several sources are mixed in proportion to their number of
     sequences, and the last step reads the remaining sequences."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """When the run ends before its last step. Default: never."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
 

@@ -43,7 +43,7 @@ def finish(
         line = f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}"
         print_as_is(console, [line])
     checkpoint = newest(run_dir.checkpoints)
-    if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
+    if (state.step < recipe.train.steps and not state.ended) or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
         lack = f"{checkpoint} lacks the parts of {first_names(elsewhere)}; copy them into it"
