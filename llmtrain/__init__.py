@@ -12,6 +12,7 @@ from llmtrain.library import lint, load_run, plan, train, verify
 from llmtrain.recipe import (
     BatchConfig,
     CheckpointConfig,
+    Custom,
     DataConfig,
     EvalConfig,
     ExportConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "Cluster",
+    "Custom",
     "DataConfig",
     "EvalConfig",
     "ExportConfig",

@@ -101,7 +101,7 @@ def triangle(plan: Plan) -> str:
 def _examples(plan: Plan) -> str:
     """Describes the number of pairs or completions of a step, of which a packed sequence may hold several."""
     objective = plan.recipe.objective
-    if not objective.is_preference:
+    if not objective.reads_completions:
         return ""
     what = "pairs" if objective.compares_pairs else "completions"
     least = "" if plan.recipe.data.packing == "none" else "at least "

@@ -24,6 +24,7 @@ from llmtrain.recipe.recipe import Recipe, parse_assignments, parse_recipe, part
 from llmtrain.recipe.training import (
     MAX_SEQUENCE_LENGTH,
     BatchConfig,
+    Custom,
     DataConfig,
     LoraConfig,
     ModelConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "MAX_SEQUENCE_LENGTH",
     "BatchConfig",
     "CheckpointConfig",
+    "Custom",
     "DataConfig",
     "EvalConfig",
     "ExportConfig",

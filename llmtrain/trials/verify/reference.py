@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import peft
 import torch
@@ -63,6 +63,7 @@ class ReferenceDocument:
     """For KTO, the same prompt with the completion of another one."""
 
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
 Sequences = Sequence[Sequence[ReferenceDocument]]
 """For each sequence, the documents that are packed into it, with padding last."""
 
@@ -72,7 +73,7 @@ class ReferenceStep:
     """One update."""
 
     loss: float
-    """Mean cross-entropy per target token, or mean loss per pair or labelled completion."""
+    """Mean cross-entropy per target token, or mean loss per item of the objective."""
     grad_norm: float
     """Norm before clipping."""
     lr: float
@@ -138,7 +139,7 @@ class ReferenceLoop:
         micro_batches = [
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
         ]
-        num_items = count_items(sequences)
+        num_items = max(1, count_items(sequences, self.recipe))
         self.divergence = self._divergence(sequences)
         total = 0.0
         for micro_batch in micro_batches:
@@ -161,11 +162,13 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Returns the mean cross-entropy per target token, or the mean loss per pair or labelled completion."""
+        """Returns the mean cross-entropy per target token, or the mean loss per item of the objective."""
         self.model.eval()
         self._average(True)
         self.divergence = self._divergence(sequences)
-        return sum(self._losses([sequence])[0].item() for sequence in sequences) / count_items(sequences)
+        return sum(self._losses([sequence])[0].item() for sequence in sequences) / max(
+            1, count_items(sequences, self.recipe)
+        )
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -190,14 +193,18 @@ class ReferenceLoop:
         return rounded if self.rounds else {name: weight.float() for name, weight in rounded.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns the sum of a micro-batch's losses, of targets, pairs or completions, and the router's loss."""
+        """Returns the sum of a micro-batch's losses, of all its items, and the router's loss."""
         losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
+        own: list[tuple[ReferenceDocument, Tensor]] = []
         for rows in self._passes(sequences):
-            loss, logits = self._forward(rows, self._rounded())
+            loss, router, logits = self._forward(rows, self._rounded())
             losses.append(loss)
-            routers.append(logits)
+            routers.append(router)
+            own += zip((document for document, _ in rows), logits, strict=True)
         auxiliary = self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
+        if is_path(self.recipe.objective.name):
+            return self._own_losses(own), auxiliary
         if self.recipe.objective.name == "language_model":
             return torch.cat(losses).sum(), auxiliary
         with torch.no_grad():
@@ -281,12 +288,27 @@ class ReferenceLoop:
         ]
         return [joined] if self.together else [[row] for row in joined]
 
+    def _own_losses(self, rows: Sequence[tuple[ReferenceDocument, Tensor]]) -> Tensor:
+        """Returns the sum of the losses of a user's own function, called for each document or pair alone.
+
+        rows: documents with their logits [at least their length, vocabulary].
+        """
+        objective = self.recipe.objective
+        function = import_object(objective.name, self.recipe.code_dir)
+        total = 0 * torch.stack([logits.sum().double() for _, logits in rows]).sum()
+        for unit in _units(rows, objective.unit):
+            logits = _pad([logits[: len(document.targets)].float() for document, logits in unit])
+            targets = _pad([document.targets for document, _ in unit], NO_TARGET).to(self.device)
+            result = function(logits, targets, **objective.options)
+            total = total + (result["loss"] if isinstance(result, Mapping) else result)[0]
+        return total
+
     def _forward(
         self, rows: list[tuple[ReferenceDocument, Tensor]], weights: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the sum of the cross-entropies of each row, and the logits of each layer's router.
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """Returns the sum of the cross-entropies of each row, the logits of each layer's router, and the logits.
 
-        The logits are those of all tokens except for the padding of shorter rows.
+        Those of routers are of all tokens except for the padding of shorter rows.
         """
         inputs = {
             "input_ids": _pad([document.inputs for document, _ in rows]).to(self.device),
@@ -299,11 +321,11 @@ class ReferenceLoop:
         losses = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         loss = losses.double().view_as(targets).sum(1)
         if getattr(output, "aux_loss", None) is None:
-            return loss, ()
+            return loss, (), output.logits
         real = (
             _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
         )
-        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits]
+        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], output.logits
 
     def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
         """Returns how unevenly a micro-batch uses the experts, by the family's own function.
@@ -325,11 +347,29 @@ class ReferenceLoop:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
-def count_items(sequences: Sequences) -> int:
-    """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
+def count_items(sequences: Sequences, recipe: Recipe) -> int:
+    """Returns the number of items in all documents: what the user counts, pairs, labelled completions or targets."""
+    objective = recipe.objective
+    units = _units([(document,) for documents in sequences for document in documents], objective.unit)
+    if objective.count is not None:
+        count = import_object(objective.count, recipe.code_dir)
+        labels = [_pad([document.targets for (document,) in unit], NO_TARGET) for unit in units]
+        return sum(int(count(targets, **objective.options)) for targets in labels)
+    if objective.unit == "document":
+        return len(units)
     conversations = sum(document.pair is not None for documents in sequences for document in documents)
     labelled = sum(document.desirable is not None for documents in sequences for document in documents)
     return conversations // 2 or labelled or count_targets(sequences)
+
+
+def _units(rows: Sequence[Row], unit: str) -> list[Sequence[Row]]:
+    """Returns the rows that a user's own loss is given together: a document, or the two of a pair, with targets.
+
+    rows: tuples that begin with a document; those of a pair are adjacent.
+    """
+    seen = [row for row in rows if count_targets([[row[0]]])]
+    size = 2 if unit == "pair" else 1
+    return [seen[first : first + size] for first in range(0, len(seen), size)]
 
 
 def count_targets(sequences: Sequences) -> int:
