@@ -277,6 +277,15 @@ class ObjectiveConfig(Part):
         return self.unit == "pair" or self.name in ("dpo", "ipo", "orpo")
 
     @property
+    def item(self) -> str:
+        """What the loss is a mean over, in words."""
+        if self.count is not None:
+            return f"item of {self.count}"
+        if self.is_preference:
+            return "pair" if self.compares_pairs else "completion"
+        return self.unit
+
+    @property
     def reads_completions(self) -> bool:
         """Whether the data are completions, or pairs of them."""
         return self.is_preference or self.compares_pairs
