@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from llmtrain.errors import Problem, RecipeError, did_you_mean, reason
 
@@ -73,7 +73,9 @@ class _Marker:
     """Marks the annotation of a field that holds an import path."""
 
 
-ObjectPath = Annotated[str, BeforeValidator(import_path), _Marker()]
+ObjectPath = Annotated[
+    str, BeforeValidator(import_path), _Marker(), Field(json_schema_extra={"pattern": "^[^:]+:[^:]+$"})
+]
 """A function or class, stored by its import path."""
 NAME, PATH = "<name>", "<path>"
 NamedPath = Annotated[ObjectPath, Tag(PATH)]

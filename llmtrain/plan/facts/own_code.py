@@ -151,7 +151,8 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
 def _loaded_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name != "__main__":
+        # Some modules, such as torch.ops, have a name of a file that does not exist.
+        if isinstance(file, str) and name != "__main__" and Path(file).is_file():
             yield name, Path(file).resolve()
 
 
