@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -90,6 +91,35 @@ def test_an_added_axis_and_optimizer_train_as_the_plain_loop(extended):
     program = extended / "program.py"
     program.write_text(PROGRAM)
     assert "trained" in run(extended, str(program))
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
+    shutil.copy(ROOT / "recipes/tiny.py", extended)
+    (tmp_path / "corpus.txt").write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(20000)))
+    fields = {
+        "data.sources": [{"name": str(tmp_path / "corpus.txt")}],
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.tokenizer": {"vocab_size": 300},
+        "data.sequence_length": 64,
+        "logging.trackers": [],
+        "logging.every_steps": 1,
+        "evaluation.every_steps": 2,
+        "evaluation.max_sequences": 16,
+        "batch.global_batch_size": 8,
+        "batch.micro_batch_size": 2,
+    }
+    changes = [part for name, value in fields.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    command = ("-m", "llmtrain", "train", "my_recipe.py", "--nproc", "2", "--run-dir", str(tmp_path / "run"))
+    printed = run(extended, *command, "--max-steps", "2", *changes)
+    assert "loss     my_losses:smoothed, a mean over each token" in printed
+    *steps, last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["accuracy"] <= 1 for line in (*steps, last))
+    assert last["step"] == 2
+    assert last["eval_loss"] > 0
+    assert "perplexity" not in last
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert set(plan["code"]["files"]) == {"my_losses.py"}
 
 
 def test_an_axis_is_searched_and_its_rule_refuses(extended):

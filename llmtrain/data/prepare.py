@@ -235,7 +235,7 @@ def _eval_field(name: str) -> str:
 
 def _with_objective_format(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.is_preference:
+    if not recipe.objective.reads_completions:
         return sources
     return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
 

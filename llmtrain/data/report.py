@@ -118,7 +118,7 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
         share, sizes = float(np.mean(stream.desirable)) if stream.desirable.size else 0.0, sizes[0::2]
         what, unit = f"completions, {share:.0%} of them desirable", "completions"
     of_step = ""
-    if recipe.objective.is_preference and len(source.train):
+    if recipe.objective.reads_completions and len(source.train):
         mean = examples / len(source.train)
         of_step = (
             f"; {mean:.3g} {unit} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"

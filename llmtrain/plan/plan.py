@@ -145,7 +145,7 @@ class Plan(Part):
         recipe = self.recipe
         return (
             recipe.data.packing == "none"
-            and not recipe.objective.is_preference
+            and not recipe.objective.reads_completions
             and not self.model.experts
             and not self.has_one_shape
             and self.parallel.backend == "deepspeed"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath, is_path
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
@@ -249,13 +250,27 @@ class DataConfig(Part):
 
 
 class ObjectiveConfig(Part):
-    """The loss: a mean over the target tokens, the pairs or the completions of the global batch."""
+    """The loss: a mean over the target tokens, the documents, the pairs or the completions of the global batch."""
 
-    name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
-    """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
-    completions: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two
-    completions of a pair; `kto` (arXiv 2402.01306) reads single completions, each desirable or undesirable. All but
-    `orpo` compare the log-probabilities with those of the initial weights."""
+    name: Annotated[
+        Annotated[Literal["language_model", "dpo", "ipo", "orpo", "kto"], Tag(NAME)] | NamedPath, NameOrPath
+    ] = "language_model"
+    """A name, or a function of your own, `"mine:loss"`. `language_model`: the cross-entropy of each target token. The
+    other names depend on the log-probabilities of whole completions: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036)
+    and `orpo` (arXiv 2403.07691) compare the two completions of a pair; `kto` (arXiv 2402.01306) reads single
+    completions, each desirable or undesirable. All but `orpo` compare the log-probabilities with those of the initial
+    weights. A function gets logits [rows, length, vocabulary] in fp32, labels [rows, length], which are negative at
+    positions without a target, and `options`. It returns the sum of the losses of all units and their number, or a
+    dictionary with this pair as `loss` and such a pair for each further metric."""
+    unit: Literal["token", "document", "pair"] = "token"
+    """What a function of your own is a sum over. `token`: target tokens; its rows may be any parts of sequences.
+    `document`: each row is a whole document. `pair`: rows 2 · p and 2 · p + 1 are the chosen and the rejected
+    conversation of pair p."""
+    count: ObjectPath | None = None
+    """A function of your own, `"mine:count"`, that returns the number of items in labels [rows, length], given
+    `options`, if the loss is not a mean over all units that have a target."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of a function of your own and of its `count`."""
     beta: PositiveFloat = 0.1
     """`dpo` and `kto`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of
     the odds ratio, which is added to the cross-entropy of the chosen completion."""
@@ -270,14 +285,38 @@ class ObjectiveConfig(Part):
     """`kto`: weight of the losses of undesirable completions, λ_U."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function of the user's own."""
+        return is_path(self.name)
+
+    @property
     def is_preference(self) -> bool:
-        """Whether the loss is a mean over completions, or pairs of them, instead of tokens."""
-        return self.name != "language_model"
+        """Whether the loss depends on the log-probabilities of completions."""
+        return self.name != "language_model" and not self.is_own
 
     @property
     def compares_pairs(self) -> bool:
         """Whether it is a mean over pairs."""
-        return self.is_preference and self.name != "kto"
+        return self.unit == "pair" or self.name in ("dpo", "ipo", "orpo")
+
+    @property
+    def item(self) -> str:
+        """What the loss is a mean over, in words."""
+        if self.count is not None:
+            return f"item of {self.count}"
+        if self.is_preference:
+            return "pair" if self.compares_pairs else "completion"
+        return self.unit
+
+    @property
+    def reads_completions(self) -> bool:
+        """Whether the data are completions, or pairs of them."""
+        return self.is_preference or self.compares_pairs
+
+    @property
+    def reads_whole_documents(self) -> bool:
+        """Whether the loss is not a sum over tokens, so that each document must be whole and on its own."""
+        return self.is_preference or self.unit != "token"
 
     @property
     def needs_reference(self) -> bool:
@@ -287,7 +326,7 @@ class ObjectiveConfig(Part):
     @property
     def formats(self) -> tuple[str, ...]:
         """The source formats that the objective reads."""
-        if not self.is_preference:
+        if not self.reads_completions:
             return ("auto", "text", "messages", "prompt_completion", "instruction")
         return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")
 
@@ -299,14 +338,26 @@ class ObjectiveConfig(Part):
             "ipo": ("beta", "sft_weight"),
             "orpo": ("beta",),
             "kto": ("beta", "desirable_weight", "undesirable_weight"),
-        }[self.name]
+        }.get(self.name, ("unit", "count", "options"))
         fields = type(self).model_fields
         others = sorted(self.model_fields_set - {"name", *used})
-        unused = [name for name in others if getattr(self, name) != fields[name].default]
+        unused = [name for name in others if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
         if unused:
             has = f"which uses {', '.join(used)}" if used else "which has no further fields"
             raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}', {has}")
         return self
+
+
+def Custom(  # noqa: N802 - it stands for a class
+    loss: Callable[..., Any] | str,
+    *,
+    unit: Literal["token", "document", "pair"] = "token",
+    count: Callable[..., Any] | str | None = None,
+    **options: Any,
+) -> ObjectiveConfig:
+    """Returns the objective of a loss of the user's own: `ObjectiveConfig` has the meaning of each argument."""
+    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "options": options}
+    return ObjectiveConfig(**fields)
 
 
 class OptimConfig(Part):

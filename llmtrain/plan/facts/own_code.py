@@ -16,7 +16,8 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
 from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
-from llmtrain.recipe import Part, Recipe, parse_recipe
+from llmtrain.plan.facts.own_loss import check_loss
+from llmtrain.recipe import ObjectiveConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import cache_root, installed_version
@@ -41,9 +42,10 @@ class OwnCode(Part):
         return {**{name: digest[:12] for name, digest in self.files.items()}, **self.packages}
 
 
-def examined(recipe: Recipe) -> OwnCode | None:
+def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
     """Returns the files and versions of a recipe's own code; None if the recipe names no object.
 
+    vocabulary: the number of logits of a token; if it is unknown, a loss is imported, but not tried.
     The result is cached until one of the files changes. Raises RecipeError with every object that cannot be imported.
     """
     objects = recipe.own_objects
@@ -51,8 +53,15 @@ def examined(recipe: Recipe) -> OwnCode | None:
         return None
     has_schedule = is_path(recipe.optim.schedule) and recipe.train.max_steps is not None
     tried = recipe.model_dump(mode="json") if has_schedule else None
-    options = {f"callbacks.{number}.object": callback.options for number, callback in enumerate(recipe.callbacks)}
-    request = {"objects": objects, "folder": recipe.code_dir, "recipe": tried, "options": options}
+    request: dict[str, Any] = {
+        "objects": objects,
+        "folder": recipe.code_dir,
+        "recipe": tried,
+        "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
+        "loss": None,
+    }
+    if recipe.objective.is_own and vocabulary is not None:
+        request["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
     path = cache_path(request)
     try:
         known = read_json(path, OwnCode)
@@ -114,6 +123,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         raise RecipeError(problems)
     if request["recipe"]:
         check_schedule(parse_recipe(request["recipe"]))
+    if tried := request["loss"]:
+        check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, tried["vocabulary"])
     roots = {path.partition(":")[0].partition(".")[0] for path in request["objects"].values()}
     return identified(roots, folder).model_dump()
 
@@ -152,8 +163,8 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
 def _loaded_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        # torch.classes has the name of a file that does not exist.
-        if isinstance(file, str) and name != "__main__" and Path(file).is_absolute():
+        # Some modules, such as torch.ops, have a name of a file that does not exist.
+        if isinstance(file, str) and name != "__main__" and Path(file).is_file():
             yield name, Path(file).resolve()
 
 

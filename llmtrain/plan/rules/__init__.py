@@ -110,9 +110,10 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     code = None
     if facts is None:
         try:
-            code = examined(recipe)
-            recipe = with_resized_vocabulary(recipe)
-            facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
+            resized = with_resized_vocabulary(recipe)
+            facts = model_facts(resized.model, resized.vocab_size, resized.code_dir)
+            code = examined(recipe, facts.vocab_size)
+            recipe = resized
         except RecipeError as error:
             faults.extend(error.problems)
     draft = Draft(recipe, cluster, facts)

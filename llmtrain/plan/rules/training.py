@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from llmtrain.errors import did_you_mean, format_value
-from llmtrain.plan.axes import EXPERT
+from llmtrain.plan.axes import EXPERT, SEQUENCE
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.optimizers import optimizer_of
@@ -18,18 +18,19 @@ from llmtrain.recipe import DataConfig, Recipe
 
 @rule("objective.whole_pairs", "read")
 def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that split, cut or separate conversations (`llmtrain/data/samples.py`). A part of a completion
-    has another log-probability than the whole completion."""
-    data = draft.recipe.data
-    if not draft.recipe.objective.is_preference:
+    """Refuses options that split, cut or separate documents (`llmtrain/data/samples.py`) for losses that are not a sum
+    over tokens. A part of a completion has another log-probability than the whole completion."""
+    data, objective = draft.recipe.data, draft.recipe.objective
+    if not objective.reads_whole_documents:
         return
     if data.packing == "concat":
-        message = "`concat` cuts sequences anywhere, but completions are never split"
+        what = "completions are" if objective.reads_completions else "the loss of a document is"
+        message = f"`concat` cuts sequences anywhere, but {what} never split"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
-    if data.packing == "none" and draft.recipe.objective.compares_pairs:
+    if data.packing == "none" and objective.compares_pairs:
         message = "with `none` a sequence is one document, but a pair is two conversations in one sequence"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
-    if data.too_long == "cut_turns":
+    if data.too_long == "cut_turns" and objective.reads_completions:
         message = "`cut_turns` is not possible: completions are read whole, and those that are too long are dropped"
         yield Fault("data.too_long", message, assignment(data__too_long="drop"))
 
@@ -38,27 +39,40 @@ def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
 def objective_completions(draft: Draft) -> Iterator[Fault]:
     """Refuses losses that include the prompt's tokens: they depend on the probability of a completion, given its
     prompt."""
-    if draft.recipe.objective.is_preference and draft.recipe.data.train_on == "all":
+    if draft.recipe.objective.reads_completions and draft.recipe.data.train_on == "all":
         message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
 
 @rule("objective.documents", "read")
 def objective_documents(draft: Draft) -> Iterator[Fault]:
-    """Refuses attention across documents, and families that carry state from one document to the next. One sequence
-    contains several completions: each would depend on the previous one."""
-    facts = draft.facts
-    if not draft.recipe.objective.is_preference or draft.recipe.data.packing == "none":
+    """Refuses attention across documents, and families that carry state from one document to the next, for losses that
+    are not a sum over tokens. One sequence contains several documents: each would depend on the previous one."""
+    facts, objective = draft.facts, draft.recipe.objective
+    if not objective.reads_whole_documents or draft.recipe.data.packing == "none":
         return
+    each = "each completion would be computed from those before it in its sequence, such as the chosen one"
+    if not objective.reads_completions:
+        each = "each document would be computed from those before it in its sequence"
     if not draft.recipe.data.mask_documents:
-        message = "each completion would be computed from those before it in its sequence, such as the chosen one"
+        message = each
         yield Fault("data.mask_documents", message, assignment(data__mask_documents="true"))
     elif facts is not None and facts.text_type in MIXES_DOCUMENTS:
-        message = (
-            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: "
-            "each completion would be computed from those before it in its sequence, such as the chosen one"
-        )
+        message = f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: {each}"
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
+
+
+@rule("objective.slices", "arithmetic", axis=SEQUENCE)
+def objective_slices(draft: Draft) -> Iterator[Fault]:
+    """Refuses slices of sequences for a user's own loss of whole documents. A rank has the logits of its slice only,
+    and its documents may begin or end on another rank."""
+    objective = draft.recipe.objective
+    if objective.is_own and objective.reads_whole_documents:
+        message = (
+            f"must be 1, not {draft.parallel.sequence}: with objective.unit={objective.unit}, {objective.name} needs "
+            "the logits of whole documents, of which each rank would have a slice"
+        )
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
 
 
 @rule("objective.dropout", "read", refuses=False)
