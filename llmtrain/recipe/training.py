@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
@@ -156,9 +156,25 @@ class Source(Part):
     a mask are refused if nothing reads them."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
+    reader: ObjectPath | None = None
+    """A function of your own, `"mine:read"`, that reads the source: given the path of a file, it yields rows (dicts) or
+    texts. It reads every file that `name` matches, of any suffix; if `name` matches none, it gets `name` itself, once.
+    As for `filter` and `map`, its result must depend on nothing but its argument."""
+    filter: ObjectPath | None = None
+    """A function of your own, `"mine:keep"`: given a row as it was read, it returns whether to keep the row. The row of
+    a text is `{"text": TEXT}`."""
+    map: ObjectPath | None = None
+    """A function of your own, `"mine:clean"`: given a row that `filter` keeps, it returns the row that is read in its
+    place, a list of rows, or None to leave it out. The other fields of the source describe its rows."""
 
     def __init__(self, name: str | None = None, /, **fields: Any) -> None:
         super().__init__(**(fields if name is None else {"name": name, **fields}))
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The import paths of `reader`, `filter` and `map`, of those that are set, by field."""
+        given = {"reader": self.reader, "filter": self.filter, "map": self.map}
+        return {name: path for name, path in given.items() if path is not None}
 
     @property
     def declares_conversations(self) -> bool:
@@ -206,7 +222,8 @@ class DataConfig(Part):
     """What happens to conversations of more than T + 1 tokens, which are never split. `drop`: they are skipped;
     `cut_turns`: their last turns are removed, if at least one turn of the assistant remains."""
     faulty_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows without a valid conversation, and to conversations whose loss mask cannot be determined."""
+    """What happens to rows without a valid conversation, to conversations whose loss mask cannot be determined, and to
+    rows for which `filter` or `map` of a source fails."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""
