@@ -306,15 +306,24 @@ class ObjectiveConfig(Part):
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"] = "adamw"
-    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
-    keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
-    the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
-    weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
-    updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights.
-    `adafactor` (arXiv 1804.04235) keeps a value for each row and each column of a matrix in place of moments; its
-    learning rate is relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv
-    2110.02861) is `adamw` with 8-bit moments for matrices, in blocks of a row."""
+    name: Annotated[
+        Annotated[
+            Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"],
+            Tag(NAME),
+        ]
+        | NamedPath,
+        NameOrPath,
+    ] = "adamw"
+    """A name, or a class of your own, `"mine:Optimizer"`, or of any package, `"torch.optim:RAdam"`: a subclass of
+    `torch.optim.Optimizer`, which gets `lr`, `weight_decay` and the arguments in `options`. `adamw` decouples the
+    weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675) keeps one moment instead
+    of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by the same factor. `muon`
+    (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other weights are updated as by
+    `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its updates and needs no
+    decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights. `adafactor` (arXiv
+    1804.04235) keeps a value for each row and each column of a matrix in place of moments; its learning rate is
+    relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv 2110.02861) is `adamw`
+    with 8-bit moments for matrices, in blocks of a row."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -343,13 +352,13 @@ class OptimConfig(Part):
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
-    that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
-    `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)). `adafactor`: `beta2_decay`
-    (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment; `eps1` (fp32's ε), a lower
-    bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root mean square of a weight; and
-    `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that
-    share a scale."""
+    """Further arguments of the optimizer; of a class of your own, all of them. `muon`: `momentum` (0.95), `nesterov`
+    (true), `ns_steps` (5), the iterations that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning
+    rate of a matrix of m × n: `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)).
+    `adafactor`: `beta2_decay` (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment;
+    `eps1` (fp32's ε), a lower bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root
+    mean square of a weight; and `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256),
+    the elements of a row that share a scale."""
 
     @model_validator(mode="before")
     @classmethod

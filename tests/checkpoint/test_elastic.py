@@ -123,7 +123,9 @@ def test_experts_are_distributed_and_gathered(tmp_path):
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit", "torch.optim:NAdam"]
+)
 def test_states_of_other_optimizers_load_under_every_plan(name, tmp_path):
     """Their directions are less smooth functions of the gradient than Adam's: the bound is that of parity.
 
