@@ -28,7 +28,8 @@ from tests.helpers.traces import assert_same, engine_of, plan_of, reference_of, 
 
 STEPS = 3
 ROWS = tiny_recipe(**{"batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.1, "parallel.rows": 2})
-NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov"})
+NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov:Nesterov"})
+NESTEROV = NESTEROV.with_(code_dir=sys.path[0])
 
 
 def train(rank, recipes):
