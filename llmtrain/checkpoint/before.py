@@ -101,7 +101,7 @@ def check_data(checkpoint: Path, key: str, recipe: Recipe | None = None) -> Trai
     if state.data != key and recipe and read_plan(checkpoint).recipe.data.sources != recipe.data.sources:
         state.data = key
     if state.data != key:
-        message = "was trained on other data: the corpus, functions that read it, the tokenizer or the packing has changed"
+        message = "was trained on other data: the corpus, a function of it, the tokenizer or the packing has changed"
         fix = "restore the data, or start a new run with another --run-dir"
         raise CheckpointError(Problem("checkpoint.data", str(checkpoint), message, fix))
     return state
