@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,3 +192,10 @@ def test_the_versions_of_installed_packages_identify_their_code(folder):
         examined(recipe)  # it takes one argument
     assert own_code.identified({"pytest"}, None).packages["pytest"] == pytest.__version__
     assert own_code.identified({"math"}, None) == OwnCode(), "built into Python"
+
+
+def test_modules_without_a_file_are_not_files_of_the_folder(folder, monkeypatch):
+    """`torch.classes` has the file `_classes.py`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(__file__="_classes.py"))
+    assert own_code.identified(set(), str(folder)).files == {}

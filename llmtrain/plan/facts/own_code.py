@@ -168,7 +168,8 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
 def _loaded_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name != "__main__":
+        # The names of some, such as `torch.classes`, are not files: relative ones would seem to be in this folder.
+        if isinstance(file, str) and name != "__main__" and Path(file).is_absolute():
             yield name, Path(file).resolve()
 
 
