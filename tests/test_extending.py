@@ -30,7 +30,8 @@ from tests.helpers.traces import assert_same, engine_of, plan_of, reference_of, 
 
 STEPS = 3
 ROWS = tiny_recipe(**{"batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.1, "parallel.rows": 2})
-NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov"})
+NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov:Nesterov"})
+NESTEROV = NESTEROV.with_(code_dir=sys.path[0])
 
 
 def train(rank, recipes):
@@ -175,11 +176,26 @@ def test_a_launcher_gives_workers_their_places(extended):
     assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", program)
 
 
-def test_an_added_lint_rule_and_format_work(extended, tmp_path):
+READ = """
+import sys
+from pathlib import Path
+from llmtrain.data.cache import Cache
+from llmtrain.data.progress import Progress
+from llmtrain.data.sources.corpus import open_corpora
+from llmtrain.recipe import Source
+
+source, cache = Source(sys.argv[1] + "/*.md", reader="paragraphs:read"), Cache(Path(sys.argv[1]), Progress())
+(corpus,) = open_corpora([source], cache, code_dir=sys.argv[2])
+print([document.text for document in corpus.documents()])
+"""
+
+
+def test_a_reader_of_ones_own_reads_a_format(extended, tmp_path):
+    (tmp_path / "a.md").write_text("one\n\ntwo\n")
+    assert "['one', 'two\\n']" in run(extended, "-c", READ, str(tmp_path), str(extended))
+
+
+def test_an_added_lint_rule_works(extended, tmp_path):
     config = tmp_path / "odd.json"
     config.write_text('{"train_micro_batch_size_per_gpu": 3}')
     assert "lint.batch_odd" in run(extended, "-m", "llmtrain", "lint", str(config))
-    (tmp_path / "a.md").write_text("one\n\ntwo\n")
-    reader = "import sys; from pathlib import Path; from llmtrain.data.sources.formats import READERS\n"
-    reader += "print([one.text for one in READERS['.md'](Path(sys.argv[1]), 'text')])"
-    assert "['one', 'two\\n']" in run(extended, "-c", reader, str(tmp_path / "a.md"))

@@ -79,6 +79,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         if epochs > 1 and not recipe.train.epochs:
             remarks.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in prepared.all_sources:
+        if rows := source.store.meta.get("rows"):
+            remarks.append(f"{source.name}: {rows['summary']}")
         if chats := source.store.meta.get("conversations"):
             remarks.append(_conversations(source, chats, recipe))
             if end := chats.get("ordinary_end"):
@@ -155,6 +157,7 @@ def _source(source: PreparedSource) -> dict[str, Any]:
     return {
         "name": source.name,
         "made": source.made,
+        "rows": source.store.meta.get("rows"),
         "store": str(source.store.path),
         "tokens_per_second": tokens / max(source.store.seconds, 1e-9),
         "unused_tokens": source.train.unused(),

@@ -76,7 +76,9 @@ class PlainLoop(HasState):
         trained = {
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
-        self.optimizer = self._distribute(torch_optimizer(groups, recipe.optim, self.is_sharded), trained)
+        self.optimizer = self._distribute(
+            torch_optimizer(groups, recipe.optim, self.is_sharded, recipe.code_dir), trained
+        )
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
         shards = optimizer_shards(self.optimizer, self.masters)

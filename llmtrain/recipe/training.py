@@ -180,9 +180,25 @@ class Source(Part):
     a mask are refused if nothing reads them."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
+    reader: ObjectPath | None = None
+    """A function of your own, `"mine:read"`, that reads the source: given the path of a file, it yields rows (dicts) or
+    texts. It reads every file that `name` matches, of any suffix; if `name` matches none, it gets `name` itself, once.
+    As for `filter` and `map`, its result must depend on nothing but its argument."""
+    filter: ObjectPath | None = None
+    """A function of your own, `"mine:keep"`: given a row as it was read, it returns whether to keep the row. The row of
+    a text is `{"text": TEXT}`."""
+    map: ObjectPath | None = None
+    """A function of your own, `"mine:clean"`: given a row that `filter` keeps, it returns the row that is read in its
+    place, a list of rows, or None to leave it out. The other fields of the source describe its rows."""
 
     def __init__(self, name: str | None = None, /, **fields: Any) -> None:
         super().__init__(**(fields if name is None else {"name": name, **fields}))
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The import paths of `reader`, `filter` and `map`, of those that are set, by field."""
+        given = {"reader": self.reader, "filter": self.filter, "map": self.map}
+        return {name: path for name, path in given.items() if path is not None}
 
     @property
     def declares_conversations(self) -> bool:
@@ -230,7 +246,8 @@ class DataConfig(Part):
     """What happens to conversations of more than T + 1 tokens, which are never split. `drop`: they are skipped;
     `cut_turns`: their last turns are removed, if at least one turn of the assistant remains."""
     faulty_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows without a valid conversation, and to conversations whose loss mask cannot be determined."""
+    """What happens to rows without a valid conversation, to conversations whose loss mask cannot be determined, and to
+    rows for which `filter` or `map` of a source fails."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""
@@ -363,15 +380,24 @@ def Custom(  # noqa: N802 - it stands for a class
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"] = "adamw"
-    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
-    keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
-    the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
-    weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
-    updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights.
-    `adafactor` (arXiv 1804.04235) keeps a value for each row and each column of a matrix in place of moments; its
-    learning rate is relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv
-    2110.02861) is `adamw` with 8-bit moments for matrices, in blocks of a row."""
+    name: Annotated[
+        Annotated[
+            Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"],
+            Tag(NAME),
+        ]
+        | NamedPath,
+        NameOrPath,
+    ] = "adamw"
+    """A name, or a class of your own, `"mine:Optimizer"`, or of any package, `"torch.optim:RAdam"`: a subclass of
+    `torch.optim.Optimizer`, which gets `lr`, `weight_decay` and the arguments in `options`. `adamw` decouples the
+    weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675) keeps one moment instead
+    of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by the same factor. `muon`
+    (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other weights are updated as by
+    `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its updates and needs no
+    decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights. `adafactor` (arXiv
+    1804.04235) keeps a value for each row and each column of a matrix in place of moments; its learning rate is
+    relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv 2110.02861) is `adamw`
+    with 8-bit moments for matrices, in blocks of a row."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -400,13 +426,13 @@ class OptimConfig(Part):
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
-    that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
-    `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)). `adafactor`: `beta2_decay`
-    (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment; `eps1` (fp32's ε), a lower
-    bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root mean square of a weight; and
-    `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that
-    share a scale."""
+    """Further arguments of the optimizer; of a class of your own, all of them. `muon`: `momentum` (0.95), `nesterov`
+    (true), `ns_steps` (5), the iterations that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning
+    rate of a matrix of m × n: `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)).
+    `adafactor`: `beta2_decay` (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment;
+    `eps1` (fp32's ε), a lower bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root
+    mean square of a weight; and `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256),
+    the elements of a row that share a scale."""
 
     @model_validator(mode="before")
     @classmethod

@@ -82,7 +82,7 @@ def refusals(folder, objects: dict[str, str], options: dict[str, dict] | None = 
     """What the helper process says of objects, by field."""
     request = {"objects": objects, "folder": str(folder), "recipe": None}
     try:
-        answer({**request, "options": {field: {} for field in objects} | (options or {})})
+        answer({**request, "loss": None, "options": {field: {} for field in objects} | (options or {})})
     except RecipeError as error:
         return [(problem.rule, problem.field, problem.message) for problem in error.problems]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import platform
 import sys
@@ -27,6 +28,8 @@ TRIED_STEPS = 1_000
 """Steps for which a schedule is called before a run."""
 CACHE = "own_code"
 """Folder of the cache."""
+ROW_FUNCTIONS = frozenset({"reader", "filter", "map"})
+"""Fields of a source that name functions of one argument."""
 
 
 class OwnCode(Part):
@@ -52,22 +55,29 @@ def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
     if not objects:
         return None
     has_schedule = is_path(recipe.optim.schedule) and recipe.train.max_steps is not None
-    tried = recipe.model_dump(mode="json") if has_schedule else None
-    request: dict[str, Any] = {
-        "objects": objects,
-        "folder": recipe.code_dir,
-        "recipe": tried,
+    tried: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json") if has_schedule else None,
         "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
         "loss": None,
     }
     if recipe.objective.is_own and vocabulary is not None:
-        request["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
+        tried["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
+    return examined_objects(objects, recipe.code_dir, tried)
+
+
+def examined_objects(objects: dict[str, str], folder: str | None, tried: dict[str, Any] | None = None) -> OwnCode:
+    """Returns the files and versions of objects, dotted field → import path, alone; cached and refused as `examined`.
+
+    folder: that of the recipe's own modules. tried: what is called besides, see `answer`.
+    """
+    nothing: dict[str, Any] = {"recipe": None, "options": {}, "loss": None}
+    request = {"objects": objects, "folder": folder, **(tried or nothing)}
     path = cache_path(request)
     try:
         known = read_json(path, OwnCode)
     except UNREADABLE:
         known = None
-    if known is not None and is_current(known, recipe.code_dir):
+    if known is not None and is_current(known, folder):
         return known
     document = run_helper(__name__, request, "the process that imports the recipe's own code")
     code = OwnCode.model_validate(document)
@@ -117,6 +127,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             elif not callable(found):
                 message = f"{path} is {type(found).__name__}, which is neither a function nor a class"
                 problems.append(Problem("code.kind", field, message))
+            elif field.rpartition(".")[2] in ROW_FUNCTIONS:
+                check_takes_one(found, path, field)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -127,6 +139,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, tried["vocabulary"])
     roots = {path.partition(":")[0].partition(".")[0] for path in request["objects"].values()}
     return identified(roots, folder).model_dump()
+
+
+def check_takes_one(function: Any, path: str, field: str) -> None:
+    """Raises RecipeError if a function cannot be called with one argument."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        message = f"{path}{inspect.signature(function)} cannot be called with one argument: {error}"
+        raise RecipeError(Problem("code.arguments", field, message)) from None
+    except ValueError:  # a function of C without a signature
+        pass
 
 
 def check_schedule(recipe: Recipe) -> None:
