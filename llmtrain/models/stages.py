@@ -153,8 +153,9 @@ class Stage(nn.Module):
         self._run = (model if self.is_last else base,)
         self._entry: tuple[Any, ...] = () if self.is_first else (layers[bounds.first - 1],)
         self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.end],)
-        for exit_layer in self._exit:
-            exit_layer.ends_pass = base is model
+        exits: Any = self._exit
+        for last in exits:
+            last.ends_pass = base is model
         accepted = inspect.signature(self._run[0].forward).parameters
         self._takes_positions = "position_ids" in accepted or "kwargs" in accepted
         self._filler = 1 if getattr(model.config, "pad_token_id", None) == 0 else 0

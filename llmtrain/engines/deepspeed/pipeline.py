@@ -167,9 +167,12 @@ class PipelineAxis(SlicedAxis):
         return [(stage.model, stage.is_last) for stage in stages]
 
     def tied_replica(self, name: str) -> ReplicaIndex:
-        """Returns this rank's replica of a weight that several stages may hold, because it is tied."""
+        """Returns this rank's replica of a weight that several stages may hold, because it is tied.
+
+        The stages have other weights besides it, so ZeRO cuts it at other places in each of them.
+        """
         ranks = self._pipeline.holders(self.hugging_face_name(name))
-        return ReplicaIndex(ranks.index(dist.get_rank()), len(ranks))
+        return ReplicaIndex(ranks.index(dist.get_rank()), len(ranks), only_first=len(ranks) > 1)
 
     def sum_squares(self, square: Tensor) -> None:
         """Sums over the stages."""

@@ -92,6 +92,8 @@ class ReplicaIndex:
 
     index: int = 0
     count: int = 1
+    only_first: bool = False
+    """Whether the first replica saves all, because ZeRO cuts the shards of the others at other places."""
 
     @classmethod
     def of_rank(cls, group: dist.ProcessGroup | None) -> ReplicaIndex:
@@ -100,10 +102,13 @@ class ReplicaIndex:
 
     def times(self, inner: ReplicaIndex) -> ReplicaIndex:
         """Returns the replica in a two-dimensional mesh of replicas, flattened; `inner` is along its last dimension."""
-        return ReplicaIndex(self.index * inner.count + inner.index, self.count * inner.count)
+        only_first = self.only_first or inner.only_first
+        return ReplicaIndex(self.index * inner.count + inner.index, self.count * inner.count, only_first)
 
     def part(self, length: int) -> tuple[int, int]:
         """Returns the range (first index, end) of `length` elements that this replica saves or sends."""
+        if self.only_first:
+            return (length if self.index else 0), length
         return length * self.index // self.count, length * (self.index + 1) // self.count
 
 

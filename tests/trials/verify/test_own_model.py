@@ -34,6 +34,7 @@ RECOMPUTED = {"parallel.activation_checkpointing": "full"}
 PLAIN = ["dp1-zero0-acc4", "dp2-zero1-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2-offload", "dp2-ddp-acc2"]
 PIPELINES = ["dp1-pp2-zero1-acc4", "dp1-pp2-interleaved2-zero1-acc4", "dp1-pp2-zero_bubble2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
+"""In the second of these, ZeRO cuts the decoder's tied table at other places in each stage."""
 
 
 @pytest.mark.parametrize(
