@@ -84,6 +84,8 @@ class Callbacks:
         self._errors = 0
         self.hooks: frozenset[str] = frozenset()
         """Those that a callback of any rank defines."""
+        self.awaits_save = False
+        """Whether `on_save` is still to be called for the last checkpoint."""
         if recipe is None or not recipe.callbacks:
             return
         self._counts_errors = any(config.on_error == "count" for config in recipe.callbacks)

@@ -72,8 +72,6 @@ class Run:
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
-    unannounced: bool = False
-    """Whether the callbacks do not know yet that the last checkpoint is complete."""
     outputs: ProgressOutputs = ProgressOutputs()
 
 
@@ -171,9 +169,9 @@ def _call(run: Run, hook: str, record: Record | None = None, checkpoint: Path | 
 
 def _announce_save(run: Run) -> None:
     """Tells the callbacks of a checkpoint that is complete on all ranks."""
-    if not run.unannounced or not run.callbacks.all_ranks(not run.saver.is_writing):
+    if not run.callbacks.awaits_save or not run.callbacks.all_ranks(not run.saver.is_writing):
         return
-    run.unannounced = False
+    run.callbacks.awaits_save = False
     if run.saver.written:
         _call(run, "on_save", checkpoint=run.saver.written)
 
@@ -241,12 +239,12 @@ def _save(run: Run) -> None:
     with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
-        if run.unannounced:
+        if run.callbacks.awaits_save:
             run.saver.settle()
             _announce_save(run)
         run.state.callbacks = run.callbacks.state()
         run.saver.start(run.state)
-        run.unannounced = "on_save" in run.callbacks.hooks
+        run.callbacks.awaits_save = "on_save" in run.callbacks.hooks
 
 
 def _saving(run: Run) -> str:
