@@ -146,10 +146,10 @@ def fit(run: Run) -> None:
 
 
 def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_logged: bool) -> Requests:
-    """Logs a step if it is to be, or if it is the last because a callback says so; returns what callbacks ask for."""
+    """Calls the callbacks, and logs the step if it is due or if they end the run; returns what they ask for."""
     record = _record(run, result, meter, batch) if is_logged else None
     with meter.paused():
-        asked = _call(run, "on_step_end", record)
+        asked = _call(run, "on_step_end", record, is_logged)
     run.callbacks.add(asked.metrics)
     if asked.stop and record is None:
         record = _record(run, result, meter, batch)
@@ -158,11 +158,13 @@ def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_l
     return asked
 
 
-def _call(run: Run, hook: str, record: Record | None = None, checkpoint: Path | None = None) -> Requests:
+def _call(
+    run: Run, hook: str, record: Record | None = None, is_logged: bool = False, checkpoint: Path | None = None
+) -> Requests:
     """Calls the callbacks, and ends the run if they ask for it."""
     with run.heartbeat.phase(Phase.CALLBACKS) if hook in run.callbacks.hooks else nullcontext():
         step = step_of(checkpoint.name) if checkpoint else run.state.step
-        asked = run.callbacks.call(hook, step, record, checkpoint)
+        asked = run.callbacks.call(hook, step, record, is_logged, checkpoint)
     run.state.ended = run.state.ended or asked.stop
     return asked
 
@@ -183,7 +185,7 @@ def evaluate(run: Run) -> Requests:
     main = evaluations.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
     record = run.metrics.eval_record(run.state.step, main, evaluations) if run.metrics else None
-    asked = _call(run, "on_evaluate", record)
+    asked = _call(run, "on_evaluate", record, is_logged=True)
     if record is not None and run.metrics:
         record |= asked.metrics
         run.metrics.log(record)
@@ -309,7 +311,7 @@ def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Rec
 def _log(run: Run, metrics: MetricsLogger, record: Record) -> None:
     """Logs and shows the record of a step, with the metrics of the callbacks; on rank 0."""
     slow_callbacks = run.callbacks.line()
-    record |= run.callbacks.metrics_of_window()
+    record |= {name: value for name, value in run.callbacks.metrics_of_window().items() if name not in record}
     metrics.log(record)
     run.progress.show(record)
     if slow_callbacks:
