@@ -128,9 +128,9 @@ print(discover({**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}))
 
 def test_a_schedule_is_accepted(extended):
     recipe = (str(ROOT / "recipes/tiny.py"), "--set", f"code_dir={extended}", "--set", "optim.warmup_steps=0")
-    run(extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=schedules:warm_restarts")
+    run(extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=my_schedules:warm_restarts")
     misspelt = run(
-        extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=schedules:warm_restart", code=2
+        extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=my_schedules:warm_restart", code=2
     )
     assert "did you mean 'warm_restarts'" in misspelt
 
