@@ -189,7 +189,7 @@ def train(
     state, saver = state or TrainerState(), saver or Saver()
     batches = [SimpleNamespace(eval_source="a", num_items=10)]
     data = SimpleNamespace(
-        train_batches=lambda _: (SimpleNamespace(samples=8, target_tokens=512) for _ in iter(int, 1)),
+        train_batches=lambda _: (SimpleNamespace(samples=8, target_tokens=512, num_items=512) for _ in iter(int, 1)),
         eval_sets=[""],
         eval_batches=lambda most, name: iter(batches),
         eval_bytes=lambda most, name: 40,
