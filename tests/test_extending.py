@@ -157,6 +157,15 @@ print(discover({**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}))
 """
 
 
+def test_a_schedule_is_accepted(extended):
+    recipe = (str(ROOT / "recipes/tiny.py"), "--set", f"code_dir={extended}", "--set", "optim.warmup_steps=0")
+    run(extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=my_schedules:warm_restarts")
+    misspelt = run(
+        extended, "-m", "llmtrain", "plan", *recipe, "--set", "optim.schedule=my_schedules:warm_restart", code=2
+    )
+    assert "did you mean 'warm_restarts'" in misspelt
+
+
 def test_a_tracker_gets_a_metric(extended, tmp_path):
     logged = run(extended, "-c", METRICS, str(ROOT / "recipes/tiny.py"), str(tmp_path))
     assert "data_wait_share,0.1\n" in logged

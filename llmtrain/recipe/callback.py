@@ -26,7 +26,7 @@ class CallbackContext:
     step: int
     """Number of optimizer steps taken."""
     metrics: Mapping[str, Any]
-    """What the run logs after this step, as in `metrics.jsonl`; empty if it logs nothing, and on ranks other than 0."""
+    """What the run logs after this step, as in `metrics.jsonl`; empty if it logs nothing."""
     run_dir: Path
     """The run directory."""
     recipe: Recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,6 +58,8 @@ CHARTS = (
     Chart("Rewards", "number", ("rewards_chosen", "rewards_rejected", "reward_margin")),
     Chart("Reward accuracy", "share", ("reward_accuracy",), ("reward_accuracy",)),
 )
+_OF_PARTS = re.compile("_by_(set|source)/")
+"""Matches the columns of sets and sources."""
 SHOWN_IN_WORDS = ("slowest_rank",)
 """Columns that a page only uses in texts, not as curves."""
 
@@ -85,6 +88,13 @@ def charts_of(runs: Sequence[RunData]) -> list[Chart]:
     others = [Chart(_title(name), "number", (name,)) for name in sorted(training - drawn)]
     evaluated = [chart for chart in charts if chart.evaluation]
     return [*evaluated, *of_sets, *(chart for chart in charts if not chart.evaluation), *others]
+
+
+def names_of_callbacks(run: RunData) -> list[str]:
+    """Returns the columns with numbers that llmtrain does not write itself: the metrics of callbacks."""
+    known = {name for chart in CHARTS for name in (*chart.training, *chart.evaluation)}
+    names = (name for chart in charts_of([run]) for name in (*chart.training, *chart.evaluation))
+    return [name for name in names if name not in known and not _OF_PARTS.search(name)]
 
 
 def _title(name: str) -> str:

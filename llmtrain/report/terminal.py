@@ -12,6 +12,7 @@ from rich.text import Text
 
 from llmtrain.errors import printable
 from llmtrain.report import facts
+from llmtrain.report.curves import names_of_callbacks
 from llmtrain.report.differences import Difference
 from llmtrain.report.run import RunData
 from llmtrain.report.table import Column
@@ -120,12 +121,12 @@ def _curves(run: RunData, console: Console) -> Table:
         table.add_column(justify="right")
     table.add_column(style="cyan", no_wrap=True)
     table.add_row("", Text("last", "dim"), Text("least", "dim"), Text("most", "dim"))
-    for label, name in CURVES.items():
-        values = (run.evaluations if name == "eval_loss" else run.metrics).get(name)
+    for label, name in {**CURVES, **{name: name for name in names_of_callbacks(run)}}.items():
+        values = (run.metrics if name in run.metrics else run.evaluations).get(name)
         finite = values[np.isfinite(values)]
         if len(finite):
             numbers = [_short(name, float(value)) for value in (finite[-1], finite.min(), finite.max())]
-            table.add_row(label, *numbers, curve(values, width, characters))
+            table.add_row(Text(printable(label)), *numbers, curve(values, width, characters))
     return table
 
 

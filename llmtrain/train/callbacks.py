@@ -84,6 +84,8 @@ class Callbacks:
         self._errors = 0
         self.hooks: frozenset[str] = frozenset()
         """Those that a callback of any rank defines."""
+        self.awaits_save = False
+        """Whether `on_save` is still to be called for the last checkpoint."""
         if recipe is None or not recipe.callbacks:
             return
         self._counts_errors = any(config.on_error == "count" for config in recipe.callbacks)
@@ -101,18 +103,27 @@ class Callbacks:
         self.hooks = frozenset().union(*gather(own, self._group))
 
     def call(
-        self, hook: str, step: int, metrics: Mapping[str, Any] | None = None, checkpoint: Path | None = None
+        self,
+        hook: str,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        is_logged: bool = False,
+        checkpoint: Path | None = None,
     ) -> Requests:
         """Calls a hook of all callbacks, and returns what those of all ranks ask for.
 
-        metrics: the record of the step or the evaluation, on rank 0. Raises OwnCodeError on all ranks.
+        metrics: the record of the step or the evaluation, on rank 0. is_logged: whether rank 0 has one. Raises
+        OwnCodeError on all ranks.
         """
         if hook not in self.hooks:
             return Requests()
         assert self._recipe is not None
         started = time.perf_counter()
-        known = MappingProxyType(dict(metrics or {}))
-        context = CallbackContext(step, known, self._run_dir, self._recipe, rank(), world_size(), checkpoint)
+        known = dict(metrics or {})
+        if is_logged and any(config.ranks == "all" for config in self._recipe.callbacks):
+            known = broadcast(known, group=self._group)
+        told = MappingProxyType(known)
+        context = CallbackContext(step, told, self._run_dir, self._recipe, rank(), world_size(), checkpoint)
         results: list[CallbackResult] = []
         problems: list[Problem] = []
         errors = 0

@@ -73,8 +73,6 @@ class Run:
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
-    unannounced: bool = False
-    """Whether the callbacks do not know yet that the last checkpoint is complete."""
     outputs: ProgressOutputs = ProgressOutputs()
 
 
@@ -149,10 +147,10 @@ def fit(run: Run) -> None:
 
 
 def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_logged: bool) -> Requests:
-    """Logs a step if it is to be, or if it is the last because a callback says so; returns what callbacks ask for."""
+    """Calls the callbacks, and logs the step if it is due or if they end the run; returns what they ask for."""
     record = _record(run, result, meter, batch) if is_logged else None
     with meter.paused():
-        asked = _call(run, "on_step_end", record)
+        asked = _call(run, "on_step_end", record, is_logged)
     run.callbacks.add(asked.metrics)
     if asked.stop and record is None:
         record = _record(run, result, meter, batch)
@@ -161,20 +159,22 @@ def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_l
     return asked
 
 
-def _call(run: Run, hook: str, record: Record | None = None, checkpoint: Path | None = None) -> Requests:
+def _call(
+    run: Run, hook: str, record: Record | None = None, is_logged: bool = False, checkpoint: Path | None = None
+) -> Requests:
     """Calls the callbacks, and ends the run if they ask for it."""
     with run.heartbeat.phase(Phase.CALLBACKS) if hook in run.callbacks.hooks else nullcontext():
         step = step_of(checkpoint.name) if checkpoint else run.state.step
-        asked = run.callbacks.call(hook, step, record, checkpoint)
+        asked = run.callbacks.call(hook, step, record, is_logged, checkpoint)
     run.state.ended = run.state.ended or asked.stop
     return asked
 
 
 def _announce_save(run: Run) -> None:
     """Tells the callbacks of a checkpoint that is complete on all ranks."""
-    if not run.unannounced or not run.callbacks.all_ranks(not run.saver.is_writing):
+    if not run.callbacks.awaits_save or not run.callbacks.all_ranks(not run.saver.is_writing):
         return
-    run.unannounced = False
+    run.callbacks.awaits_save = False
     if run.saver.written:
         _call(run, "on_save", checkpoint=run.saver.written)
 
@@ -186,7 +186,7 @@ def evaluate(run: Run) -> Requests:
     main = evaluations.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
     record = run.metrics.eval_record(run.state.step, main, evaluations) if run.metrics else None
-    asked = _call(run, "on_evaluate", record)
+    asked = _call(run, "on_evaluate", record, is_logged=True)
     if record is not None and run.metrics:
         record |= asked.metrics
         run.metrics.log(record)
@@ -242,12 +242,12 @@ def _save(run: Run) -> None:
     with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
-        if run.unannounced:
+        if run.callbacks.awaits_save:
             run.saver.settle()
             _announce_save(run)
         run.state.callbacks = run.callbacks.state()
         run.saver.start(run.state)
-        run.unannounced = "on_save" in run.callbacks.hooks
+        run.callbacks.awaits_save = "on_save" in run.callbacks.hooks
 
 
 def _saving(run: Run) -> str:
@@ -317,7 +317,7 @@ def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Rec
 def _log(run: Run, metrics: MetricsLogger, record: Record) -> None:
     """Logs and shows the record of a step, with the metrics of the callbacks; on rank 0."""
     slow_callbacks = run.callbacks.line()
-    record |= run.callbacks.metrics_of_window()
+    record |= {name: value for name, value in run.callbacks.metrics_of_window().items() if name not in record}
     metrics.log(record)
     run.progress.show(record)
     if slow_callbacks:

@@ -9,7 +9,8 @@ import pytest
 
 import llmtrain
 from llmtrain.errors import RecipeError
-from llmtrain.plan.facts.own_code import answer
+from llmtrain.plan.facts import own_code
+from llmtrain.plan.facts.own_code import answer, examined
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.callback import HOOKS, hooks_of
@@ -72,17 +73,19 @@ class NoArguments:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """A folder with a module, which is imported in this process instead of a helper process."""
     (tmp_path / "hooks.py").write_text(MODULE)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(own_code, "run_helper", lambda module, request, what: answer(request))
     yield tmp_path
     sys.modules.pop("hooks", None)
 
 
-def refusals(folder, objects: dict[str, str], options: dict[str, dict] | None = None) -> list[tuple[str, str, str]]:
-    """What the helper process says of objects, by field."""
-    request = {"objects": objects, "folder": str(folder), "recipe": None}
+def refusals(folder, **fields) -> list[tuple[str, str, str]]:
+    """What is said of the objects in the fields of a recipe."""
     try:
-        answer({**request, "loss": None, "options": {field: {} for field in objects} | (options or {})})
+        examined(small_plan().recipe.with_(**fields, code_dir=str(folder)))
     except RecipeError as error:
         return [(problem.rule, problem.field, problem.message) for problem in error.problems]
     return []
@@ -93,7 +96,7 @@ FIELD = "callbacks.0.object"
 
 @pytest.mark.parametrize(("name", "options"), [("Every", {"steps": 3}), ("Duck", {}), ("duck", {})])
 def test_classes_and_objects_with_hooks_are_accepted(folder, name, options):
-    assert refusals(folder, {FIELD: f"hooks:{name}"}, {FIELD: options}) == []
+    assert refusals(folder, callbacks=[{"object": f"hooks:{name}", "options": options}]) == []
 
 
 @pytest.mark.parametrize(
@@ -111,17 +114,19 @@ def test_classes_and_objects_with_hooks_are_accepted(folder, name, options):
     ],
 )
 def test_what_a_run_could_not_call_is_refused(folder, name, options, rule, message):
-    ((found, field, text),) = refusals(folder, {FIELD: f"hooks:{name}"}, {FIELD: options})
+    ((found, field, text),) = refusals(folder, callbacks=[{"object": f"hooks:{name}", "options": options}])
     assert found == rule
     assert field == ("callbacks.0.options" if rule == "callback.options" else FIELD)
     assert message in text
 
 
 def test_trackers_are_checked(folder):
-    field = "logging.trackers.1"
-    assert refusals(folder, {field: "hooks:Tracker"}) == []
+    def found(name: str) -> list[tuple[str, str]]:
+        return [one[:2] for one in refusals(folder, **{"logging.trackers": ["tensorboard", f"hooks:{name}"]})]
+
+    assert found("Tracker") == []
     for name, rule in (("NoLog", "tracker.kind"), ("function", "tracker.kind"), ("NoArguments", "tracker.arguments")):
-        assert [found for found, _, _ in refusals(folder, {field: f"hooks:{name}"})] == [rule]
+        assert found(name) == [(rule, "logging.trackers.1")]
 
 
 RECIPE = """

@@ -3,11 +3,14 @@
 import base64
 import json
 import math
+from io import StringIO
 
 import numpy as np
+from rich.console import Console
 
 from llmtrain.report import read_run
-from llmtrain.report.curves import charts_of, curves_of, hours_of
+from llmtrain.report.curves import charts_of, curves_of, hours_of, names_of_callbacks
+from llmtrain.report.terminal import overview
 from tests.helpers.recorded_runs import long_run, step_record, write_lines
 
 
@@ -70,6 +73,19 @@ def test_unknown_columns_get_their_own_chart(tmp_path):
     assert charts["Router load"].training == ("router_load",)
     assert charts["Evaluation loss by source"].evaluation == ("eval_loss_by_source/a", "eval_loss_by_source/b")
     assert "MFU" not in charts
+
+
+def test_the_terminal_shows_the_metrics_of_callbacks(tmp_path):
+    (tmp_path / "recipe.json").write_text("{}")
+    evaluation = {"step": 1, "eval_loss": 1.0, "eval_loss_by_source": {"a": 1.0, "b": 2.0}, "mine/accuracy": 0.75}
+    write_lines(tmp_path / "metrics.jsonl", [step_record(1, 1.0, calls=3.0), evaluation])
+    found = read_run(tmp_path)
+    assert names_of_callbacks(found) == ["mine/accuracy", "calls"]
+    console = Console(width=100, file=StringIO())
+    console.print(overview(found, console))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    own = [line[:2] for line in lines if line[:1] in (["mine/accuracy"], ["calls"])]
+    assert own == [["mine/accuracy", "0.75"], ["calls", "3"]]
 
 
 def test_numbers_are_written_exactly(run):

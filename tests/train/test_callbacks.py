@@ -80,6 +80,16 @@ class Every(Callback):
         self.calls = state["calls"]
 
 
+class Sees(Callback):
+    def on_step_end(self, context):
+        return CallbackResult(stop=",".join(context.metrics)) if context.rank == 1 and context.metrics else None
+
+
+class Unlogged(Callback):
+    def on_step_end(self, context):
+        return CallbackResult(metrics={"loss": 7.0}) if not context.metrics else None
+
+
 class Fails(Callback):
     def __init__(self, step=3, rank=0):
         self.step, self.rank = step, rank
@@ -351,6 +361,24 @@ def test_all_ranks_act_on_what_one_of_them_asks(folder):
         == second[6]
         == CallbacksState({f"{SUBJECT}:Every": {"calls": 6}, f"{SUBJECT}:Every 2": {"calls": 6}}, {}, 0)
     )
+
+
+def _seen(rank: int, folder: str) -> list[str]:
+    """What rank 1 is told of a step that rank 0 does not log, and of one that it logs."""
+    called = Callbacks(recipe_of(Path(folder), {"object": "Sees", "ranks": "all"}), Path(folder))
+    record = {"loss": 1.0} if rank == 0 else None
+    return [called.call("on_step_end", 1).stop, called.call("on_step_end", 2, record, is_logged=True).stop]
+
+
+def test_callbacks_on_all_ranks_see_what_rank_0_logs(folder):
+    assert run_ranks(2, _seen, str(folder)) == [["", "loss"], ["", "loss"]]
+
+
+def test_a_callback_cannot_replace_a_metric_of_the_run(folder):
+    """Not even in a step that is not logged, whose metrics are in the next line."""
+    callback = {"object": "Unlogged"}
+    lines, _, _ = train(folder, recipe_of(folder, callback, **{"logging.every_steps": 4}))
+    assert [line["loss"] for line in lines if "loss" in line] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("on_error", ["stop", "count"])

@@ -310,16 +310,18 @@ def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
 
 @rule("evaluation.metric", "arithmetic")
 def evaluation_metric(draft: Draft) -> Iterator[Fault]:
-    """Refuses a metric by which checkpoints are compared, or a run ends, if no evaluation has it. A callback may add
-    any metric to an evaluation."""
+    """Refuses a metric by which checkpoints are compared, or a run ends, if no evaluation has it. Callbacks and losses
+    of the user's own may add any metric to an evaluation."""
     recipe = draft.recipe
+    if recipe.callbacks or is_path(recipe.objective.name):
+        return
     stopping = recipe.train.early_stopping
     wanted = {"checkpoint.best_metric": recipe.checkpoint.best_metric}
     if stopping:
         wanted["train.early_stopping.metric"] = stopping.metric
     known = evaluation_metrics(recipe)
     for field, name in wanted.items():
-        if not (name in known or recipe.callbacks or name.startswith(OF_SOURCE)):
+        if not (name in known or name.startswith(OF_SOURCE)):
             message = f"{format_value(name)} is no metric of an evaluation{did_you_mean(name, known)}"
             yield Fault(field, message, f"its metrics are {', '.join(known)}")
 
