@@ -11,9 +11,14 @@ from llmtrain.errors import UserError
 from llmtrain.library import lint, load_run, plan, train, verify
 from llmtrain.recipe import (
     BatchConfig,
+    Callback,
+    CallbackConfig,
+    CallbackContext,
+    CallbackResult,
     CheckpointConfig,
     Custom,
     DataConfig,
+    EarlyStoppingConfig,
     EvalConfig,
     ExportConfig,
     GuardConfig,
@@ -39,10 +44,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchConfig",
+    "Callback",
+    "CallbackConfig",
+    "CallbackContext",
+    "CallbackResult",
     "CheckpointConfig",
     "Cluster",
     "Custom",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "ExportConfig",
     "GuardConfig",

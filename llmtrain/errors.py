@@ -146,6 +146,12 @@ class DivergedError(UserError):
     exit_code = Exit.WORKER
 
 
+class OwnCodeError(UserError):
+    """Code of the user's own failed while the run called it."""
+
+    exit_code = Exit.WORKER
+
+
 class StoppedError(UserError):
     """A signal ended a run, which has reported this; the same call continues the run."""
 

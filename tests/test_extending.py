@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def extended(tmp_path_factory) -> Path:
     assert len(edits) == len(re.findall("```[a-z]", PAGE))
     for edit in edits:
         if edit["new"]:
+            (folder / edit["new"]).parent.mkdir(exist_ok=True)
             (folder / edit["new"]).write_text(edit["code"], encoding="utf-8")
             continue
         path, anchor, code = folder / edit["file"], edit["anchor"], edit["code"]
@@ -132,16 +134,19 @@ METRICS = """
 import sys
 from pathlib import Path
 from llmtrain.recipe.cluster import Cluster
+from llmtrain.train.callbacks import Callbacks
 from llmtrain.train.metrics import MetricsLogger, StepMetrics, Window
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
 from llmtrain.run_dir import RunDir
 
-recipe, _ = load_recipe(sys.argv[1], ['logging.trackers=["csv"]'])
+own = ['logging.trackers=["csv_tracker:CsvTracker"]', 'callbacks=["data_wait:DataWaitShare"]']
+recipe, _ = load_recipe(sys.argv[1], [*own, f"code_dir={Path.cwd()}"])
 folder = Path(sys.argv[2])
 with MetricsLogger(RunDir(folder), resolve(recipe, Cluster())) as logger:
     window = Window(steps=10, seconds=5.0, tokens=10240, data_wait_s=0.5)
-    logger.log_step(StepMetrics(10, 2.0, 1.0, 1e-3, 10240, 80, window, None))
+    record = logger.step_record(StepMetrics(10, 2.0, 1.0, 1e-3, 10240, 80, window, None))
+    logger.log(record | Callbacks(recipe, folder).call("on_step_end", 10, record).metrics)
 print((folder / "metrics.csv").read_text())
 """
 LAUNCHED = """
@@ -157,7 +162,17 @@ def test_a_tracker_gets_a_metric(extended, tmp_path):
 
 
 def test_a_launcher_gives_workers_their_places(extended):
-    assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", LAUNCHED)
+    """The folder is installed as pip would, without its hashes."""
+    package = extended / "site_launcher"
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    ((group, entries),) = project["entry-points"].items()
+    info = package / "site_launcher-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    program = f"import sys; sys.path.insert(0, {str(package)!r})\n{LAUNCHED}"
+    assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", program)
 
 
 def test_an_added_lint_rule_and_format_work(extended, tmp_path):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.checkpoint.contents import TrainerState, read_plan, read_state
+from llmtrain.checkpoint.contents import TrainerState, read_plan, read_state, why_ended
 from llmtrain.checkpoint.folder import find, is_exported, newest, read_latest
 from llmtrain.checkpoint.manifest import (
     Manifest,
@@ -56,9 +56,13 @@ def nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | No
     if checkpoint is None:
         return None
     manifest = read_manifests(checkpoint)[0]
-    if plan.recipe.train.max_steps and manifest.step >= plan.recipe.train.max_steps:
+    ended = why_ended(checkpoint, manifest.ended, plan.recipe)
+    if ended or (plan.recipe.train.max_steps and manifest.step >= plan.recipe.train.max_steps):
         is_done = not plan.recipe.export.at_end or is_exported(folder.export, manifest)
-        return f"{folder.path} is finished: {manifest.step:,} steps" if is_done else None
+        if not is_done:
+            return None
+        why = f" ({ended}); to go on, change train.early_stopping or callbacks" if ended else ""
+        return f"{folder.path} is finished: {manifest.step:,} steps{why}"
     return already_taken(folder.path, manifest.step, stop_after)
 
 

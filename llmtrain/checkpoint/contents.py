@@ -16,6 +16,7 @@ from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Count, read_checkpoint_json
 from llmtrain.errors import CheckpointError, Problem, format_value
 from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
 from llmtrain.run_dir import MAY_CHANGE, MAY_CHANGE_IF_ALLOWED
 
 Values = dict[str, Any]
@@ -79,6 +80,18 @@ def _shown(value: Any) -> str:
     return "none" if value is None or value == [] else format_value(value) if isinstance(value, float) else str(value)
 
 
+@dataclass(frozen=True)
+class CallbacksState:
+    """What the callbacks of a run keep from one step to the next."""
+
+    states: dict[str, Any] = field(default_factory=dict)
+    """The `state_dict()` of each callback that has one, by its name in the run."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Their metrics for the next logged step."""
+    errors: Count = 0
+    """Number of errors that were counted."""
+
+
 @dataclass
 class TrainerState:
     """The position of a run; the content of `trainer.json`."""
@@ -99,6 +112,15 @@ class TrainerState:
     """Loss of the last evaluation, in nats per token."""
     eval_step: Count | None = None
     """Step of that evaluation."""
+    eval_metrics: dict[str, float | None] = field(default_factory=dict)
+    """All metrics of that evaluation, by name: `perplexity`, `eval_loss_by_set/NAME`; None if not finite."""
+    best: float | None = None
+    """The best value of `train.early_stopping.metric` so far."""
+    without_improvement: Count = 0
+    """Number of evaluations since then."""
+    callbacks: CallbacksState = CallbacksState()
+    ended: str = ""
+    """Why the run has ended before its last step; empty if it has not."""
     rollbacks: Count = 0
     """Number of rollbacks to a checkpoint after too many skipped updates."""
     passed_over: Count = 0
@@ -119,6 +141,28 @@ def read_state(folder: Path) -> TrainerState:
 def read_plan(folder: Path) -> Plan:
     """Reads the plan that a checkpoint was written under. Raises CheckpointError if it cannot be read."""
     return read_checkpoint_json(folder / PLAN_FILE, Plan, "checkpoint.plan")
+
+
+def why_ended(folder: Path, ended: str, recipe: Recipe) -> str:
+    """Returns why the run of a checkpoint has ended before its last step, unless the recipe now decides otherwise.
+
+    ended: the reason in the checkpoint; empty if the run has not ended.
+    """
+    fields: Any = {"callbacks": True, "train": {"early_stopping"}}
+    if not ended:
+        return ""
+    before = read_plan(folder).recipe
+    decides = [one.model_dump(mode="json", include=fields) for one in (before, recipe)]
+    return ended if decides[0] == decides[1] else ""
+
+
+def forget_other_metric(state: TrainerState, folder: Path, recipe: Recipe) -> None:
+    """Forgets the best evaluation so far if it is not of the metric that `train.early_stopping` now names."""
+    if state.best is None:
+        return
+    before, now = read_plan(folder).recipe.train.early_stopping, recipe.train.early_stopping
+    if not (before and now and (before.metric, before.mode) == (now.metric, now.mode)):
+        state.best, state.without_improvement = None, 0
 
 
 def check_trusted(folder: Path, plan: Plan, trust_remote_code: bool, whole_recipe: bool = False) -> None:

@@ -95,6 +95,8 @@ def convert(checkpoint: Path, out: Path, plan: Plan, report: Callable[[str], Non
             step=first.step,
             samples=first.samples,
             eval_loss=first.eval_loss,
+            metrics=first.metrics,
+            ended=first.ended,
             written=datetime.now(UTC).isoformat(timespec="microseconds"),
             world_size=plan.workers,
             layout=layout_of(plan),

@@ -20,6 +20,7 @@ from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import check_trusted, read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
+from llmtrain.checkpoint.hub.own_code import write_own_code
 from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
@@ -27,6 +28,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
+from llmtrain.models.own import OwnModel
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
@@ -96,6 +98,8 @@ def export(
             outgoing = WeightExporter(model, stored_names(checkpoint, reader, model))
             with utf8_name(whole) as named:
                 _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
+            if isinstance(model, OwnModel) and plan.code:
+                write_own_code(model, plan.code, whole)
             write_weights(outgoing, reader.read_as, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], str(model.dtype).removeprefix("torch."), metrics)

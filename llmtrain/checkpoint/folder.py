@@ -14,16 +14,18 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.recipe import CheckpointConfig
 from llmtrain.system.durable import flush, flush_folders, flush_tree, remove_tree, rename, write_atomically
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json, read_text
 
@@ -50,6 +52,13 @@ class FoundCheckpoint:
     def written(self) -> str:
         """Time of writing; an empty string, which sorts first, if it cannot be read."""
         return self.manifests[0].written if self.manifests else ""
+
+    def metric(self, name: str) -> float | None:
+        """Returns a metric of the evaluation after the same step; None if there was none, or it is not finite."""
+        if not self.manifests:
+            return None
+        first = self.manifests[0]
+        return {"eval_loss": first.eval_loss, **first.metrics}.get(name)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -94,6 +103,18 @@ def newest(checkpoints: Path) -> Path | None:
     folders = readable(checkpoints)
     named, _ = read_latest(checkpoints)
     return next((folder for folder in folders if folder.name == named), folders[-1] if folders else None)
+
+
+def best_first(found: Iterable[FoundCheckpoint], config: CheckpointConfig) -> list[FoundCheckpoint]:
+    """Returns the checkpoints that were evaluated after the same step, the best first (`checkpoint.best_metric`)."""
+    values = [(checkpoint.metric(config.best_metric), checkpoint) for checkpoint in found]
+    sign = -1 if config.best_mode == "max" else 1
+    return [
+        checkpoint
+        for _, checkpoint in sorted(
+            ((sign * value, checkpoint) for value, checkpoint in values if value is not None), key=itemgetter(0)
+        )
+    ]
 
 
 def faults(checkpoints: Path) -> list[Problem]:

@@ -74,6 +74,10 @@ class Manifest(BaseModel):
     """Number of sequences consumed."""
     eval_loss: float | None
     """Loss of the evaluation right after this step, in nats per token; None if there was none."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """All metrics of that evaluation, by name."""
+    ended: str = ""
+    """Why the run has ended with this step, before its last one; empty if it has not."""
     written: Word
     """Time of writing in UTC, ISO 8601 with microseconds; it orders the checkpoints of a run."""
     world_size: Annotated[Count, Field(gt=0)]

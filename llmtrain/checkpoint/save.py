@@ -24,6 +24,7 @@ from llmtrain.checkpoint.folder import (
     STATE_FILE,
     CheckpointBuilder,
     FoundCheckpoint,
+    best_first,
     find,
     newest,
     point_latest,
@@ -146,6 +147,8 @@ class Saver:
         self.storage = storage or probe(checkpoints)
         self.warn = warn
         self.pauses = pauses
+        self.written: Path | None = None
+        """The checkpoint that the last save has written; None if it failed or is not complete yet."""
         self._group = new_thread_group()
         self._copies = HostCopies() if plan.recipe.checkpoint.background else None
         self._thread: Thread | None = None
@@ -159,7 +162,7 @@ class Saver:
         self.settle()
         if self._error is not None and not isinstance(self._error, CheckpointError):
             raise self._error
-        self._error = None
+        self._error = self.written = None
         state = replace(state)
         contents: Callable[[Writer], None] = partial(self._contents, state)
         if self._copies is None:
@@ -185,6 +188,11 @@ class Saver:
         self.start(state)
         self.wait()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in progress on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
     def settle(self) -> None:
         """Waits until nothing is being written, whether it succeeded or not."""
         if self._thread is not None:
@@ -204,6 +212,7 @@ class Saver:
         builder = CheckpointBuilder(self.checkpoints, state.step, self.run)
         try:
             self._persist(builder, state, contents)
+            self.written = builder.final
             self._prune(builder)
         except Exception as error:
             self._error = error
@@ -262,6 +271,10 @@ class Saver:
             step=state.step,
             samples=state.samples,
             eval_loss=state.eval_loss if state.eval_step == state.step else None,
+            metrics={name: value for name, value in state.eval_metrics.items() if value is not None}
+            if state.eval_step == state.step
+            else {},
+            ended=state.ended,
             written=written,
             world_size=world_size(),
             layout=layout_of(self.plan),
@@ -301,12 +314,11 @@ def checkpoints_to_delete(
     """
     if policy.keep_last is None:
         return []
-    first_manifests = {checkpoint.folder.name: checkpoint.manifests[0] for checkpoint in found if checkpoint.manifests}
-    ours = {name: manifest for name, manifest in first_manifests.items() if manifest.run == run}
-    kept = {newest, *list(ours)[-policy.keep_last :]}
+    ours = [checkpoint for checkpoint in found if checkpoint.manifests and checkpoint.manifests[0].run == run]
+    kept = ours[-policy.keep_last :]
     if policy.keep_every_steps is not None:
-        kept.update(name for name, manifest in ours.items() if manifest.step % policy.keep_every_steps == 0)
+        kept += [checkpoint for checkpoint in ours if checkpoint.manifests[0].step % policy.keep_every_steps == 0]
     if policy.keep_best is not None:
-        evaluated = {name: manifest.eval_loss for name, manifest in ours.items() if manifest.eval_loss is not None}
-        kept.update(sorted(evaluated, key=evaluated.__getitem__)[: policy.keep_best])
-    return [name for name in ours if name not in kept]
+        kept += best_first(ours, policy)[: policy.keep_best]
+    names = {newest, *(checkpoint.folder.name for checkpoint in kept)}
+    return [checkpoint.folder.name for checkpoint in ours if checkpoint.folder.name not in names]

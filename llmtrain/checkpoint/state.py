@@ -9,7 +9,7 @@ import torch
 from llmtrain.checkpoint.base import base_of, check_base
 from llmtrain.checkpoint.before import check_data
 from llmtrain.checkpoint.check import verify_together
-from llmtrain.checkpoint.contents import TrainerState, with_plan
+from llmtrain.checkpoint.contents import TrainerState, forget_other_metric, why_ended, with_plan
 from llmtrain.checkpoint.exchange import complete
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
@@ -74,6 +74,8 @@ def restore(
             _load_random_state(files)
         else:
             _seed(plan, state.samples)
+    state.ended = why_ended(folder, state.ended, plan.recipe)
+    forget_other_metric(state, folder, plan.recipe)
     state.history = with_plan(state.history, state.step, state.samples, plan)
     return state
 

@@ -162,6 +162,24 @@ def one_checkpoint(path: Path) -> Path:
     return Path(os.path.realpath(found))
 
 
+def best_checkpoint(path: Path) -> Path:
+    """Returns the best checkpoint of a run by the metric that the newest one's recipe names.
+
+    Raises CheckpointError if no checkpoint was evaluated after the same step.
+    """
+    from llmtrain.checkpoint.contents import read_plan
+    from llmtrain.checkpoint.folder import best_first, find
+
+    if is_one(path):
+        raise CheckpointError(Problem("checkpoint.best", str(path), "is one checkpoint; --best chooses among a run's"))
+    config = read_plan(one_checkpoint(path)).recipe.checkpoint
+    best = best_first(find(checkpoints_of(path)), config)
+    if not best:
+        message = f"has no checkpoint with an evaluation after the same step that has {config.best_metric}"
+        raise CheckpointError(Problem("checkpoint.best", str(path), message, "leave out --best for the newest one"))
+    return Path(os.path.realpath(best[0].folder))
+
+
 def _warn_of_latest(checkpoints: Path) -> None:
     from llmtrain.checkpoint.folder import read_latest
 

@@ -83,7 +83,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
         manager = tasks_of(names, include)
         with scratch_folder(run.path, "eval") as scratch:
             model = _exported(run, checkpoint, scratch / "model", request.trust_remote_code)
-            trusts = request.trust_remote_code and recipe.model.trust_remote_code
+            trusts = request.trust_remote_code and recipe.model.runs_own_code
             limit = request.limit or declared.limit
             results = results_of(model, names, manager, include, limit, request.batch_size, trusts)
     step = step_of(checkpoint.name)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmtrain.commands.checkpoint import one_checkpoint
+from llmtrain.commands.checkpoint import best_checkpoint, one_checkpoint
 from llmtrain.commands.options import TrustOption
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.stops import interrupt_on_sigterm
@@ -30,6 +30,9 @@ class ExportRequest:
         ),
     ]
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.")] = None
+    best: Annotated[
+        bool, typer.Option("--best", help="The best checkpoint of a run by checkpoint.best_metric, not the newest.")
+    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Data type of the weights; default: that of the forward pass."),
@@ -74,7 +77,8 @@ def export_model(request: ExportRequest) -> None:
         _push(request.path, request)
         return
     is_peft = request.merge and (request.path / "adapter_config.json").is_file()
-    source = request.path if is_peft else one_checkpoint(request.path)
+    chosen = best_checkpoint if request.best else one_checkpoint
+    source = request.path if is_peft else chosen(request.path)
     if request.push:
         from llmtrain.checkpoint.hub.push import open_repository
 
@@ -95,6 +99,7 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
         yield Problem("export.out", "OUT", "is required", "name a folder to create")
     elif request.out is None:
         written = {
+            "--best": request.best,
             "--dtype": request.dtype,
             "--max-shard-size": request.max_shard_size != SHARD_SIZE,
             "--tokenizer": request.tokenizer,

@@ -1,18 +1,14 @@
 """One forward pass of a causal LM, the same for every engine that calls the whole model.
 
-The document boundaries of a micro-batch are known on the host, so no device has to be read. `transformers` looks for
-them in the positions before it makes a mask, and waits for the device in each forward pass. Some families (OPT, BLOOM,
-gpt-oss) give it no positions to look at, and their documents would see each other. Attention kernels without a mask
-receive the boundaries as arguments of the forward pass.
+Masks keep packed documents apart (`llmtrain.models.documents`). Attention kernels without a mask receive the boundaries
+as arguments of the forward pass.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -42,30 +38,14 @@ from llmtrain.models.compiled import (
     compiled_loss,
     share_compiler_threads,
 )
+from llmtrain.models.documents import document_masks
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
-from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
+from llmtrain.overrides.transformers import attention_of
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, overwrites_logits, recomputes_loss
 from llmtrain.recipe import Recipe
-
-
-@contextmanager
-def document_masks(batch: MicroBatch) -> Iterator[None]:
-    """A context in which the attention masks that a model makes keep documents apart.
-
-    batch: whole sequences, as the data provided them. If its documents are unknown, as for a batch on a device, the
-    context changes nothing.
-    """
-    if batch.documents is None:
-        yield
-        return
-    with (
-        document_indices(partial(_document_indices, batch.documents)),
-        mask_arguments(partial(_with_positions, batch.position_ids)),
-    ):
-        yield
 
 
 def varlen_arguments(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
@@ -76,23 +56,6 @@ def varlen_arguments(model: PreTrainedModel, batch: MicroBatch, device: torch.de
     if not takes_cu_seq_lens(attention_of(model)):
         return {}
     return (batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
-
-
-def _with_positions(
-    position_ids: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Adds the positions that some families omit. position_ids: [batch, T], of the whole sequences."""
-    if positions is None and mask is None and cache is None and len(embeddings) == len(position_ids):
-        positions = position_ids.to(embeddings.device, non_blocking=True)
-    return embeddings, positions
-
-
-def _document_indices(documents: Documents, position_ids: Tensor) -> Tensor | None:
-    """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
-    if not documents.has_shared_rows:
-        return None
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:

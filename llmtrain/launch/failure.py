@@ -17,6 +17,7 @@ from llmtrain.errors import (
     DataError,
     DivergedError,
     Exit,
+    OwnCodeError,
     Problem,
     RecipeError,
     UserError,
@@ -29,7 +30,9 @@ from llmtrain.system.untrusted import UNREADABLE, read_json
 HANG = "worker.hang"
 CUT_OFF = "worker.cut_off"
 """The rule for a rank that no longer hears from rank 0. It cannot know which of the two is lost."""
-USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
+USER_ERRORS = {
+    kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, OwnCodeError, WorkerError)
+}
 """The errors that a worker raises, by name."""
 # Signals that kill a worker without warning, before it can write an error file. SIGABRT is not among them: libraries
 # raise it on purpose, often because another worker is gone.

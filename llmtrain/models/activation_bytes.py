@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.models.build import causal_lm, training_configuration
@@ -18,6 +19,11 @@ from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.torch import fake_tensors, storage_of
 from llmtrain.plan import Plan
+from llmtrain.plan.facts.model import SavedBytes
+from llmtrain.recipe import ModelConfig, Precision
+
+TRACED_LENGTHS = (16, 32, 64)
+"""Tokens of the traces from which `saved_per_token` is found. A recurrence in a plain loop takes longer for more."""
 
 
 def traced_layers(plan: Plan) -> tuple[int, ...]:
@@ -35,23 +41,49 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
         # positions to decide whether it needs a mask, and fake tensors have no values.
         raise _untraceable("only 'sdpa' and 'eager' attention with masked documents")
     try:
-        with fake_tensors():
-            weights = weight_dtype(recipe.parallel.precision)
-            model = causal_lm(training_configuration(recipe), recipe.model, weights).train()
-            saved_bytes = _SavedBytes(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
-            size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
-            # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
-            dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
-            mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
-            with (
-                torch.autograd.graph.saved_tensors_hooks(saved_bytes.pack, lambda tensor: tensor),
-                autocast(recipe.parallel.precision, "cpu"),
-            ):
-                model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
+        size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
+        return _saved_by_layers(training_configuration(recipe), recipe.model, recipe.parallel.precision, size)
     except UserError:
         raise
     except Exception as error:  # a model may raise anything if it reads values that are not there
         raise _untraceable(f"'{plan.model.model_type}' fails: {type(error).__name__}") from error
+
+
+def saved_per_token(config: PreTrainedConfig, model: ModelConfig, precision: Precision) -> tuple[SavedBytes, ...]:
+    """Returns what each layer saves, by the number of tokens; empty if the forward pass reads the values of tensors.
+
+    It is found from traces of three lengths: autocast saves weights, and attention may save its scores or a mask.
+    """
+    try:
+        traces = [_saved_by_layers(config, model, precision, (1, length)) for length in TRACED_LENGTHS]
+    except Exception:  # a user's module may raise anything if it reads values that are not there
+        return ()
+    saved = []
+    short, middle, long = TRACED_LENGTHS
+    for of_short, of_middle, of_long in zip(*traces, strict=True):
+        first, second = (of_middle - of_short) / (middle - short), (of_long - of_middle) / (long - middle)
+        per_pair = (second - first) / (long - short)
+        per_token = first - per_pair * (short + middle)
+        fixed = of_short - per_token * short - per_pair * short**2
+        saved.append(SavedBytes(fixed=fixed, per_token=per_token, per_pair=per_pair))
+    return tuple(saved)
+
+
+def _saved_by_layers(
+    config: PreTrainedConfig, model: ModelConfig, precision: Precision, size: tuple[int, int]
+) -> tuple[int, ...]:
+    """Returns the bytes that each layer saves for tokens of a size [batch, T]."""
+    with fake_tensors():
+        built = causal_lm(config, model, weight_dtype(precision)).train()
+        saved_bytes = _SavedBytes(decoder_layers(built)[1], {storage_of(weight) for weight in built.parameters()})
+        # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
+        dtype = torch.bool if model.attention_kernel == "sdpa" else built.dtype
+        mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(saved_bytes.pack, lambda tensor: tensor),
+            autocast(precision, "cpu"),
+        ):
+            built(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
     return tuple(saved_bytes.saved)
 
 

@@ -23,7 +23,8 @@ from llmtrain.models import adapter, nf4
 from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
-from llmtrain.models.pretrained import is_quantized, read_pretrained, wrong_names
+from llmtrain.models.own import InitialWeights, own_configuration
+from llmtrain.models.pretrained import Pretrained, is_quantized, read_pretrained, wrong_names
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
@@ -43,7 +44,9 @@ from llmtrain.recipe import ModelConfig, Recipe
 
 
 def model_configuration(recipe: Recipe) -> PreTrainedConfig:
-    """Returns the `transformers` configuration of a recipe's model. Raises RecipeError like `configuration_of`."""
+    """Returns the configuration of a recipe's model. Raises RecipeError like `configuration_of`."""
+    if recipe.model.build is not None:
+        return own_configuration(recipe.model, recipe.vocab_size, recipe.code_dir, recipe.train.seed)
     values = dict(recipe.model.config)
     if recipe.model.architecture is not None and recipe.vocab_size is not None:
         values["vocab_size"] = recipe.vocab_size
@@ -250,7 +253,7 @@ def find_cut_and_split(
     way, or if there are more stages than layers.
     """
     config, attention = training_configuration(recipe), recipe.model.attention_kernel
-    facts = model_facts(recipe.model, recipe.vocab_size)
+    facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
     if tensor == 1:
         return cut, DeclaredSplit({}, {})
@@ -320,13 +323,17 @@ def _set_weights(
     one reads it (`is_reader`) and the others receive their part; every rank holds whole buffers. Raises RecipeError
     like `read_pretrained`.
     """
-    if recipe.model.pretrained is None:
+    if recipe.model.architecture is not None:
         draw_all_weights(model, recipe.train.seed, gather)
         return
-    pretrained = read_pretrained(recipe.model, config)
+    buffers = persistent_buffers(model)
+    if recipe.model.pretrained is not None:
+        source: Pretrained | InitialWeights = read_pretrained(recipe.model, config)
+    elif is_reader or buffers:
+        source = InitialWeights(config)
     for name, parameter in weights.items():
         with gather([parameter]) if gather else nullcontext():
             if is_reader:
-                pretrained.copy_to(name, parameter.data)
-    for name, buffer in persistent_buffers(model).items():
-        pretrained.copy_to(name, buffer)
+                source.copy_to(name, parameter.data)
+    for name, buffer in buffers.items():
+        source.copy_to(name, buffer)

@@ -4,7 +4,9 @@ A recipe says nothing about the machine: the data parallel size and the number o
 cluster (`llmtrain.plan.rules`).
 """
 
+from llmtrain.recipe.callback import Callback, CallbackContext, CallbackResult
 from llmtrain.recipe.execution import (
+    CallbackConfig,
     CheckpointConfig,
     EvalConfig,
     ExportConfig,
@@ -26,6 +28,7 @@ from llmtrain.recipe.training import (
     BatchConfig,
     Custom,
     DataConfig,
+    EarlyStoppingConfig,
     LoraConfig,
     ModelConfig,
     NewTokens,
@@ -40,9 +43,14 @@ __all__ = [
     "MAX_NUMBER",
     "MAX_SEQUENCE_LENGTH",
     "BatchConfig",
+    "Callback",
+    "CallbackConfig",
+    "CallbackContext",
+    "CallbackResult",
     "CheckpointConfig",
     "Custom",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "ExportConfig",
     "Fraction",

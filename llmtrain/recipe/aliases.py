@@ -49,6 +49,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "parallel.backend": ("strategy", "distributed_type"),
     "train.max_steps": ("total_num_steps", "training_steps", "max_iters"),
     "train.epochs": ("num_train_epochs", "num_epochs"),
+    "train.early_stopping": ("early_stopping_patience", "patience", "early_stopping_threshold"),
     "train.seed": ("data_seed", "random_seed"),
     "evaluation.every_steps": (
         *("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "eval_interval"),
@@ -57,6 +58,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "checkpoint.every_steps": ("save_steps", "saves_per_epoch", "save_strategy", "save_interval"),
     "checkpoint.keep_last": ("save_total_limit",),
     "checkpoint.keep_best": ("load_best_model_at_end", "save_best"),
+    "checkpoint.best_metric": ("metric_for_best_model", "monitor"),
+    "checkpoint.best_mode": ("greater_is_better",),
     "checkpoint.background": ("async_save", "async_checkpointing"),
     "logging.every_steps": ("logging_steps", "steps_per_print", "log_interval", "log_every_n_steps"),
     "logging.trackers": ("report_to", "use_wandb", "use_mlflow", "wandb_mode", "tensorboard", "wandb", "mlflow"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, Tag, model_validator
 
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
 from llmtrain.recipe.parts import Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
-from llmtrain.recipe.training import Source
+from llmtrain.recipe.training import MetricName, Source
 
 MAX_WINDOW_STEPS = 65_536
 """Steps for which statistics are kept: they are stored on each device, and read by the host every few steps."""
@@ -150,6 +151,35 @@ class TasksConfig(Part):
     """Largest number of documents of a task. Default: all."""
 
 
+class CallbackConfig(Part):
+    """Code of your own that the run calls between its steps. A recipe may give the `object` alone."""
+
+    object: ObjectPath
+    """A class, or an object that a module defines, with methods of `llmtrain.Callback`: `mine:EveryThousand`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments with which the class is called."""
+    ranks: Literal["main", "all"] = "main"
+    """Whether only rank 0 has the callback, or every rank has one."""
+    on_error: Literal["stop", "count"] = "stop"
+    """What an exception does. `stop`: ends the run (exit code 5). `count`: the run goes on, prints the error and counts
+    it in the metric `callback_errors`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"object": value} if isinstance(value, str) or callable(value) else value
+
+
+class _OrPath:
+    """Adds to the JSON schema of `CallbackConfig`, for editors, that a path alone is one."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+
+CallbackOrPath = Annotated[CallbackConfig, _OrPath()]
+
+
 class CheckpointConfig(Part):
     """When to save checkpoints, and which to keep."""
 
@@ -160,7 +190,14 @@ class CheckpointConfig(Part):
     keep_every_steps: PositiveInt | None = None
     """In addition to `keep_last`, keep the checkpoints of steps that are multiples of this."""
     keep_best: PositiveInt | None = None
-    """In addition to `keep_last`, keep this many checkpoints with the lowest evaluation loss after the same step."""
+    """In addition to `keep_last`, keep this many of the best checkpoints. Only those can be among them whose weights
+    were evaluated after the same step."""
+    best_metric: MetricName = "eval_loss"
+    """The metric of an evaluation by which checkpoints are compared: `eval_loss`, `perplexity` or another one of its
+    line in `metrics.jsonl`; `eval_loss_by_set/NAME` for a set of `evaluation.sets`, `eval_loss_by_source/NAME` for a
+    source; or one that a callback adds."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value is the best."""
     background: bool = True
     """Copy the state to host memory, and write the copy while training continues. Needs as much host memory as the
     rank's part of a checkpoint."""
@@ -224,13 +261,19 @@ class KernelsConfig(Part):
         return {} if fields == "auto" else fields
 
 
+TrackerName = Annotated[Literal["tensorboard", "wandb", "mlflow"], Tag(NAME)]
+
+
 class LoggingConfig(Part):
     """What is logged during training."""
 
     every_steps: PositiveInt = 10
     """Steps between lines in `metrics.jsonl`."""
-    trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
-    """Trackers in addition to `metrics.jsonl`."""
+    trackers: Many[Annotated[TrackerName | NamedPath, NameOrPath]] = ("tensorboard",)
+    """Trackers in addition to `metrics.jsonl`: names, or classes of your own, `"mine:CsvTracker"`. A class is called
+    with the run directory, the recipe and the step after which the run starts. Rank 0 calls its method `log(values,
+    step)` for each line, and, if it has them, `start()`, `store_init_configuration(fields)` with the recipe's fields
+    when the run is new, and `finish()`."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of a device per hour, in any currency. If set, the run reports its cost so far and the predicted total."""
     project: str = "llmtrain"

@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Tag, WithJsonSchema
 
-from llmtrain.errors import Problem, RecipeError, did_you_mean, reason
+from llmtrain.errors import Problem, RecipeError, UserError, did_you_mean, reason
 
 RECIPE_MODULE = "llmtrain_recipe_"
 """Prefix of the name under which a recipe file is imported."""
@@ -73,9 +73,9 @@ class _Marker:
     """Marks the annotation of a field that holds an import path."""
 
 
-ObjectPath = Annotated[
-    str, BeforeValidator(import_path), _Marker(), Field(json_schema_extra={"pattern": "^[^:]+:[^:]+$"})
-]
+_SCHEMA = WithJsonSchema({"type": "string", "pattern": "^[^:]+:[^:]+$"})
+"""For editors: without the pattern, a name that llmtrain defines would match both branches of a union."""
+ObjectPath = Annotated[str, BeforeValidator(import_path), _Marker(), _SCHEMA]
 """A function or class, stored by its import path."""
 NAME, PATH = "<name>", "<path>"
 NamedPath = Annotated[ObjectPath, Tag(PATH)]
@@ -149,20 +149,22 @@ def _import_error(path: str, field: str, folder: str | None, error: BaseExceptio
 
 
 @contextmanager
-def own_code_errors(path: str, folder: str | None, field: str, action: str) -> Iterator[None]:
-    """Raises RecipeError, with file and line, for an exception that the object at a path raises within the context.
+def own_code_errors(
+    path: str, folder: str | None, field: str, action: str, kind: type[UserError] = RecipeError
+) -> Iterator[None]:
+    """Raises an error with file and line for an exception that the object at a path raises within the context.
 
-    action: what fails, such as "fails in its forward pass".
+    action: what fails, such as "fails in its forward pass". kind: the class of the error.
     """
     try:
         yield
-    except (RecipeError, MemoryError):
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # of torch; the code is right, but the device too small
             raise
         message = f"{source_line(error, folder)}{path} {action}: {type(error).__name__}: {reason(error)}"
-        raise RecipeError(Problem("code.raises", field, message)) from error
+        raise kind(Problem("code.raises", field, message)) from error
 
 
 def source_line(error: BaseException, folder: str | None) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value, truncate
 from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 from llmtrain.recipe.execution import (
+    CallbackOrPath,
     CheckpointConfig,
     EvalConfig,
     ExportConfig,
@@ -24,7 +25,7 @@ from llmtrain.recipe.execution import (
     WatchdogConfig,
 )
 from llmtrain.recipe.own_code import NAME, PATH, import_path, object_paths
-from llmtrain.recipe.parts import Part
+from llmtrain.recipe.parts import Many, Part
 from llmtrain.recipe.training import (
     BatchConfig,
     DataConfig,
@@ -59,6 +60,8 @@ class Recipe(Part):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
+    callbacks: Many[CallbackOrPath] = ()
+    """Code of your own that the run calls between its steps, in this order."""
     code_dir: str | None = None
     """Folder of the modules that the recipe names in import paths such as `mine:build_model`; installed packages come
     after it. Default: the folder of the recipe's file."""

@@ -63,6 +63,19 @@ class ModelConfig(Part):
     """`model_type` of `transformers` (`llama`, `gpt2`, `qwen3_moe`, ...) for a newly initialised model."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Fields of the architecture's configuration. `vocab_size` may be omitted if `data.tokenizer` is trained."""
+    build: ObjectPath | None = None
+    """A model of your own: a function or class, `"mine:build_model"`, that is called with the fields of `config` and
+    returns a `torch.nn.Module`. It maps tokens [batch, sequence] to logits [batch, sequence, vocabulary]. `vocab_size`
+    is also passed if the tokenizer is trained."""
+    tiny: dict[str, Any] = Field(default_factory=dict)
+    """With `build`, the fields of `config` with which a tiny copy is built, to try what the model supports. Default:
+    sizes with usual names, such as `n_embd`, are made small."""
+    parts: dict[Literal["embedding", "layers", "head"], str] = Field(default_factory=dict)
+    """With `build`, names of modules: the embedding of the tokens, the list of layers, and the layer that computes the
+    logits. Default: they are found by running a tiny copy."""
+    tp_plan: dict[str, str] = Field(default_factory=dict)
+    """With `build`, how tensor parallel ranks split the matrices, as in `transformers`: `{"layers.*.q": "colwise",
+    "layers.*.o": "rowwise"}`. Columns of query, key and value have to be whole heads."""
     pretrained: str | None = None
     """Folder or hub name of the weights from which training starts. Cannot be combined with `architecture`; `config`
     overrides fields of its configuration."""
@@ -103,13 +116,23 @@ class ModelConfig(Part):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if (self.architecture is None) == (self.pretrained is None):
-            raise ValueError("set exactly one of `architecture` (a new model) and `pretrained` (its weights)")
+        if sum(origin is not None for origin in (self.architecture, self.pretrained, self.build)) != 1:
+            raise ValueError(
+                "set exactly one of `architecture` (a new model), `pretrained` (its weights) and `build` (a model of "
+                "your own)"
+            )
+        if self.build is None and (self.tiny or self.parts or self.tp_plan):
+            raise ValueError("`tiny`, `parts` and `tp_plan` are only used with `build`")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):
             raise ValueError("`quantize` needs `pretrained` weights and an `adapter`")
         return self
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether building the model runs code that is neither llmtrain's nor that of `transformers`."""
+        return self.trust_remote_code or self.build is not None
 
     @property
     def is_partly_frozen(self) -> bool:
@@ -402,6 +425,23 @@ class BatchConfig(Part):
     """Sequences per forward pass on one device."""
 
 
+MetricName = Annotated[str, Field(min_length=1)]
+"""Name of a metric of an evaluation: `eval_loss`, or `eval_loss_by_set/NAME` for the set of that name."""
+
+
+class EarlyStoppingConfig(Part):
+    """Ends a run whose evaluations do not improve any more."""
+
+    patience: PositiveInt
+    """The run ends after this many evaluations in a row without an improvement."""
+    metric: MetricName = "eval_loss"
+    """The metric of an evaluation that should improve, as for `checkpoint.best_metric`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value is better."""
+    min_improvement: NonNegativeFloat = 0.0
+    """An evaluation improves on the best one before if it is better by more than this."""
+
+
 class TrainConfig(Part):
     """Length and seed of the run."""
 
@@ -411,6 +451,8 @@ class TrainConfig(Part):
     epochs: PositiveInt | None = None
     """Number of times that every training sequence is read. Several sources are mixed in proportion to their number of
     sequences, and the last step reads the remaining sequences."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """When the run ends before its last step. Default: never."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
 

@@ -51,6 +51,7 @@ CHARTS = (
     Chart("Step time", "seconds", ("step_time_s",)),
     Chart("Waiting for data, per step", "seconds", ("data_wait_s",)),
     Chart("Blocked by saves", "seconds", ("save_blocked_s",)),
+    Chart("In callbacks", "seconds", ("callbacks_s",)),
     Chart("Peak memory of rank 0", "bytes", ("peak_memory_bytes",)),
     Chart("Slowest rank's own time, over the median", "number", ("slowest_ratio",)),
     Chart("Rewards", "number", ("rewards_chosen", "rewards_rejected", "reward_margin")),

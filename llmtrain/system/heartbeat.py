@@ -41,6 +41,8 @@ class Phase(IntEnum):
     """After the last step and the last save: closing trackers, leaving the process group."""
     DONE = 7
     """Nothing is left for which another rank waits."""
+    CALLBACKS = 8
+    """Between two steps, in the recipe's callbacks."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")

@@ -43,7 +43,7 @@ def finish(
         line = f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}"
         print_as_is(console, [line])
     checkpoint = newest(run_dir.checkpoints)
-    if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
+    if (state.step < recipe.train.steps and not state.ended) or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
         lack = f"{checkpoint} lacks the parts of {first_names(elsewhere)}; copy them into it"
@@ -51,7 +51,7 @@ def finish(
         return
     with console.status("exporting"):
         # Replaces an export of fewer steps. The plan is that of the user's recipe.
-        trusts = recipe.model.trust_remote_code
+        trusts = recipe.model.runs_own_code
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True, trust_remote_code=trusts)
     print_as_is(console, [f"exported {run_dir.export}"])
     if recipe.export.sample_prompt is not None:
@@ -63,7 +63,7 @@ def finish(
 
 def _sample(run_dir: RunDir, recipe: Recipe, prompt: str, console: Console) -> None:
     try:
-        trusts = recipe.model.trust_remote_code
+        trusts = recipe.model.runs_own_code
         continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens, trust_remote_code=trusts)
     except (UserError, RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
         print_as_is(console, [f"no sample: {error}"], "yellow")

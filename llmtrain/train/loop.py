@@ -5,23 +5,36 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.folder import step_of
 from llmtrain.checkpoint.save import Saver
 from llmtrain.data import MAIN_SET, BatchLoader, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.engines.runtime.agree import all_reduce_sum
+from llmtrain.engines.runtime.agree import all_reduce_sum, broadcast
 from llmtrain.models import OwnLoss
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
-from llmtrain.train.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.train.callbacks import Callbacks, Requests
+from llmtrain.train.early_stopping import check_metrics, reason_to_stop
+from llmtrain.train.metrics import (
+    BusyCores,
+    Evaluation,
+    Meter,
+    MetricsLogger,
+    Record,
+    StepMetrics,
+    TrainingProgress,
+    metrics_of,
+)
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
 from llmtrain.train.signals import StopAgreement
@@ -59,6 +72,9 @@ class Run:
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    unannounced: bool = False
+    """Whether the callbacks do not know yet that the last checkpoint is complete."""
     outputs: ProgressOutputs = ProgressOutputs()
 
 
@@ -73,16 +89,20 @@ class TooManySkippedError(Exception):
 def fit(run: Run) -> None:
     """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
 
-    The final state is saved. Raises TooManySkippedError, without saving, after a step at which the guard's recent skips
-    are checked (`guard.every_steps`).
+    It also does so, and ends, as callbacks ask. The final state is saved. Raises TooManySkippedError, without saving,
+    after a step at which the guard's recent skips are checked (`guard.every_steps`).
     """
     recipe, state = run.recipe, run.state
+    if state.ended:
+        return
+    run.callbacks.load(state.callbacks)
+    run.callbacks.add(_call(run, "on_train_begin").metrics)
     if state.step == 0 and recipe.evaluates_at_start:
         evaluate(run)
     meter = Meter()
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:
-        while state.step < run.stop_step and not run.stop.should_stop(state.step):
+        while state.step < run.stop_step and not state.ended and not run.stop.should_stop(state.step):
             run.heartbeat.begin_step(state.step + 1)
             wait_started = time.perf_counter()
             batch = next(batches)
@@ -100,36 +120,88 @@ def fit(run: Run) -> None:
                 run.profiler.end(state.step)
             # The recipe's last step, not `stop_step`: a run that stops early must not log or evaluate more often.
             at_end = state.step == recipe.train.steps
-            if at_end or _due(recipe.logging.every_steps, state.step):
-                _log(run, result, meter, batch)
-                if run.profiler:
-                    run.profiler.check_request(state.step)
+            is_logged = at_end or _due(recipe.logging.every_steps, state.step)
+            asked = _end_step(run, result, meter, batch, is_logged)
+            at_end = at_end or bool(asked.stop)
+            if is_logged and run.profiler:
+                run.profiler.check_request(state.step)
             # Separate from logging, because results must not depend on what is logged.
             if at_end or recipe.guard.looks_after(state.step):
                 _check_skipped(run)
             with meter.paused():
-                if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
-                    evaluate(run)
+                every = recipe.evaluation.every_steps
+                if asked.evaluate or (every and (at_end or _due(every, state.step))):
+                    asked = replace(asked, save=asked.save | evaluate(run).save)
                 if run.outputs.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
                     sample(run, run.outputs.sampler)
-            if _due(recipe.checkpoint.every_steps, state.step):
+            if asked.save or _due(recipe.checkpoint.every_steps, state.step):
                 with meter.saving():
                     _save(run)
                 saved = state.step
+            with meter.paused():
+                _announce_save(run)
     if saved != state.step:
         _save(run)
     with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         run.saver.wait()
+    _announce_save(run)
+    _call(run, "on_train_end")
 
 
-def evaluate(run: Run) -> None:
-    """Computes and logs the mean loss over the items of each evaluation set."""
+def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_logged: bool) -> Requests:
+    """Logs a step if it is to be, or if it is the last because a callback says so; returns what callbacks ask for."""
+    record = _record(run, result, meter, batch) if is_logged else None
+    with meter.paused():
+        asked = _call(run, "on_step_end", record)
+    run.callbacks.add(asked.metrics)
+    if asked.stop and record is None:
+        record = _record(run, result, meter, batch)
+    if record is not None and run.metrics:
+        _log(run, run.metrics, record)
+    return asked
+
+
+def _call(run: Run, hook: str, record: Record | None = None, checkpoint: Path | None = None) -> Requests:
+    """Calls the callbacks, and ends the run if they ask for it."""
+    with run.heartbeat.phase(Phase.CALLBACKS) if hook in run.callbacks.hooks else nullcontext():
+        step = step_of(checkpoint.name) if checkpoint else run.state.step
+        asked = run.callbacks.call(hook, step, record, checkpoint)
+    run.state.ended = run.state.ended or asked.stop
+    return asked
+
+
+def _announce_save(run: Run) -> None:
+    """Tells the callbacks of a checkpoint that is complete on all ranks."""
+    if not run.unannounced or not run.callbacks.all_ranks(not run.saver.is_writing):
+        return
+    run.unannounced = False
+    if run.saver.written:
+        _call(run, "on_save", checkpoint=run.saver.written)
+
+
+def evaluate(run: Run) -> Requests:
+    """Computes and logs the mean loss over the items of each evaluation set; returns what callbacks ask for."""
     with run.progress.busy("evaluating"), run.heartbeat.phase(Phase.EVALUATING), run.engine.averaged():
         evaluations = {name: _evaluated(run, name) for name in run.data.eval_sets}
     main = evaluations.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
-    if run.metrics:
-        run.progress.show(run.metrics.log_eval(run.state.step, main, evaluations))
+    record = run.metrics.eval_record(run.state.step, main, evaluations) if run.metrics else None
+    asked = _call(run, "on_evaluate", record)
+    if record is not None and run.metrics:
+        record |= asked.metrics
+        run.metrics.log(record)
+        run.progress.show(record)
+    _judge(run, metrics_of(record or {}))
+    return asked
+
+
+def _judge(run: Run, metrics: dict[str, float | None]) -> None:
+    """Tells all ranks the metrics of an evaluation, and ends the run if these do not improve any more."""
+    state, stopping = run.state, run.recipe.train.early_stopping
+    state.eval_metrics = broadcast(metrics)
+    check_metrics(run.recipe, state)
+    if stopping:
+        state.ended = state.ended or reason_to_stop(stopping, state)
 
 
 def _evaluated(run: Run, name: str) -> Evaluation:
@@ -170,7 +242,12 @@ def _save(run: Run) -> None:
     with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
+        if run.unannounced:
+            run.saver.settle()
+            _announce_save(run)
+        run.state.callbacks = run.callbacks.state()
         run.saver.start(run.state)
+        run.unannounced = "on_save" in run.callbacks.hooks
 
 
 def _saving(run: Run) -> str:
@@ -200,12 +277,12 @@ def _check_skipped(run: Run) -> None:
         raise TooManySkippedError(skipped)
 
 
-def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
-    """Logs a step; rank 0 waits for the device to read its values."""
+def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Record | None:
+    """Returns the record of a step on rank 0, which waits for the device to read its values; None on other ranks."""
     sums = run.engine.metric_sums()
     router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
     if run.metrics is None:
-        return
+        return None
     with run.heartbeat.waiting():
         skipped = run.engine.guard.read()
     if skipped.total > run.skipped:
@@ -218,7 +295,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         means = _metrics(run, sums, batch.num_items)
         of_router = None if router_loss is None else (router_loss[0] / router_loss[1]).item()
-    record = run.metrics.log_step(
+    return run.metrics.step_record(
         StepMetrics(
             step=run.state.step,
             loss=loss,
@@ -235,9 +312,18 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
             router_loss=of_router,
         )
     )
+
+
+def _log(run: Run, metrics: MetricsLogger, record: Record) -> None:
+    """Logs and shows the record of a step, with the metrics of the callbacks; on rank 0."""
+    slow_callbacks = run.callbacks.line()
+    record |= run.callbacks.metrics_of_window()
+    metrics.log(record)
     run.progress.show(record)
+    if slow_callbacks:
+        run.progress.note(slow_callbacks)
     if run.outputs.scoring:
-        _log_scores(run, run.metrics, run.outputs.scoring)
+        _log_scores(run, metrics, run.outputs.scoring)
     if slow := run.heartbeat.straggler():
         run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
     if run.cores and (busy := run.cores.line()):

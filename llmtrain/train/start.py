@@ -205,8 +205,8 @@ def check_pretrained(recipe: Recipe) -> None:
     """
     if recipe.model.pretrained is not None:
         with quiet_libraries():
-            from llmtrain.engines.documents_check import check_documents
             from llmtrain.models import check_weights
+            from llmtrain.models.tiny.documents_check import check_documents
 
             check_weights(recipe)
             note = check_documents(recipe)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import BatchLoader, Prepared
     from llmtrain.engines import Engine
+    from llmtrain.train.callbacks import Callbacks
     from llmtrain.train.loop import ProgressOutputs
 
 
@@ -171,6 +172,7 @@ class _Worker:
         from llmtrain.engines.reference_model import with_references
         from llmtrain.engines.runtime.devices import free_device_memory
         from llmtrain.overrides import untried_versions
+        from llmtrain.train.callbacks import Callbacks
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -202,10 +204,11 @@ class _Worker:
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
+        callbacks = Callbacks(plan.recipe, run_dir.path, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
         outputs = self._progress_outputs(prepared, prompts, state)
         stopped = self._fit(
-            partial(self._attempt, engine, data, saver, state, stop_step, outputs), engine, saver, state
+            partial(self._attempt, engine, data, saver, state, stop_step, outputs, callbacks), engine, saver, state
         )
         engine.close()
         dist.destroy_process_group()
@@ -215,8 +218,12 @@ class _Worker:
                 outputs.scoring.cancel()
             self._report()
             return Exit.RESUME
-        is_finished = state.step == plan.recipe.train.steps
-        self._note_event("finished" if is_finished else "stopped", state.step, "" if is_finished else "by --max-steps")
+        is_finished = bool(state.ended) or state.step == plan.recipe.train.steps
+        self._note_event(
+            "finished" if is_finished else "stopped", state.step, state.ended if is_finished else "by --max-steps"
+        )
+        if state.ended:
+            self._say(f"ended after step {state.step:,}: {state.ended}")
         if self.rank.is_main:
             self.signals.exit_on_signal(state.step, self.output.stderr)
             from llmtrain.train.finish import finish
@@ -279,6 +286,7 @@ class _Worker:
         state: TrainerState,
         stop_step: int,
         outputs: ProgressOutputs,
+        callbacks: Callbacks,
     ) -> bool:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         import torch
@@ -315,6 +323,7 @@ class _Worker:
                     heartbeat=heartbeat,
                     cores=BusyCores(self.rank.local_world_size, torch.get_num_threads()) if shows_cores else None,
                     profiler=profiler,
+                    callbacks=callbacks,
                     outputs=outputs,
                 )
                 fit(run)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from llmtrain.checkpoint import folder
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.manifest import read_manifests
+from llmtrain.commands.checkpoint import best_checkpoint
 from llmtrain.errors import CheckpointError
 from tests.helpers.small_saves import save, saver_of
 
@@ -115,6 +117,24 @@ def test_milestones_and_the_best_are_kept(tmp_path):
     for step, loss in losses.items():
         save(saver, step, loss)
     assert [int(path.name[5:]) for path in folder.readable(tmp_path)] == [2, 4, 5, 7]
+
+
+def test_the_best_are_those_by_the_metric_of_the_recipe(tmp_path):
+    policy = {"checkpoint.keep_last": 1, "checkpoint.keep_best": 2, "checkpoint.best_mode": "max"}
+    policy |= {"checkpoint.best_metric": "bits_per_byte", "evaluation.every_steps": 1, "checkpoint.every_steps": 1}
+    saver = saver_of(tmp_path / "checkpoints", **policy)
+    for step, score in {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: 1.5}.items():
+        save(saver, step, 1.0, bits_per_byte=score if math.isfinite(score) else None)
+    assert [int(path.name[5:]) for path in folder.readable(tmp_path / "checkpoints")] == [1, 3, 5]
+    assert best_checkpoint(tmp_path).name == "step_00000001"
+
+
+def test_the_best_of_checkpoints_without_an_evaluation_is_refused(tmp_path):
+    made = save(saver_of(tmp_path / "checkpoints"), 1)
+    with pytest.raises(CheckpointError, match="an evaluation after the same step that has eval_loss"):
+        best_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is one checkpoint"):
+        best_checkpoint(made)
 
 
 def test_a_failed_deletion_loses_nothing(tmp_path, capsys, monkeypatch):

@@ -103,11 +103,14 @@ def _fit(rank, world, fields):
             busy=lambda what: nullcontext(),
         ),
         stop=SimpleNamespace(should_stop=lambda step: False, stopped_by=None),
-        metrics=SimpleNamespace(log_step=lambda metrics: {}, flush=lambda: None) if rank == 0 else None,
+        metrics=METRICS if rank == 0 else None,
     )
     with questions, questions.of_lists():
         fit(run)
     return questions.asked
+
+
+METRICS = SimpleNamespace(step_record=lambda metrics: {}, log=lambda record: None, flush=lambda: None)
 
 
 def asked(world, **fields):
@@ -116,7 +119,7 @@ def asked(world, **fields):
     return {(step % LOGGED == 0, who) for step, who in found if step >= 2}
 
 
-LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
+LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _record")}
 
 
 @pytest.mark.parametrize(

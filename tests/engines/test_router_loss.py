@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmtrain.engines.forward import document_masks
 from llmtrain.engines.runtime.agree import all_reduce_sum
 from llmtrain.models import build_model
+from llmtrain.models.documents import document_masks
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe

@@ -9,7 +9,7 @@ import torch
 
 from llmtrain.data import NO_TARGET, loader, samples
 from llmtrain.engines import forward, optim
-from llmtrain.models import build, loss
+from llmtrain.models import build, documents, loss
 from llmtrain.overrides.torch import squared_norm
 
 
@@ -85,18 +85,18 @@ def wrong_norm(patch):
 
 def no_document_mask(patch):
     """Positions restart in each document, but attention does not."""
-    patch.setattr(forward, "_document_indices", lambda documents, position_ids: None)
+    patch.setattr(documents, "_document_indices", lambda _, position_ids: None)
 
 
 def late_document_mask(patch):
     """The first token of each document belongs to the previous document."""
-    original = forward._document_indices
+    original = documents._document_indices
 
     def late(known, position_ids):
         found = original(known, position_ids)
         return None if found is None else found.roll(1, dims=1)
 
-    patch.setattr(forward, "_document_indices", late)
+    patch.setattr(documents, "_document_indices", late)
 
 
 def joined_documents(patch):

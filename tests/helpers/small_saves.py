@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,8 +36,9 @@ def saver_of(checkpoints: Path, run: str = RUN, elements: int = 1000, **fields) 
     return Saver(checkpoints, plan_of(tiny_recipe(**fields), 1), Tensors(elements), run, pauses=())
 
 
-def save(saver: Saver, step: int, eval_loss: float | None = None) -> Path:
-    """Saves a step; returns the folder."""
+def save(saver: Saver, step: int, eval_loss: float | None = None, **metrics: float) -> Path:
+    """Saves a step; returns the folder. metrics: others of its evaluation."""
     saver.engine.step = step
-    saver.save(TrainerState(step=step, samples=8 * step, data="key", eval_loss=eval_loss, eval_step=step))
+    state = TrainerState(step=step, samples=8 * step, data="key", eval_loss=eval_loss, eval_step=step)
+    saver.save(replace(state, eval_metrics=metrics))
     return saver.checkpoints / f"step_{step:08d}"

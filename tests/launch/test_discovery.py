@@ -1,6 +1,7 @@
 """Each launcher's variables give a worker its rank; impossible or contradictory ones are named."""
 
 import json
+import sys
 
 import pytest
 
@@ -68,6 +69,64 @@ def expected(launcher: str) -> Rank:
 )
 def test_each_launcher_is_recognised(env, launcher):
     assert discover(env) == expected(launcher)
+
+
+SITE = {
+    **{"SITE_RANK": "3", "SITE_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "node-1", "MASTER_PORT": "29501"},
+}
+ROW = "SITE = Launcher('site', markers=('SITE_RANK',), rank='SITE_RANK', world_size='SITE_SIZE')"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Returns a function that installs a package with an entry point for a launcher, for this process."""
+
+    def install(module: str) -> None:
+        (tmp_path / "site_launcher.py").write_text(f"from llmtrain.launch import Launcher\n{module}\n")
+        info = tmp_path / "site_launcher-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: site-launcher\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[llmtrain.launchers]\nsite = site_launcher:SITE\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield install
+    sys.modules.pop("site_launcher", None)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [
+        (SITE, "site"),
+        # It also sets the variables of torch.
+        ({**SITE, **COMMON}, "site"),
+        # Its processes are torchruns, which start the workers.
+        ({**SITE, **TORCHRUN}, "torchrun"),
+        # It runs within a Slurm job.
+        ({**SITE, **OPEN_MPI}, "site"),
+    ],
+)
+def test_a_launcher_of_an_installed_package_is_recognised(installed, env, launcher):
+    installed(ROW)
+    assert discover(env) == expected(launcher)
+    assert discover({}) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("import nowhere", "site_launcher:SITE cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("SITE = 'RANK'", "site_launcher:SITE is 'RANK', but must be a llmtrain.launch.Launcher of another name"),
+        ("SITE = Launcher('torchrun', markers=('SITE',))", "but must be a llmtrain.launch.Launcher of another name"),
+    ],
+)
+def test_an_entry_point_without_a_launcher_is_refused(installed, module, message):
+    installed(module)
+    with pytest.raises(RecipeError) as error:
+        discover(SITE)
+    (problem,) = error.value.problems
+    assert problem.field == "entry point site of site-launcher"
+    assert message in problem.message
 
 
 @pytest.mark.parametrize(

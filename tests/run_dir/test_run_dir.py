@@ -198,7 +198,8 @@ def test_each_field_decides_whether_it_may_change(plan):
             "evaluation.sets",
         ),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
-        "checkpoint.background",
+        *("checkpoint.background", "checkpoint.best_metric", "checkpoint.best_mode"),
+        "train.early_stopping",
         *(
             "guard.spike_sigma",
             "guard.spike_norm_ratio",

@@ -59,7 +59,8 @@ def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
     recipe = small_plan(**{"evaluation.every_steps": 0, "guard.window_steps": WINDOW, **fields}).recipe
     logged: list[int] = []
     metrics = SimpleNamespace(
-        log_step=lambda metrics: logged.append(metrics.step) or {"step": metrics.step, "loss": 1.0},
+        step_record=lambda metrics: {"step": metrics.step},
+        log=lambda record: logged.append(record["step"]),
         log_event=lambda event, step, text: None,
         flush=lambda: None,
     )
@@ -113,8 +114,9 @@ def _evaluations(start: int, **fields) -> list[tuple]:
     recipe = small_plan(**{"train.max_steps": start + 3, **fields}).recipe
     logged: list[tuple] = []
     metrics = SimpleNamespace(
-        log_step=lambda metrics: {},
-        log_eval=lambda *values: logged.append(values) or {},
+        step_record=lambda metrics: {},
+        eval_record=lambda *values: logged.append(values) or {},
+        log=lambda record: None,
         log_event=lambda event, step, text: None,
         flush=lambda: None,
     )

@@ -19,8 +19,9 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
-from llmtrain.engines.forward import document_masks, varlen_arguments
+from llmtrain.engines.forward import varlen_arguments
 from llmtrain.engines.optim import gradient_of
+from llmtrain.models.documents import document_masks
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.plan.schedules import KINDS, Pass, PassKind, PipelineSchedule
 

@@ -19,12 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
-from llmtrain.engines.forward import document_masks
 from llmtrain.engines.optim import gradient_of
 from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
+from llmtrain.models.documents import document_masks
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
 

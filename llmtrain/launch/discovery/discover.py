@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import entry_points
+from itertools import chain
 
-from llmtrain.errors import RecipeError
+from llmtrain.errors import Problem, RecipeError, format_value, reason
 from llmtrain.launch.discovery import slurm_step, tf_config
 from llmtrain.launch.discovery.mpi import MPIS
 from llmtrain.launch.discovery.mpi import read as read_mpi
@@ -39,9 +41,27 @@ LAUNCHERS = (
         master_addr="HOROVOD_GLOO_RENDEZVOUS_ADDR",
         master_port="HOROVOD_GLOO_RENDEZVOUS_PORT",
     ),
-    # Set by hand or by a job template, with the names that `torch.distributed` reads.
-    Launcher(ENVIRONMENT, markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
 )
+# Set by hand or by a job template, with the names that `torch.distributed` reads.
+BY_HAND = Launcher(ENVIRONMENT, markers=("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+ENTRY_POINTS = "llmtrain.launchers"
+"""Group of the entry points by which installed packages describe further launchers."""
+
+
+def installed_launchers() -> Iterator[Launcher]:
+    """Yields the launchers that installed packages describe. Raises RecipeError for an entry point that names none."""
+    taken = {known.name for known in (*LAUNCHERS, BY_HAND)}
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            launcher = entry.load()
+            fault = f"is {format_value(launcher)}, but must be a llmtrain.launch.Launcher of another name"
+        except Exception as error:
+            launcher, fault = None, f"cannot be imported: {type(error).__name__}: {reason(error)}"
+        if not isinstance(launcher, Launcher) or launcher.name in taken:
+            field = f"entry point {entry.name} of {entry.dist.name if entry.dist else 'a package'}"
+            fix = "repair or uninstall the package"
+            raise RecipeError(Problem("launch.entry_point", field, f"{entry.value} {fault}", fix))
+        yield launcher
 
 
 def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> Rank | None:
@@ -55,7 +75,9 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     """
     env = os.environ if env is None else env
     reader = RankReader(env)
-    launcher = next((launcher for launcher in LAUNCHERS if any(env.get(marker) for marker in launcher.markers)), None)
+    # Further launchers are looked for after the known ones, which they may start, but may set RANK themselves.
+    launchers = chain(LAUNCHERS, installed_launchers(), [BY_HAND])
+    launcher = next((launcher for launcher in launchers if any(env.get(marker) for marker in launcher.markers)), None)
     outer = next((candidate for candidate in _outer(env) if _counts_us(candidate[0], launcher, env)), None)
     if outer is not None:
         launcher, rank = outer[0], outer[1](reader)

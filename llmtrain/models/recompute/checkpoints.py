@@ -16,11 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.own import OwnModel
+from llmtrain.models.own_attention import on_same_route
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.overrides.transformers import checkpoint_with
 from llmtrain.plan.stages import is_recomputed
@@ -52,9 +59,13 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
         for number, layer in enumerate(decoder_layers(model)[1])
         if not isinstance(layer, Placeholder)
     ]
-    if parallel.activation_checkpointing == "selective":
+    is_own = isinstance(model, OwnModel)
+    if is_own and parallel.offload_activations:
+        raise _no_switches(model, "offload_activations", "false")
+    if is_own or parallel.activation_checkpointing == "selective":
+        contexts = _contexts if parallel.activation_checkpointing == "selective" else noop_context_fn
         for layer in (layer for layer, again in layers if again):
-            layer.forward = _selective(layer.forward)
+            layer.forward = _recomputed(layer.forward, contexts, is_own)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
@@ -74,9 +85,13 @@ def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module], field: 
     field: the one of `parallel` that needs it. instead: its value that does not.
     """
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        refused = f"is not supported for {model.config.model_type}"
-        reason = "its layers can only be recomputed together"
-        raise FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
+        raise _no_switches(model, field, instead)
+
+
+def _no_switches(model: PreTrainedModel, field: str, instead: int | str) -> FamilyError:
+    refused = f"is not supported for {model.config.model_type}"
+    reason = "the layers of transformers have switches of their own, and its layers have none"
+    return FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
 
 
 def gathers_whole_layers(recipe: Recipe) -> bool:
@@ -105,9 +120,16 @@ def require_input_gradient(
     return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
 
 
-def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], is_own: bool) -> Callable[..., Any]:
+    """Returns a layer's forward pass within a checkpoint.
+
+    contexts: those of the pass and of its recomputation. is_own: whether the layer is one of a user's own model, whose
+    attention takes the same route again.
+    """
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        again = on_same_route(forward) if is_own else forward
+        return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 

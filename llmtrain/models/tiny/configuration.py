@@ -51,7 +51,10 @@ _SIZES: dict[int, str] = {
 SIZES: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
 """The value in a tiny copy of each field that is a size."""
 
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+_POSITIONS = 128
+"""Longest sequence of a tiny copy. In nanoGPT and models after it, `block_size` is that."""
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")
+"""Names for the number of layers."""
 _LAYER_NUMBERS = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "hybrid_layer_ids", "cross_attention_layers")
 """Lists whose values are layer numbers."""
 _NOISE = ("dropout", "pdrop", "layerdrop", "jitter")
@@ -74,7 +77,23 @@ def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **
     text = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
     kept = list(range(total)) if layers is None else _one_of_each(text.to_dict(), total, layers)
-    return type(config)(**(_shrunk(values, total, kept) | overrides))
+    shrunk = _shrunk(values, total, kept)
+    if "arguments" in values:  # a user's own model
+        tiny = config.origin.tiny_arguments(layers)
+        return type(config)(
+            **(shrunk | {"arguments": tiny | {name: value for name, value in overrides.items() if name in tiny}})
+        )
+    return type(config)(**(shrunk | overrides))
+
+
+def shrunk_arguments(arguments: Mapping[str, Any], layers: int | None = None) -> dict[str, Any]:
+    """Returns the arguments of a user's own model with the sizes of a tiny copy, as far as their names are usual.
+
+    layers: number of layers; by default all of them.
+    """
+    total = next((arguments[name] for name in LAYER_COUNTS if isinstance(arguments.get(name), int)), 0)
+    shrunk = _shrunk(dict(arguments), total, list(range(min(total, layers or total))))
+    return {name: _POSITIONS if name == "block_size" else value for name, value in shrunk.items()}
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -89,7 +108,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _of_layers(name: str, value: Any, total: int, kept: list[int]) -> Any:
-    if name in _LAYER_COUNTS:
+    if name in LAYER_COUNTS:
         return len(kept)
     if name in _LAYER_NUMBERS and isinstance(value, list):
         return [kept.index(layer) for layer in value if layer in kept]
@@ -120,7 +139,7 @@ def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, An
 def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
     if value is None:
         return SIZES[name] if name in _UNDECLARED else None
-    if name in _LAYER_COUNTS or name in _LAYER_NUMBERS:
+    if name in LAYER_COUNTS or name in _LAYER_NUMBERS:
         return _of_layers(name, value, total, kept)
     if name.endswith("token_id"):
         return min(value, VOCABULARY - 1) if isinstance(value, int) else VOCABULARY - 1

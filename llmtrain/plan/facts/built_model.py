@@ -32,6 +32,8 @@ def without_gradient(config: Any) -> tuple[str, ...]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    if found := getattr(config, "found", None):  # the parts of a user's own model
+        return tuple(found.without_gradient)
     indexer = INDEXERS.get(config.model_type)
     if indexer is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
         return ()
@@ -109,6 +111,8 @@ def decoder_lists(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
+    if found := getattr(model.config, "found", None):  # the parts of a user's own model
+        return {found.layers: model.get_submodule(found.layers)} if found.layers else {}
     lists = {
         name: module
         for name, module in model.named_modules()

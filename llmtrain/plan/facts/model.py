@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 from llmtrain.plan.facts.weights import Weights
-from llmtrain.recipe import Part
+from llmtrain.recipe import Part, Precision
+
+
+class SavedBytes(Part):
+    """What a layer of a user's own model saves for its backward pass, as a trace has shown."""
+
+    fixed: float
+    """Bytes for any number of tokens."""
+    per_token: float
+    """Bytes for each token."""
+    per_pair: float
+    """Bytes for each pair of tokens of a sequence."""
+
+
+class OwnTrials(Part):
+    """What trials on a tiny copy of a user's own model have shown. A reason is empty if there is nothing against it."""
+
+    auxiliary_loss: bool
+    """Whether it returns a loss of its own, which is added for each micro-batch."""
+    is_random: bool
+    """Whether it has dropout that no field of `model.config` sets."""
+    documents: str
+    """Why packed documents influence each other."""
+    stages: str
+    """Why it cannot be cut into the stages of a pipeline."""
+    tensor: str
+    """Why its matrices cannot be split among tensor parallel ranks."""
+    saved: tuple[tuple[Precision, tuple[SavedBytes, ...]], ...] = ()
+    """For each precision and layer, what it saves for its backward pass; empty for a model that cannot be traced."""
 
 
 class ModelFacts(Part):
@@ -48,6 +76,8 @@ class ModelFacts(Part):
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
     text_model_type: str = ""
     """`model_type` of the part that reads texts, if the model has parts for other inputs."""
+    trials: OwnTrials | None = None
+    """What trials of a user's own model have shown; None for other models."""
     router_loss_off: float = 0.0
     """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
     expert_modules: bool = False

@@ -23,6 +23,7 @@ from llmtrain.plan.facts.built_model import (
 )
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
 from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.own_model import own_model_facts
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
@@ -72,12 +73,15 @@ _EXPERT_SIZES = (
 )
 
 
-def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
+def model_facts(model: ModelConfig, vocab_size: int | None, code_dir: str | None = None) -> ModelFacts:
     """Returns the facts of a recipe's model.
 
-    `vocab_size` is the vocabulary size as far as the recipe determines it (`Recipe.vocab_size`); pretrained weights
-    have their own. Raises RecipeError with every wrong key or size, and for a model that cannot be found.
+    code_dir: folder of the code of a user's own model (`Recipe.code_dir`). `vocab_size` is the vocabulary size as far
+    as the recipe determines it (`Recipe.vocab_size`); pretrained weights have their own. Raises RecipeError with
+    every wrong key or size, and for a model that cannot be found.
     """
+    if model.build is not None:
+        return with_trained(own_model_facts(model, vocab_size, code_dir), model)
     return with_trained(_model_facts(model, vocab_size), model)
 
 
@@ -131,6 +135,8 @@ def family_of(model: ModelConfig) -> str:
 
     Raises RecipeError for weights that cannot be found.
     """
+    if model.build is not None:
+        return model.build
     model_type, declared = (model.architecture, model.config) if model.architecture else pretrained_config(model)
     text = declared.get("text_config")
     return str((text.get("model_type") if isinstance(text, dict) else None) or model_type)
@@ -462,10 +468,10 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {reason(error)}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
-    return _facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
+    return facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
 
 
-def _facts_of(built: Any, model_type: str) -> ModelFacts:
+def facts_of(built: Any, model_type: str) -> ModelFacts:
     """Returns the facts of a model object. `parameters()` yields a tied weight once."""
     config = built.config.get_text_config()
     total = sum(parameter.numel() for parameter in built.parameters())

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
+from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
 from llmtrain.plan.facts.own_loss import check_loss
 from llmtrain.recipe import ObjectiveConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
@@ -52,7 +53,13 @@ def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
         return None
     has_schedule = is_path(recipe.optim.schedule) and recipe.train.max_steps is not None
     tried = recipe.model_dump(mode="json") if has_schedule else None
-    request: dict[str, Any] = {"objects": objects, "folder": recipe.code_dir, "recipe": tried, "loss": None}
+    request: dict[str, Any] = {
+        "objects": objects,
+        "folder": recipe.code_dir,
+        "recipe": tried,
+        "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
+        "loss": None,
+    }
     if recipe.objective.is_own and vocabulary is not None:
         request["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
     path = cache_path(request)
@@ -98,11 +105,16 @@ def changed_files(code: OwnCode, folder: str | None) -> list[str]:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Imports the objects of a request, and returns the fields of their `OwnCode`. Raises RecipeError."""
-    folder, problems = request["folder"], []
+    folder = request["folder"]
+    problems: list[Problem] = []
     for field, path in request["objects"].items():
         try:
             found = import_object(path, folder, field)
-            if not callable(found):
+            if field.startswith("callbacks."):
+                problems += callback_problems(field, path, found, request["options"][field])
+            elif field.startswith("logging.trackers."):
+                problems += tracker_problems(field, path, found)
+            elif not callable(found):
                 message = f"{path} is {type(found).__name__}, which is neither a function nor a class"
                 problems.append(Problem("code.kind", field, message))
         except UserError as error:

@@ -197,6 +197,10 @@ def in_flight(plan: Plan, rank: int) -> int:
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for that many tokens of a rank."""
+    if plan.model.trials and (saved := dict(plan.model.trials.saved).get(plan.recipe.parallel.precision)):
+        layer_saved = saved[index]
+        per_token = layer_saved.per_token + layer_saved.per_pair * plan.recipe.data.sequence_length
+        return int(layer_saved.fixed + per_token * tokens)
     layer, widths = weights.layer(index), ELEMENT_BYTES[plan.recipe.parallel.precision]
     of_norms, of_adapters = _norms(plan, layer, widths), _adapters(plan, layer, widths)
     per_token = of_norms.replicated + _attention(plan, layer, widths) + of_adapters.replicated

@@ -15,7 +15,7 @@ from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Batch, Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.memory import LABELS, by_part
-from llmtrain.plan.rules import adapter, backends, deepspeed, kernels, layout, model, training
+from llmtrain.plan.rules import adapter, backends, deepspeed, kernels, layout, model, own, training
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule, rules_of
 from llmtrain.plan.stages import plan_stages
 from llmtrain.recipe import Recipe
@@ -23,7 +23,7 @@ from llmtrain.recipe.cluster import GIB, Cluster
 
 DEEPSPEED_RULES = rules_of(deepspeed)
 LEGALITY: tuple[Rule, ...] = (
-    *rules_of(model, adapter, training, kernels, layout),
+    *rules_of(model, own, adapter, training, kernels, layout),
     *layout.DIVISIBILITY,
     *DEEPSPEED_RULES,
     *rules_of(backends),
@@ -111,7 +111,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     if facts is None:
         try:
             resized = with_resized_vocabulary(recipe)
-            facts = model_facts(resized.model, resized.vocab_size)
+            facts = model_facts(resized.model, resized.vocab_size, resized.code_dir)
             code = examined(recipe, facts.vocab_size)
             recipe = resized
         except RecipeError as error:

@@ -328,7 +328,7 @@ def tensor_family(draft: Draft) -> Iterator[Fault]:
     are split by the family's own tp_plan; without one, or with one that loses a gradient, the model would compute
     something else."""
     parallel, facts = draft.parallel, draft.facts
-    if facts is None:
+    if facts is None or facts.trials is not None:  # a user's own model has its own rule
         return
     message = ""
     if parallel.autotp_ranks > 1:

@@ -13,7 +13,7 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.rules.rule import Fault, assignment, rule
-from llmtrain.recipe import DataConfig
+from llmtrain.recipe import DataConfig, Recipe
 
 
 @rule("objective.whole_pairs", "read")
@@ -207,10 +207,11 @@ def checkpoint_never_saved(draft: Draft) -> Iterator[Fault]:
 @rule("checkpoint.never_evaluated", "arithmetic")
 def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
     """Refuses `keep_best` if no checkpoint other than the last one coincides with an evaluation. A checkpoint can only
-    rank among the best if its own weights were evaluated, right after the step of the checkpoint."""
+    rank among the best if its own weights were evaluated, right after the step of the checkpoint. Callbacks may ask for
+    further checkpoints and evaluations."""
     recipe = draft.recipe
     saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
-    if recipe.checkpoint.keep_best is None:
+    if recipe.checkpoint.keep_best is None or (evaluated and recipe.callbacks):
         return
     if not (saved and evaluated) or math.lcm(saved, evaluated) > (recipe.train.max_steps or math.inf):
         message = (
@@ -219,6 +220,51 @@ def checkpoint_never_evaluated(draft: Draft) -> Iterator[Fault]:
         )
         fix = assignment(evaluation__every_steps=saved) if saved else ""
         yield Fault("checkpoint.keep_best", message, fix)
+
+
+@rule("evaluation.metric", "arithmetic")
+def evaluation_metric(draft: Draft) -> Iterator[Fault]:
+    """Refuses a metric by which checkpoints are compared, or a run ends, if no evaluation has it. A callback may add
+    any metric to an evaluation."""
+    recipe = draft.recipe
+    stopping = recipe.train.early_stopping
+    wanted = {"checkpoint.best_metric": recipe.checkpoint.best_metric}
+    if stopping:
+        wanted["train.early_stopping.metric"] = stopping.metric
+    known = evaluation_metrics(recipe)
+    for field, name in wanted.items():
+        if not (name in known or recipe.callbacks or name.startswith(OF_SOURCE)):
+            message = f"{format_value(name)} is no metric of an evaluation{did_you_mean(name, known)}"
+            yield Fault(field, message, f"its metrics are {', '.join(known)}")
+
+
+OF_SOURCE = "eval_loss_by_source/"
+
+
+def evaluation_metrics(recipe: Recipe) -> list[str]:
+    """Returns the names of the metrics that every evaluation of a recipe has, except for those of its sources."""
+    names = ["eval_loss"]
+    if not recipe.objective.is_preference:
+        names += ["perplexity", "bits_per_byte"]
+    else:
+        names += ["rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy"]
+        names += [] if recipe.objective.compares_pairs else ["kl"]
+    return [*names, *(f"{name}_by_set/{of}" for of in recipe.evaluation.sets for name in names)]
+
+
+@rule("early_stopping.never", "arithmetic")
+def early_stopping_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses early stopping if nothing is ever evaluated, or if the run ends before it can stop."""
+    stopping, every = draft.recipe.train.early_stopping, draft.recipe.evaluation.every_steps
+    steps = draft.recipe.train.max_steps
+    if stopping is None:
+        return
+    if not every:
+        fix = assignment(evaluation__every_steps=max(1, (steps or 1000) // 20))
+        yield Fault("train.early_stopping", "has no effect: evaluation.every_steps is 0", fix)
+    elif steps and not draft.recipe.callbacks and stopping.patience * every >= steps:
+        message = f"{stopping.patience} has no effect: {steps:,} steps have too few evaluations, one every {every:,}"
+        yield Fault("train.early_stopping.patience", message, assignment(evaluation__every_steps=max(1, every // 2)))
 
 
 DEFAULT_FRACTION = DataConfig.model_fields["eval_fraction"].default

@@ -42,7 +42,7 @@ def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None =
     except RecipeError as error:
         ways = []
         if not forced and {problem.rule for problem in error.problems} == {"memory.fits"}:
-            ways = cheapest_plans(recipe, cluster, model_facts(recipe.model, recipe.vocab_size))
+            ways = cheapest_plans(recipe, cluster, model_facts(recipe.model, recipe.vocab_size, recipe.code_dir))
             error.nearest = tuple(as_arguments(way.changes) for way in ways)
             error.nearest_figures = tuple(way.figures for way in ways)
             error.nearest_title = "cheapest ways to make it fit, with the same global batch"

@@ -93,7 +93,7 @@ def candidates(
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns the candidates that this version can train, and the refused ones."""
     plans, refused = [], []
-    layers = model_facts(recipe.model, recipe.vocab_size).layers
+    layers = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).layers
     for name, candidate, cluster in candidates(recipe, nproc, device, layers):
         try:
             plan = resolve(candidate, cluster)

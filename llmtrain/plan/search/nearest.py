@@ -76,7 +76,7 @@ def nearest_plans(recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | 
     an empty tuple if no layout helps, or if the model's configuration is wrong.
     """
     try:
-        facts = model_facts(recipe.model, recipe.vocab_size)
+        facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
     except RecipeError:
         return ()
     return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {})))

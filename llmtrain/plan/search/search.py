@@ -115,7 +115,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     no plan is then excluded for its memory. Raises RecipeError if the model's configuration is wrong, if the devices'
     datasheet is unknown, if no plan is legal, or if none fits.
     """
-    facts = model_facts(recipe.model, recipe.vocab_size)
+    facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
     found = list(legal_layouts(recipe, cluster, facts))
     legal = sum(
         len(legal_layout.sizes) * sum(not unknown(draft) for _, draft in legal_layout.again) for legal_layout in found

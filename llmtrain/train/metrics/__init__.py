@@ -1,6 +1,6 @@
 """Metrics, progress and trackers of a run."""
 
-from llmtrain.train.metrics.logger import Evaluation, MetricsLogger, StepMetrics, note_event
+from llmtrain.train.metrics.logger import Evaluation, MetricsLogger, Record, StepMetrics, metrics_of, note_event
 from llmtrain.train.metrics.progress import TrainingProgress
 from llmtrain.train.metrics.throughput import BusyCores, Meter, Window
 from llmtrain.train.metrics.trackers import check_trackers
@@ -10,9 +10,11 @@ __all__ = [
     "Evaluation",
     "Meter",
     "MetricsLogger",
+    "Record",
     "StepMetrics",
     "TrainingProgress",
     "Window",
     "check_trackers",
+    "metrics_of",
     "note_event",
 ]

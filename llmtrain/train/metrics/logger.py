@@ -121,8 +121,8 @@ class MetricsLogger:
         self._files = [lines for lines in (self._lines, self._samples) if lines]
         self._trackers = Trackers(run_dir, plan.recipe, start_step)
 
-    def log_step(self, metrics: StepMetrics) -> Record:
-        """Writes a logged step; returns its record."""
+    def step_record(self, metrics: StepMetrics) -> Record:
+        """Returns the record of a logged step."""
         window = metrics.window
         fields = {
             "step": metrics.step,
@@ -145,11 +145,10 @@ class MetricsLogger:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         if metrics.router_loss is not None:
             fields["router_loss"] = metrics.router_loss
-        fields |= metrics.of_objective or {}
-        return self._write(fields, "train")
+        return _finite_fields({**fields, **(metrics.of_objective or {})})
 
-    def log_eval(self, step: int, main: Evaluation, sets: Mapping[str, Evaluation] | None = None) -> Record:
-        """Writes an evaluation after `step` steps; returns its record.
+    def eval_record(self, step: int, main: Evaluation, sets: Mapping[str, Evaluation] | None = None) -> Record:
+        """Returns the record of an evaluation after `step` steps.
 
         main: of the set without a name. sets: of the others, whose metrics are written as `METRIC_by_set`.
         """
@@ -159,7 +158,12 @@ class MetricsLogger:
         for name, evaluation in (sets or {}).items():
             for metric, value in evaluation.metrics().items():
                 fields.setdefault(f"{metric}_by_set", {})[name] = _finite(value)
-        return self._write(fields, "eval")
+        return _finite_fields(fields)
+
+    def log(self, record: Record) -> None:
+        """Writes the record of a step or of an evaluation, and sends it to the trackers."""
+        self._lines.add(json.dumps(record, allow_nan=False))
+        self._trackers.log(_flat(record, "eval" if "eval_loss" in record else "train"), record["step"])
 
     def log_event(self, event: EventName, step: int, text: str) -> None:
         """Writes an event."""
@@ -192,12 +196,6 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
-
-    def _write(self, fields: Mapping[str, Any], group: str) -> Record:
-        record = {name: _finite(value) for name, value in fields.items()}
-        self._lines.add(json.dumps(record, allow_nan=False))
-        self._trackers.log(_flat(record, group), record["step"])
-        return record
 
 
 class _Lines:
@@ -253,6 +251,17 @@ def _flat(record: Record, group: str) -> dict[str, Any]:
     return values
 
 
+def metrics_of(record: Record) -> dict[str, float | None]:
+    """Returns the metrics of an evaluation's record by name; those of sets and sources are `eval_loss_by_set/NAME`."""
+    metrics: dict[str, float | None] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            metrics |= {f"{name}/{of}": item for of, item in value.items()}
+        elif name != "step":
+            metrics[name] = value
+    return metrics
+
+
 def perplexity(loss: float) -> float:
     """Returns e to the power of the loss, or infinity if that overflows."""
     try:
@@ -292,6 +301,10 @@ def _step(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return -1
+
+
+def _finite_fields(fields: Mapping[str, Any]) -> Record:
+    return {name: _finite(value) for name, value in fields.items()}
 
 
 def _finite(value: Any) -> Any:

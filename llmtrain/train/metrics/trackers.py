@@ -1,4 +1,4 @@
-"""Trackers in addition to `metrics.jsonl`: TensorBoard, W&B and MLflow, through accelerate's tracker classes."""
+"""Trackers in addition to `metrics.jsonl`: a user's own, and those of accelerate for TensorBoard, W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.recipe import Recipe
+from llmtrain.recipe.own_code import import_object, is_path, own_code_errors, source_line
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
@@ -23,7 +24,8 @@ PARAMETER_LENGTH = 250
 
 def check_trackers(recipe: Recipe) -> None:
     """Raises RecipeError if the package of a chosen tracker is not installed; imports none of them."""
-    packages = {name: name if name == "tensorboard" else f"llmtrain[{name}]" for name in recipe.logging.trackers}
+    names = (name for name in recipe.logging.trackers if not is_path(name))
+    packages = {name: name if name == "tensorboard" else f"llmtrain[{name}]" for name in names}
     problems = [
         Problem("logging.tracker", "logging.trackers", f"'{name}' is not installed", f"pip install '{package}'")
         for name, package in packages.items()
@@ -48,6 +50,7 @@ class Trackers:
 
     def __init__(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
         """Raises the errors of trackers that cannot start."""
+        self._code_dir = recipe.code_dir
         self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
         self._trackers: dict[str, Any] = {}
         self._thread.submit(self._begin, run_dir, recipe, start_step).result()
@@ -63,7 +66,7 @@ class Trackers:
 
     def close(self) -> None:
         """Sends the rest and ends the run in each tracker."""
-        self._thread.submit(self._each, "at its end", lambda tracker: tracker.finish())
+        self._thread.submit(self._each, "at its end", lambda _, tracker: tracker.finish())
         self._thread.shutdown()
 
     def _begin(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
@@ -77,25 +80,26 @@ class Trackers:
             write_json(run_dir.trackers_file, identities)
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
-        self._each(f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
+        self._each(f"at step {step:,}", lambda _, tracker: tracker.log(numbers, step=step))
 
     def _log_text(self, name: str, text: str, step: int) -> None:
         # TensorBoard reads Markdown, in which an indented text is shown as it is.
         shown = {"tensorboard": indent(text, "    ", lambda line: True), "wandb": text}
         self._each(
             f"at step {step:,}",
-            lambda tracker: tracker.name in shown and tracker.log({name: shown[tracker.name]}, step=step),
+            lambda tracker, target: tracker in shown and target.log({name: shown[tracker]}, step=step),
         )
 
-    def _each(self, when: str, call: Callable[[Any], object]) -> None:
-        """Calls each tracker. One that fails is disabled."""
+    def _each(self, when: str, call: Callable[[str, Any], object]) -> None:
+        """Calls a function with the name of each tracker and the tracker. One that fails is disabled."""
         for name, tracker in list(self._trackers.items()):
             try:
-                call(tracker)
+                call(name, tracker)
             except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
                 del self._trackers[name]
                 lost = f"tracker {name} failed {when}, and is disabled from now on: {error!r}"
-                print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
+                where = source_line(error, self._code_dir)
+                print(f"{where}{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
 
 def _leave_signals() -> None:
@@ -103,7 +107,39 @@ def _leave_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
+class _OwnTracker:
+    """A tracker of the user's own, with all methods that are called: those that it does not have do nothing."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.log = own.log
+
+    def start(self) -> None:
+        self._call("start")
+
+    def store_init_configuration(self, fields: Mapping[str, str]) -> None:
+        self._call("store_init_configuration", fields)
+
+    def finish(self) -> None:
+        self._call("finish")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if found := getattr(self.own, method, None):
+            found(*arguments)
+
+
+def _own(path: str, run_dir: RunDir, recipe: Recipe, start_step: int) -> _OwnTracker:
+    """Returns a tracker of the user's own that has started. Raises RecipeError with the user's file and line."""
+    field, folder = "logging.trackers", recipe.code_dir
+    with own_code_errors(path, folder, field, "cannot start"):
+        tracker = _OwnTracker(import_object(path, folder, field)(run_dir.path, recipe, start_step))
+        tracker.start()
+    return tracker
+
+
 def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
+    if is_path(name):
+        return _own(name, run_dir, recipe, start_step)
     from llmtrain.overrides.accelerate import trackers_without_state
 
     trackers_without_state()

@@ -14,7 +14,7 @@ GONE = "worker.gone"
 """The rule for a rank that ended while it was still needed."""
 ENDING = (Phase.FINISHING, Phase.DONE)
 """Phases in which a rank may end. If rank 0 is in one of them, all ranks may end."""
-TIMED_PHASES = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
+TIMED_PHASES = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.CALLBACKS, Phase.FINISHING)
 """Phases with their own time limit; up to that limit, the other ranks wait for a rank in such a phase."""
 STOPPED_STATES = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger"}
 """States of a process that only continues if another process lets it."""

@@ -129,6 +129,10 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
         "optim.decay_steps": min(recipe.optim.decay_steps, 1),
         "evaluation.max_sequences": total,
+        # The few steps are judged by nothing.
+        "train.early_stopping": None,
+        "checkpoint.keep_best": None,
+        "callbacks": [],
     }
 
 

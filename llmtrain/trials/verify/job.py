@@ -14,7 +14,7 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.families import FAMILIES
-from llmtrain.plan.facts.model_facts import dropout_of
+from llmtrain.plan.facts.model_facts import dropout_of, model_facts
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.recipe import Part, Recipe
 from llmtrain.system.untrusted import read_json
@@ -206,6 +206,8 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         raise RecipeError(
             Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
         )
+    if recipe.model.build is not None:
+        _check_own_model(recipe)
     fields: dict[str, Any] = {
         "train.max_steps": steps,
         "train.epochs": None,
@@ -219,8 +221,29 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     return recipe.with_(**fields)
 
 
+def _check_own_model(recipe: Recipe) -> None:
+    """Raises RecipeError for a user's own model that no reference can train in the same way."""
+    trials = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).trials
+    assert trials is not None
+    problems = []
+    if trials.is_random:
+        message = (
+            f"{recipe.model.build} has dropout that no field of model.config turns off, and each layout draws another"
+        )
+        problems.append(
+            Problem("verify.dropout", "model.build", message, "let an argument, such as dropout, set its rate")
+        )
+    if trials.auxiliary_loss and recipe.data.has_document_mask:
+        message = "the reference runs each document alone, but the loss of a model's own is of a whole micro-batch"
+        problems.append(Problem("verify.documents", "data.mask_documents", message, "--set data.packing=none"))
+    if problems:
+        raise RecipeError(problems)
+
+
 def _model_values(recipe: Recipe) -> dict[str, Any]:
     """Returns the model's configuration with the defaults of its family."""
+    if recipe.model.build is not None:
+        return dict(recipe.model.config)
     family = FAMILIES.get(recipe.model.architecture or "")
     if family is not None:
         return {**family.defaults, **recipe.model.config}

@@ -8,6 +8,7 @@ document runs alone, so that no mask and no position can be wrong. Only declarat
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,7 +115,8 @@ class ReferenceLoop:
         _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - of_model.keys()})
         self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
         self.together = together
-        self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
+        is_own = recipe.model.build is not None
+        self.runs_whole = not is_own and _runs_whole(self.model.config, recipe.data.sequence_length)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
         self.initial = {name: parameter.detach().clone() for name, parameter in needed.items()}
@@ -124,6 +126,8 @@ class ReferenceLoop:
         self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
         self.types = {name: parameter.dtype for name, parameter in trained.items()}
         self.rounds = rounds
+        self.adds_auxiliary_loss = is_own and self._own_forward(torch.zeros(1, 2, dtype=torch.long), {})[1] is not None
+        """Whether a user's own model adds a loss for each micro-batch, which must then run in one pass."""
         if not rounds:
             self.model.float()
         self.optimizer = reference_optimizer(self.masters, recipe)
@@ -281,12 +285,12 @@ class ReferenceLoop:
         A row is a document, or a sequence.
         """
         rows = [[document] for documents in sequences for document in documents]
-        if self.runs_whole:
+        if self.runs_whole or self.adds_auxiliary_loss:
             rows = [list(documents) for documents in sequences]
         joined = [
             (join_documents(row), torch.cat([torch.arange(len(document.inputs)) for document in row])) for row in rows
         ]
-        return [joined] if self.together else [[row] for row in joined]
+        return [joined] if self.together or self.adds_auxiliary_loss else [[row] for row in joined]
 
     def _own_losses(self, sequences: Sequences, logits: Tensor) -> Tensor:
         """Returns the sum of the losses of a user's own function, called for each document or pair alone.
@@ -311,22 +315,33 @@ class ReferenceLoop:
 
         Those of routers are of all tokens except for the padding of shorter rows.
         """
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": _pad([document.inputs for document, _ in rows]).to(self.device),
             "position_ids": _pad([positions for _, positions in rows]).to(self.device),
             "use_cache": False,
         }
+        targets = _pad([document.targets for document, _ in rows], NO_TARGET).to(self.device)
+        if self.recipe.model.build is not None:
+            logits, auxiliary = self._own_forward(inputs["input_ids"], weights, inputs["position_ids"])
+            return _losses_of_rows(logits, targets), () if auxiliary is None else (auxiliary.reshape(1),), logits
         with self._autocast():
             output = functional_call(self.model, dict(weights), kwargs=inputs)
-        targets = _pad([document.targets for document, _ in rows], NO_TARGET).to(self.device)
-        losses = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        loss = losses.double().view_as(targets).sum(1)
+        loss = _losses_of_rows(output.logits, targets)
         if getattr(output, "aux_loss", None) is None:
             return loss, (), output.logits
         real = (
             _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
         )
         return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], output.logits
+
+    def _own_forward(
+        self, tokens: Tensor, weights: Mapping[str, Tensor], positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits and the auxiliary loss of a user's own model."""
+        takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        named = {"position_ids": positions} if takes_positions and positions is not None else {}
+        with self._autocast():
+            return _own_output(functional_call(self.model, dict(weights), (tokens.to(self.device),), named))
 
     def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
         """Returns how unevenly a micro-batch uses the experts, by the family's own function.
@@ -336,6 +351,8 @@ class ReferenceLoop:
         """
         if not logits:
             return torch.zeros((), device=self.device)
+        if self.adds_auxiliary_loss:
+            return logits[0].sum()
         family = sys.modules[type(self.model).__module__]
         loss: Tensor = family.load_balancing_loss_func(
             tuple(logits), self.model.num_experts, self.model.num_experts_per_tok
@@ -402,8 +419,30 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return peak * ((1 - decayed) * (1 - least) + least if decayed else 1.0)
 
 
-def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+def _own_model(recipe: Recipe, device: torch.device) -> nn.Module:
+    """Returns a user's own model, as the user's function builds it."""
+    model, fields = recipe.model, dict(recipe.model.config)
+    build = import_object(str(model.build), recipe.code_dir)
+    if recipe.vocab_size is not None and "vocab_size" in inspect.signature(build).parameters:
+        fields.setdefault("vocab_size", recipe.vocab_size)
+    module: nn.Module = build(**fields)
+    return module.to(device, WEIGHTS.get(recipe.parallel.precision, torch.float32))
+
+
+def _own_output(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Returns the logits and the auxiliary loss that a user's own model has returned."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, tuple | list):
+        return output[0], output[1] if len(output) > 1 else None
+    named = output if isinstance(output, Mapping) else vars(output)
+    return named["logits"], named.get("aux_loss")
+
+
+def _model(recipe: Recipe, device: torch.device) -> Any:
     """Returns the recipe's model, as `transformers` builds or loads it, with plain attention instead of kernels."""
+    if recipe.model.build is not None:
+        return _own_model(recipe, device)
     model, fields = recipe.model, dict(recipe.model.config)
     named: dict[str, Any] = {
         "attn_implementation": model.attention_kernel if model.attention_kernel == "sdpa" else "eager",
@@ -533,6 +572,12 @@ def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
     """
     chosen = min(getattr(config, name, length) for name in SELECTED_TOKENS)
     return config.get_text_config().model_type in MIXES_DOCUMENTS or chosen < length
+
+
+def _losses_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the sum of the cross-entropies of each row. logits: [rows, T, vocab]; targets: [rows, T]."""
+    losses = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.double().view_as(targets).sum(1)
 
 
 def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:

@@ -49,3 +49,35 @@ def test_checkpoint_fields_without_effect_are_refused(tiny, fields, broken):
     else:
         found = []
     assert found == broken
+
+
+STOPPING = {"train.early_stopping": {"patience": 3}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "broken"),
+    [
+        (STOPPING, []),
+        ({**STOPPING, "evaluation.every_steps": 0}, ["early_stopping.never"]),
+        ({"train.early_stopping": {"patience": 20}}, ["early_stopping.never"]),
+        ({"train.early_stopping": {"patience": 3, "metric": "perplexty"}}, ["evaluation.metric"]),
+        ({"train.early_stopping": {"patience": 3, "metric": "eval_loss_by_set/web"}}, ["evaluation.metric"]),
+        (
+            {
+                "train.early_stopping": {"patience": 3, "metric": "eval_loss_by_set/web"},
+                "evaluation.sets.web": [{"name": "a"}],
+            },
+            [],
+        ),
+        ({"checkpoint.best_metric": "reward_accuracy", "checkpoint.keep_best": 1}, ["evaluation.metric"]),
+        ({"checkpoint.best_metric": "eval_loss_by_source/a", "checkpoint.keep_best": 1}, []),
+    ],
+)
+def test_metrics_that_no_evaluation_has_are_refused(tiny, fields, broken):
+    try:
+        resolve(tiny.with_(**{**SAVED, **fields}), Cluster())
+    except RecipeError as error:
+        found = [problem.rule for problem in error.problems]
+    else:
+        found = []
+    assert found == broken

@@ -41,9 +41,9 @@ def test_the_cost_of_a_continued_run_includes_repeated_steps(run_dir):
     spent = [{"step": step, "device_hours": float(step)} for step in (10, 20, 30)]
     run_dir.metrics_file.write_text("".join(json.dumps(one) + "\n" for one in (*spent, {"step": 30, "eval_loss": 1.0})))
     with MetricsLogger(run_dir, plan, 20, stop_step=25) as logger:
-        record = logger.log_step(metrics(21))
+        record = logger.step_record(metrics(21))
         assert record["device_hours"] == pytest.approx(30, abs=1)
         assert record["cost"] == 2 * record["device_hours"]
         assert record["left_s"] == 4 * record["step_time_s"]
     with MetricsLogger(run_dir, plan) as logger:
-        assert logger.log_step(metrics(1))["device_hours"] < 1
+        assert logger.step_record(metrics(1))["device_hours"] < 1

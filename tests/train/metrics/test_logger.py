@@ -47,14 +47,15 @@ def train(run_dir, plan, first, last, start_step=0):
     """Logs steps first..last in tens, with an evaluation at each 20."""
     with MetricsLogger(run_dir, plan, start_step) as logger:
         for step in range(first, last + 1, 10):
-            logger.log_step(metrics(step))
+            logger.log(logger.step_record(metrics(step)))
             if step % 20 == 0:
-                logger.log_eval(step, Evaluation(3.0))
+                logger.log(logger.eval_record(step, Evaluation(3.0)))
 
 
 def test_a_step_has_every_field(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
-        record = logger.log_step(metrics(10))
+        record = logger.step_record(metrics(10))
+        logger.log(record)
     assert records(run_dir) == [record]
     assert list(record) == STEP_KEYS
     assert set(STEP_KEYS) <= RESERVED, "a user's own loss must not return a metric of this name"
@@ -69,23 +70,23 @@ def test_a_step_has_every_field(run_dir, plan):
 
 def test_an_evaluation_is_logged_with_its_perplexity(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(20, Evaluation(math.log(50)))
+        logger.log(logger.eval_record(20, Evaluation(math.log(50))))
     assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(run_dir, plan):
     """Half as many tokens of the same text, each with twice the loss, are as good a prediction."""
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(1, Evaluation(math.log(4), bytes_per_token=2.0))
-        logger.log_eval(2, Evaluation(2 * math.log(4), bytes_per_token=4.0))
-        logger.log_eval(3, Evaluation(1.0, of_objective={"kl": 0.0}, bytes_per_token=2.0))
+        logger.log(logger.eval_record(1, Evaluation(math.log(4), bytes_per_token=2.0)))
+        logger.log(logger.eval_record(2, Evaluation(2 * math.log(4), bytes_per_token=4.0)))
+        logger.log(logger.eval_record(3, Evaluation(1.0, of_objective={"kl": 0.0}, bytes_per_token=2.0)))
     assert [line.get("bits_per_byte") for line in records(run_dir)] == [pytest.approx(1), pytest.approx(1), None]
 
 
 def test_each_set_has_its_own_metrics(run_dir, plan):
     sets = {"wiki": Evaluation(math.log(2), bytes_per_token=1.0), "code": Evaluation(math.inf, {"a": 1.0, "b": 2.0})}
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(20, Evaluation(0.0), sets)
+        logger.log(logger.eval_record(20, Evaluation(0.0), sets))
     assert records(run_dir) == [
         {
             **{"step": 20, "eval_loss": 0.0, "perplexity": 1.0},
@@ -101,8 +102,8 @@ def test_an_evaluation_is_logged_by_source(run_dir, plan, monkeypatch):
     sent = []
     monkeypatch.setattr(trackers.Trackers, "log", lambda self, values, step: sent.append((values, step)))
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(20, Evaluation(2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan}))
-        logger.log_eval(30, Evaluation(2.5, {"alone": 2.5}))
+        logger.log(logger.eval_record(20, Evaluation(2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan})))
+        logger.log(logger.eval_record(30, Evaluation(2.5, {"alone": 2.5})))
     first, second = records(run_dir)
     assert first["eval_loss_by_source"] == {"/data/a b.jsonl": 2.0, "owner/web": None}
     assert "eval_loss_by_source" not in second
@@ -119,8 +120,8 @@ def test_an_evaluation_is_logged_by_source(run_dir, plan, monkeypatch):
 def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
     """A run that continues keeps its line; a new one in the same folder, and a line that was cut off, do not stay."""
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(0, Evaluation(3.0))
-        logger.log_step(metrics(10))
+        logger.log(logger.eval_record(0, Evaluation(3.0)))
+        logger.log(logger.step_record(metrics(10)))
     with run_dir.metrics_file.open("a") as file:
         file.write('{"step": 2')
     with MetricsLogger(run_dir, plan, start_step=10):
@@ -134,9 +135,9 @@ def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_numbers_are_null(run_dir, plan, value):
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_step(metrics(10, loss=value, grad_norm=value))
-        logger.log_eval(10, Evaluation(value))
-        logger.log_eval(20, Evaluation(1e6))
+        logger.log(logger.step_record(metrics(10, loss=value, grad_norm=value)))
+        logger.log(logger.eval_record(10, Evaluation(value)))
+        logger.log(logger.eval_record(20, Evaluation(1e6)))
     assert [record.get("loss", record.get("eval_loss")) for record in records(run_dir)] == [None, None, 1e6]
     assert records(run_dir)[0]["grad_norm"] is None
     assert records(run_dir)[2]["perplexity"] is None
@@ -144,7 +145,7 @@ def test_non_finite_numbers_are_null(run_dir, plan, value):
 
 def test_numbers_keep_every_digit(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_step(metrics(10, loss=0.1 + 0.2))
+        logger.log(logger.step_record(metrics(10, loss=0.1 + 0.2)))
     assert records(run_dir)[0]["loss"] == 0.1 + 0.2
 
 
@@ -203,7 +204,7 @@ from tests.helpers.step_metrics import metrics
 run_dir = RunDir(Path({str(run_dir.path)!r}))
 logger = MetricsLogger(run_dir, run_dir.read_plan())
 for step in (10, 20, 30):
-    logger.log_step(metrics(step))
+    logger.log(logger.step_record(metrics(step)))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -223,14 +224,14 @@ def _fill(disk):
 def test_a_temporarily_full_disk_loses_no_line(small_disk, plan, tmp_path):
     run_dir, warned = RunDir(small_disk), []
     with MetricsLogger(run_dir, plan, warn=warned.append) as logger:
-        logger.log_step(metrics(10))
+        logger.log(logger.step_record(metrics(10)))
         _fill(small_disk)
         for step in range(20, 200, 10):  # more than the block that the file has begun
-            logger.log_step(metrics(step))
+            logger.log(logger.step_record(metrics(step)))
             logger.flush()
         assert len(run_dir.metrics_file.read_text().splitlines()) < 19
         (small_disk / "filler").unlink()
-        logger.log_step(metrics(200))
+        logger.log(logger.step_record(metrics(200)))
     assert [record["step"] for record in records(run_dir)] == [*range(10, 210, 10)]
     assert len(warned) == 1
     assert "No space left on device; its lines are kept for later" in warned[0]
@@ -241,7 +242,7 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(small_disk, plan):
     with MetricsLogger(RunDir(small_disk), plan, warn=warned.append) as logger:
         _fill(small_disk)
         for step in range(10, 200, 10):
-            logger.log_step(metrics(step))
+            logger.log(logger.step_record(metrics(step)))
     assert "could not be written" in warned[-1]
 
 

@@ -121,6 +121,83 @@ assert torch.get_num_threads() == threads
     assert done.returncode == 0, done.stderr
 
 
+OWN = """
+class Lines:
+    def __init__(self, run_dir, recipe, start_step):
+        self.file = run_dir / "own.csv"
+        self.name, self.start_step = recipe.name, start_step
+
+    def log(self, values, step):
+        if step > 30:
+            raise OSError("no room")
+        with self.file.open("a") as file:
+            file.writelines(f"{step},{name},{value}\\n" for name, value in values.items())
+
+
+class Complete(Lines):
+    def start(self):
+        self.file.write_text("started\\n")
+
+    def store_init_configuration(self, fields):
+        with self.file.open("a") as file:
+            file.write(f"seed {fields['train.seed']}\\n")
+
+    def finish(self):
+        with self.file.open("a") as file:
+            file.write("finished\\n")
+
+
+class CannotStart(Lines):
+    def start(self):
+        raise PermissionError("no account")
+"""
+
+
+@pytest.fixture
+def own_tracker(plan, tmp_path, monkeypatch):
+    """Returns the recipe with a tracker of a module of its own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "trackers_of_tests.py").write_text(OWN)
+    yield lambda name: with_trackers(plan, f"trackers_of_tests:{name}").with_(code_dir=str(tmp_path))
+    sys.modules.pop("trackers_of_tests", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("Lines", "10,loss,2.5\n"), ("Complete", "started\nseed 1\n10,loss,2.5\nfinished\n")],
+)
+def test_a_tracker_of_ones_own_needs_only_a_method_for_values(own_tracker, run_dir, name, lines):
+    trackers = Trackers(run_dir, own_tracker(name), 0)
+    trackers.log({"loss": 2.5, "mfu": None}, step=10)
+    trackers.log_text("samples/0", "text", step=10)
+    trackers.close()
+    assert (run_dir.path / "own.csv").read_text() == lines
+
+
+def test_an_own_tracker_that_cannot_start_is_reported_with_its_line(own_tracker, run_dir, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        Trackers(run_dir, own_tracker("CannotStart"), 0)
+    (problem,) = error.value.problems
+    assert problem.field == "logging.trackers"
+    assert problem.message.startswith(f"{tmp_path}/trackers_of_tests.py, line ")
+    assert "trackers_of_tests:CannotStart cannot start: PermissionError: no account" in problem.message
+
+
+def test_an_own_tracker_that_fails_is_disabled(own_tracker, run_dir, tmp_path, capsys):
+    trackers = Trackers(run_dir, own_tracker("Lines"), 0)
+    for step in (10, 40, 20):
+        trackers.log({"loss": 2.5}, step=step)
+    trackers.close()
+    assert (run_dir.path / "own.csv").read_text() == "10,loss,2.5\n"
+    message = capsys.readouterr().err
+    assert message.startswith(f"{tmp_path}/trackers_of_tests.py, line ")
+    assert "tracker trackers_of_tests:Lines failed at step 40, and is disabled from now on" in message
+
+
+def test_the_package_of_an_own_tracker_is_not_asked_for(plan):
+    check_trackers(with_trackers(plan, "mine:Tracker"))
+
+
 def test_wandb_continues_its_run_after_a_resume(plan, run_dir, monkeypatch):
     pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -230,3 +230,15 @@ def test_kernels_that_a_cpu_may_lack_are_replaced(name):
     assert (kernels.blocks, kernels.loss) == ("eager", "chunked")
     told = [change for change in shrunk.changes if change.what == "kernels"]
     assert [change.plan for change in told] == [f"blocks {name}, loss {name}"]
+
+
+def test_what_would_judge_more_steps_is_left_out():
+    """A dry run takes too few steps for it, and calls no callbacks."""
+    recipe, _ = load_recipe(str(ROOT / "recipes/tiny.py"), [])
+    recipe = recipe.with_(
+        **{"train.max_steps": 100, "evaluation.every_steps": 10, "train.early_stopping": {"patience": 3}},
+        **{"checkpoint.every_steps": 10, "checkpoint.keep_last": 1, "checkpoint.keep_best": 1},
+    )
+    plan = resolve(recipe, Cluster(devices_per_node=2))
+    small = shrink_plan(plan, tiny_model(recipe, layers_kept(plan))).plan.recipe
+    assert (small.train.early_stopping, small.checkpoint.keep_best, small.callbacks) == (None, None, ())

@@ -12,7 +12,7 @@ PROOF = ("reference.py", "reference_optimizers.py", "documents.py")
 VERIFY = PACKAGE / "trials" / "verify"
 DECLARATIONS = {"llmtrain.recipe", "llmtrain.recipe.own_code", "llmtrain.plan.facts.families"}
 LIBRARIES = {"torch", "transformers", "numpy", "peft"}
-STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "math", "sys", "typing"}
+STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "inspect", "math", "sys", "typing"}
 OWN = {"llmtrain.trials.verify.reference", "llmtrain.trials.verify.reference_optimizers"}
 
 

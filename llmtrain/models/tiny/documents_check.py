@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.forward import document_masks
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import model_configuration
+from llmtrain.models.build import model_configuration
+from llmtrain.models.documents import document_masks
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model
 from llmtrain.recipe import Recipe

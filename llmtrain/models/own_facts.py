@@ -1,0 +1,89 @@
+"""The helper process that builds a model of a user's own, and finds out on a tiny copy what it supports."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+
+from llmtrain.errors import FamilyError, RecipeError
+from llmtrain.models.activation_bytes import saved_per_token
+from llmtrain.models.own import OwnConfig, OwnModel, own_configuration
+from llmtrain.models.own_parts import check_module
+from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
+from llmtrain.models.tiny.documents_check import influences
+from llmtrain.models.tiny.model import COPY_ERRORS
+from llmtrain.models.tiny.stages_check import check_cut
+from llmtrain.models.tiny.tensor_check import check_tensor_split
+from llmtrain.plan.facts.model import ModelFacts, OwnTrials
+from llmtrain.plan.facts.model_facts import facts_of
+from llmtrain.plan.facts.own_code import identified
+from llmtrain.plan.facts.own_model import KnownModel
+from llmtrain.plan.stages import stage_bounds
+from llmtrain.recipe import ModelConfig, Precision
+
+SEQUENCE_LENGTH = 1024
+"""Tokens for which the stages of a trial are balanced."""
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the facts of the model of a request, and its files, as JSON. Raises RecipeError."""
+    model, folder = ModelConfig(**request["model"]), request["folder"]
+    assert model.build is not None
+    config = own_configuration(model, request["vocab_size"], folder)
+    check_module(config.origin)
+    with torch.device("meta"):
+        facts = facts_of(OwnModel(config), model.build)
+    known = facts.model_copy(
+        update={
+            "without_gradient": config.found.without_gradient,
+            "dropout": tuple(config.dropout.items()),
+            # Without a head of its own, the logits are products with the embedding.
+            "tied_embeddings": facts.tied_embeddings or not config.found.head,
+            "trials": OwnTrials(
+                auxiliary_loss=config.found.has_auxiliary_loss,
+                is_random=config.found.is_random,
+                documents=_mixed_documents(config),
+                stages=_refused_stages(config, facts),
+                tensor=_refused_split(config),
+                saved=tuple((each, saved_per_token(config, model, each)) for each in get_args(Precision)),
+            ),
+        }
+    )
+    code = identified({model.build.partition(":")[0].partition(".")[0]}, folder)
+    return {"known": KnownModel(code=code, facts=known).model_dump_json()}
+
+
+def _mixed_documents(config: OwnConfig) -> str:
+    """Returns why packed documents influence each other; empty if they do not."""
+    try:
+        mixes = influences(shrink_configuration(config, LAYERS))
+    except COPY_ERRORS as error:
+        return f"its tiny copy fails for two documents ({type(error).__name__}: {error})"
+    if not mixes:
+        return ""
+    takes_positions = config.found.takes_positions
+    needs = "its attention has to be scaled_dot_product_attention with is_causal=True and without a mask"
+    return needs if takes_positions else f"{needs}, and its forward pass has to use an argument position_ids"
+
+
+def _refused_stages(config: OwnConfig, facts: ModelFacts) -> str:
+    """Returns why the model cannot be cut into two stages; empty if it can."""
+    if facts.layers < 2:
+        return "it has no list of layers that run one after the other"
+    try:
+        check_cut(config, stage_bounds(facts, 2, SEQUENCE_LENGTH))
+    except RecipeError as error:
+        return error.reason if isinstance(error, FamilyError) else str(error)
+    return ""
+
+
+def _refused_split(config: OwnConfig) -> str:
+    """Returns why two ranks cannot split the matrices of the model; empty if they can."""
+    if not config.tp_plan:
+        return "it has no plan; give one in the form of transformers' tp_plan: model.tp_plan"
+    try:
+        check_tensor_split(config, 2)
+    except RecipeError as error:
+        return error.reason if isinstance(error, FamilyError) else str(error)
+    return ""
