@@ -289,15 +289,13 @@ class BatchLoader:
     ) -> StepBatch:
         """Reads the batch of the given sequences, each of which is in the view of its source."""
         others = [view.mismatched for view in views if isinstance(view, PackedSamples) and view.mismatched is not None]
-        by_view = [(view, sequences[sources == number]) for number, view in enumerate(views)]
-        targets = sum(int(view.count_targets(index).sum()) for view, index in by_view)
-        examples = [self._items.count(view, index) for view, index in by_view]
+        targets, examples = _counts(views, sources, sequences, self._items)
         return StepBatch(
             self._micro_batches(views, sources, sequences, micro_steps),
             targets,
             len(sequences),
             cursor,
-            examples=None if examples[0] is None else sum(count or 0 for count in examples),
+            examples=examples,
             mismatched=self._micro_batches(others, sources, sequences, micro_steps) if others else [],
         )
 
@@ -343,6 +341,14 @@ def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
         in_epoch = epochs == epoch
         positions[in_epoch] = permute(positions[in_epoch], size, permutation_key(seed, source.key, epoch))
     return positions
+
+
+def _counts(views: list[Samples], sources: Index, sequences: Index, items: Items) -> tuple[int, int | None]:
+    """Returns the number of labels other than `NO_TARGET` in the sequences, and that of items (`Items.count`)."""
+    by_view = [(view, sequences[sources == number]) for number, view in enumerate(views)]
+    targets = sum(int(view.count_targets(index).sum()) for view, index in by_view)
+    examples = [items.count(view, index) for view, index in by_view]
+    return targets, None if examples[0] is None else sum(count or 0 for count in examples)
 
 
 def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:

@@ -117,6 +117,10 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
+        if recipe.objective.is_own:
+            vocabulary = model.config.get_text_config().vocab_size
+            ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), OwnLoss(recipe, vocabulary).sums)
+            return
         of_tokens = recipe.objective.is_preference
         plain = target_losses if of_tokens else target_loss_sum
         on_cpu = plan.cluster.spec.on_cpu
@@ -239,7 +243,7 @@ def loss_of(
     result: the model's logits, or what its `ChunkedLoss` has made of them. labels: those of the batch, on the device.
     """
     if isinstance(objective, OwnLoss):
-        return objective(result, batch)
+        return objective.take(result) if chunked_loss(model) else objective(result, batch)
     if objective is None:
         return result if chunked_loss(model) else target_loss_sum(result, labels)
     assert batch.completions is not None, "an objective is given completions"

@@ -69,7 +69,8 @@ class Losses(ModelOutput):  # type: ignore[misc]
     tensors."""
 
     loss_sum: Tensor | None = None
-    """Sum of the cross-entropies over the target tokens, or each of them, as `ChunkedLoss.loss_of` returns them."""
+    """Sum of the cross-entropies over the target tokens, each of them, or several sums: what `ChunkedLoss.loss_of`
+    returns."""
     aux_loss: Tensor | None = None
 
 
@@ -86,7 +87,7 @@ class ChunkedLoss:
     recomputed: bool
     loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
     """Returns the summed cross-entropy of a chunk, given its logits and labels; or, if `recomputed`, the cross-entropy
-    of each token [1, tokens]. These are then concatenated over the chunks."""
+    of each token [1, tokens], which are then concatenated over the chunks, or several sums [sums], which are added."""
     _full_forward: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _output_type: type = field(init=False, repr=False)
@@ -131,12 +132,12 @@ class ChunkedLoss:
         return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
 
     def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of the cross-entropies, or each of them.
+        """Returns the sum of the cross-entropies, each of them, or several sums.
 
         hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
         """
         loss = self._loss(hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1))
-        return loss.view_as(targets) if loss.ndim else loss
+        return loss.view_as(targets) if loss.ndim == 2 else loss
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
@@ -153,7 +154,9 @@ class ChunkedLoss:
 
     def _reduce(self, parts: Iterator[tuple[Tensor, ...]], loss_of: Callable[..., Tensor]) -> Tensor:
         losses = [loss_of(*part) for part in parts]
-        return torch.cat(losses, dim=1) if losses[0].ndim else torch.stack(losses).sum()
+        if losses[0].ndim == 2:
+            return torch.cat(losses, dim=1)
+        return torch.stack(losses).sum(0) if losses[0].ndim else torch.stack(losses).sum()
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""

@@ -44,25 +44,35 @@ class OwnLoss:
         logits: [batch, T, vocabulary], of any precision; the loss is computed in fp32.
         """
         labels = batch.labels.to(logits.device, non_blocking=True)
-        with torch.autocast(logits.device.type, enabled=False):
-            logits = logits.float()
-            if self.config.unit != "token":
-                bounds = (batch.documents or Documents.of(batch.position_ids.cpu())).bounds
-                kept = documents_with_targets(batch.labels.cpu(), bounds)
-                if not any(kept):
-                    return logits.flatten()[:0].sum()  # 0, with a gradient of 0
-                logits, labels = (
-                    document_rows(values, bounds, kept, padding)
-                    for values, padding in ((logits, 0), (labels, NO_TARGET))
-                )
-            with own_code_errors(self.config.name, self._folder, "objective.name", "fails"):
-                sums = sums_of(self._function(logits, labels, **self.config.options))
-        loss, count = sums.pop("loss")
-        others = [number for name in self.names for number in sums[name]]
-        numbers = (torch.as_tensor(number, device=logits.device).detach().float() for number in (count, *others))
-        self._seen.append(torch.stack([number.reshape(()) for number in numbers]))
-        total: Tensor = loss.float()
-        return total
+        if self.config.unit == "token":
+            return self.take(self.sums(logits, labels))
+        bounds = (batch.documents or Documents.of(batch.position_ids.cpu())).bounds
+        kept = documents_with_targets(batch.labels.cpu(), bounds)
+        if not any(kept):
+            return logits.flatten()[:0].float().sum()  # 0, with a gradient of 0
+        rows = (document_rows(logits, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET))
+        return self.take(self.sums(*rows))
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of the losses of some rows, and the sums that `metrics` reads, which have no gradient.
+
+        Sums of rows, or of chunks of tokens, may be added.
+        """
+        action = f"fails for logits {list(logits.shape)}"
+        with (
+            torch.autocast(logits.device.type, enabled=False),
+            own_code_errors(self.config.name, self._folder, "objective.name", action),
+        ):
+            sums = sums_of(self._function(logits.float(), labels, **self.config.options))
+            loss, count = sums["loss"]
+            others = [number for name in self.names for number in sums[name]]
+        numbers = (torch.as_tensor(number, device=logits.device).detach() for number in (count, *others))
+        return torch.stack([number.float().reshape(()) for number in (loss, *numbers)])
+
+    def take(self, sums: Tensor) -> Tensor:
+        """Returns the sum of the losses in the sums of a micro-batch, and keeps the others."""
+        self._seen.append(sums[1:].detach())
+        return sums[0]
 
     def metric_sums(self, device: torch.device) -> Tensor:
         """Returns this rank's share of the sums that `metrics` reads: the loss's count, then sum and count of each."""

@@ -71,15 +71,17 @@ def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
 
 def needs_whole_loss(recipe: Recipe) -> str:
     """Returns why the loss or the engine needs all logits, or an empty string if they do not."""
-    if recipe.objective.is_own:
-        return f"{recipe.objective.name} is given the logits of all tokens"
+    objective = recipe.objective
+    if objective.is_own and objective.reads_whole_documents:
+        return f"{objective.name} is given the logits of all tokens of a {objective.unit}"
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")
 
 
 def recomputes_loss(recipe: Recipe) -> bool:
     """Whether a chunk's logits are computed again in the backward pass (`llmtrain.models.chunked`).
 
-    In an objective of completions, the weight of a token is only known once all tokens of its completion are.
+    In an objective of completions, the weight of a token is only known once all tokens of its completion are. A user's
+    own loss returns several sums.
     """
     scaled = recipe.parallel.precision in ("fp16", "autocast_fp16")
-    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.is_preference
+    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.name != "language_model"

@@ -69,6 +69,11 @@ def definition_line(value: Any) -> str:
         return ""
 
 
+NO_FAULTS = ("OutOfMemoryError", "_StopRecomputationError")
+"""Exceptions of torch within a user's code that is right: the device is too small, or a checkpoint of activations has
+recomputed all that it needs."""
+
+
 class _Marker:
     """Marks the annotation of a field that holds an import path."""
 
@@ -161,7 +166,7 @@ def own_code_errors(
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # of torch; the code is right, but the device too small
+        if type(error).__name__ in NO_FAULTS:
             raise
         message = f"{source_line(error, folder)}{path} {action}: {type(error).__name__}: {reason(error)}"
         raise kind(Problem("code.raises", field, message)) from error

@@ -11,8 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from llmtrain import Custom
 from llmtrain.data import BatchLoader, Prepared, StepBatch, prepare
+from llmtrain.data.items import Items
 from llmtrain.errors import DataError, Exit
+from tests.helpers import own_losses
+from tests.helpers.batches import tiny_recipe
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 
@@ -70,6 +74,24 @@ def test_the_samples_of_a_step_do_not_depend_on_the_layout(
         (reference.target_tokens, 8, 16)
     }
     assert reference.target_tokens == sum(int((row != -100).sum()) for row in rows([reference], "labels"))
+
+
+@pytest.mark.parametrize("unit", ["token", "document"])
+@pytest.mark.parametrize("count", [None, own_losses.count_even, own_losses.count_nothing])
+def test_every_rank_counts_the_items_of_the_global_batch(prepared: Prepared, unit: Any, count: Any) -> None:
+    items = Items(tiny_recipe(objective=Custom(own_losses.token_sum, unit=unit, count=count)))
+    parts = [loader_of(prepared, rank, size=4, items=items).train_batch(16) for rank in range(4)]
+    documents = sum(
+        int(((one.position_ids == 0) & (one.labels >= 0)).sum()) for part in parts for one in part.micro_batches
+    )
+    even = sum(own_losses.count_even(one.labels) for part in parts for one in part.micro_batches)
+    expected = {own_losses.count_even: even, own_losses.count_nothing: 0}.get(count, documents)
+    if unit == "token" and count is None:
+        expected = parts[0].target_tokens
+    assert {part.num_items for part in parts} == {expected}
+    assert {part.divisor for part in parts} == {max(expected, 1)}
+    (evaluated, *_) = loader_of(prepared, items=items).eval_batches(3)
+    assert (evaluated.num_items == 0) == (count is own_losses.count_nothing)
 
 
 def test_the_order_does_not_depend_on_the_batch_size(prepared: Prepared) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llmtrain import Custom
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, recomputes_loss
@@ -61,6 +62,13 @@ def _trace(plan: Plan, steps: int) -> Trace:
 )
 def test_chunks_match_the_plain_loop(cases, tied):
     _compare(2, cases, {"model.config.tie_word_embeddings": tied})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [CHUNK, CHUNK_TOKENS])
+def test_chunks_of_a_loss_of_ones_own_match_the_plain_loop(chunk):
+    cases = {name: ZERO[name] for name in ("ZeRO-0", "ZeRO-3")} | PIPELINES | OTHERS
+    _compare(2, cases, {"objective": Custom("llmtrain.objectives:z_loss", weight=0.01)}, chunk=chunk)
 
 
 @pytest.mark.slow

@@ -131,8 +131,8 @@ def miscounted_targets(patch):
     """Each sequence counts one target too many."""
     original = loader._counts
 
-    def counts(views, sources, sequences):
-        targets, examples = original(views, sources, sequences)
+    def counts(views, sources, sequences, items):
+        targets, examples = original(views, sources, sequences, items)
         return targets + len(sequences), examples
 
     patch.setattr(loader, "_counts", counts)

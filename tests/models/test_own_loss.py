@@ -99,6 +99,15 @@ def test_metrics_are_sums_over_micro_batches_until_the_next_step():
     assert math.isnan(own.metrics([0.0] * 5)["log_z"])
 
 
+def test_sums_of_chunks_add_up():
+    own, values = loss_of("llmtrain.objectives:z_loss", weight=0.1), logits()
+    parts = [own.sums(values[:, part], LABELS[:, part]) for part in (slice(3), slice(3, 8))]
+    torch.testing.assert_close(own.take(sum(parts)), own(values, micro_batch()))
+    of_chunks, whole = own._seen
+    torch.testing.assert_close(of_chunks, whole)
+    assert not of_chunks.requires_grad
+
+
 def test_a_count_that_is_not_that_of_the_data_is_reported():
     own = loss_of(own_losses.token_sum)
     own.check_count([2.0**24], 2**24 + 1)  # as exact as fp32 is

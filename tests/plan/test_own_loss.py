@@ -139,8 +139,9 @@ def resolved(objective: ObjectiveConfig, ranks: int = 2, **fields):
         (RIGHT[1], {"data.packing": "concat"}, "objective.whole_pairs", "data.packing=best_fit"),
         (RIGHT[1], {"data.mask_documents": False}, "objective.documents", "data.mask_documents=true"),
         (RIGHT[2], {"data.packing": "none"}, "objective.whole_pairs", "data.packing=best_fit"),
-        (RIGHT[0], {"kernels.loss": "chunked"}, "kernels.loss", "kernels.loss=whole"),
-        (RIGHT[0], {"kernels.loss": "liger"}, "kernels.loss", "kernels.loss=whole"),
+        (RIGHT[1], {"kernels.loss": "chunked"}, "kernels.loss", "kernels.loss=whole"),
+        (RIGHT[0], {"kernels.loss": "liger"}, "kernels.loss", "kernels.loss=chunked"),
+        (RIGHT[0], {"kernels.loss": "compiled"}, "kernels.loss", "kernels.loss=chunked"),
     ],
 )
 def test_plans_that_cannot_be_right_are_refused(objective, fields, rule, fix):

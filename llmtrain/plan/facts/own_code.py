@@ -186,8 +186,8 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
 def _loaded_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        # Some modules, such as torch.ops, have a name of a file that does not exist.
-        if isinstance(file, str) and name != "__main__" and Path(file).is_file():
+        # torch.classes has the name of a file that does not exist.
+        if isinstance(file, str) and name != "__main__" and Path(file).is_absolute():
             yield name, Path(file).resolve()
 
 

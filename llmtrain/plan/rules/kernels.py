@@ -62,21 +62,27 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
 
 @rule("kernels.loss", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses a chunked loss if all logits are needed. Some engines need the logits themselves, or never hold the whole
-    head; a user's own loss is given logits."""
-    loss = draft.recipe.kernels.loss
+    """Refuses a chunked loss if all logits are needed, and kernels that compute another loss. Some engines need the
+    logits themselves, or never hold the whole head. A user's own loss of documents is given all of their logits;
+    compiled and Liger's kernels compute the cross-entropy."""
+    loss, objective = draft.recipe.kernels.loss, draft.recipe.objective
     if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
-        what = "a loss of your own" if draft.recipe.objective.is_own else draft.parallel.strategy
+        of_documents = objective.is_own and objective.reads_whole_documents
+        what = f"objective.unit={objective.unit}" if of_documents else draft.parallel.strategy
         message = f"'{loss}' is not supported with {what}: {why}"
         yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
+    elif objective.is_own and loss in ("compiled", "liger"):
+        message = f"'{loss}' computes the cross-entropy, not {objective.name}"
+        yield Fault("kernels.loss", message, assignment(kernels__loss="chunked"))
 
 
 @rule("kernels.liger_loss", "read")
 def liger_loss(draft: Draft) -> Iterator[Fault]:
     """Refuses Liger's loss if the head is sharded or split, or if its gradients depend on a weight not yet known.
     Liger's loss reads the whole weight of the head, and computes gradients during the forward pass."""
-    if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
-        return
+    recipe = draft.recipe
+    if recipe.kernels.loss != "liger" or needs_whole_loss(recipe) or recipe.objective.is_own:
+        return  # `kernels.loss` refuses the last two
     is_preference, is_zero3 = draft.recipe.objective.is_preference, draft.parallel.zero_stage == 3
     is_scaled = recomputes_loss(draft.recipe) and not is_preference and not is_zero3
     reasons = {

@@ -217,7 +217,7 @@ def _cost(record: dict[str, Any]) -> str:
     return f"cost {record['cost']:,.2f} of {record['cost_at_end']:,.2f}" if "cost" in record else ""
 
 
-QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")
+QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy", "accuracy")
 """Metrics of an evaluation that are shown next to its loss."""
 
 

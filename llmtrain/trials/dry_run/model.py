@@ -43,15 +43,19 @@ def _without_warnings() -> Iterator[None]:
 def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     """Returns the recipe's model in tiny sizes, with this many layers, the same switches and dropout, and new weights.
 
+    For a loss of the user's own, the vocabulary is the same, too.
+
     Raises RecipeError for a model with custom code, and if no tiny copy can be made.
     """
     config = model_configuration(recipe)
     if config.model_type not in CONFIG_MAPPING:
         raise _refused(recipe, f"'{config.model_type}' is custom code, so no tiny copy can be made by name")
     values = config.to_dict()
-    dropout = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
+    same = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
+    if recipe.objective.is_own and "vocab_size" in values:
+        same["vocab_size"] = values["vocab_size"]  # the user's loss may read logits of some tokens
     try:
-        tiny = shrink_configuration(config, layers, **dropout)
+        tiny = shrink_configuration(config, layers, **same)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise _refused(recipe, f"no tiny copy of '{config.model_type}' can be made ({error})") from None
     family = FAMILIES.get(config.model_type)

@@ -106,7 +106,7 @@ def _evaluate(engine: Engine, data: BatchLoader, max_sequences: int | None) -> f
     for batch in data.eval_batches(max_sequences):
         total += engine.eval_step(batch).item() * batch.num_items
         targets += batch.num_items
-    return total / targets
+    return total / max(1, targets)
 
 
 def _repeat_last_step(

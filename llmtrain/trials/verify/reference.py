@@ -200,15 +200,15 @@ class ReferenceLoop:
         """Returns the sum of a micro-batch's losses, of all its items, and the router's loss."""
         losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
-        own: list[tuple[ReferenceDocument, Tensor]] = []
+        own: list[Tensor] = []
         for rows in self._passes(sequences):
             loss, router, logits = self._forward(rows, self._rounded())
             losses.append(loss)
             routers.append(router)
-            own += zip((document for document, _ in rows), logits, strict=True)
+            own += [of_row[: len(document.inputs)] for (document, _), of_row in zip(rows, logits, strict=True)]
         auxiliary = self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
         if is_path(self.recipe.objective.name):
-            return self._own_losses(own), auxiliary
+            return self._own_losses(sequences, torch.cat(own)), auxiliary
         if self.recipe.objective.name == "language_model":
             return torch.cat(losses).sum(), auxiliary
         with torch.no_grad():
@@ -292,18 +292,19 @@ class ReferenceLoop:
         ]
         return [joined] if self.together or self.adds_auxiliary_loss else [[row] for row in joined]
 
-    def _own_losses(self, rows: Sequence[tuple[ReferenceDocument, Tensor]]) -> Tensor:
+    def _own_losses(self, sequences: Sequences, logits: Tensor) -> Tensor:
         """Returns the sum of the losses of a user's own function, called for each document or pair alone.
 
-        rows: documents with their logits [at least their length, vocabulary].
+        logits: those of all tokens in order, [tokens, vocabulary].
         """
         objective = self.recipe.objective
         function = import_object(objective.name, self.recipe.code_dir)
-        total = 0 * torch.stack([logits.sum().double() for _, logits in rows]).sum()
-        for unit in _units(rows, objective.unit):
-            logits = _pad([logits[: len(document.targets)].float() for document, logits in unit])
+        documents = [document for documents in sequences for document in documents]
+        parts = torch.split(logits.float(), [len(document.inputs) for document in documents])
+        total = 0 * logits.sum().double()  # gives a micro-batch without targets a gradient of 0
+        for unit in _units([*zip(documents, parts, strict=True)], objective.unit):
             targets = _pad([document.targets for document, _ in unit], NO_TARGET).to(self.device)
-            result = function(logits, targets, **objective.options)
+            result = function(_pad([part for _, part in unit]), targets, **objective.options)
             total = total + (result["loss"] if isinstance(result, Mapping) else result)[0]
         return total
 

@@ -209,6 +209,13 @@ def test_the_tiny_copy_trains_the_same_part(fields, expected):
     assert set(copy.trainable or (*adapter.targets, *adapter.modules_to_save)) == expected
 
 
+def test_a_loss_of_ones_own_keeps_its_vocabulary():
+    """It may read the logits of some tokens."""
+    recipe = base().with_(objective={"name": "mine:loss"})
+    assert tiny_model(recipe, 2).config["vocab_size"] == base().model.config["vocab_size"]
+    assert tiny_model(base(), 2).config["vocab_size"] < 200
+
+
 def test_a_model_of_its_own_code_is_refused(tmp_path):
     from transformers import LlamaConfig
 
