@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from llmtrain.data import prepare
 from llmtrain.data.cache import Cache
@@ -103,6 +104,10 @@ def of_process(row):
     return {"text": f"{os.getpid()} {row['number']}"} if row["number"] > 20 else row
 
 
+def of_set(row):
+    return {"text": " ".join({str(number) for number in range(20)})}
+
+
 def dies(row):
     os._exit(7)
 """
@@ -147,6 +152,12 @@ def test_rows_are_filtered_and_mapped_and_counted(folder):
     assert str(corpus.counts) == ("10 rows read, 5 dropped by `filter`, 4 changed, 1 left out, 1 added by `map`")
     assert len(list(corpus.documents())) == 5  # again, and counted anew
     assert corpus.counts.read == 10
+
+
+def test_a_function_is_named_by_its_path():
+    assert Source("rows", map=texts).map == "tests.data.test_own_rows:texts"
+    with pytest.raises(ValidationError, match="is a lambda"):
+        Source("rows", filter=lambda row: True)
 
 
 def test_rows_that_map_returns_as_they_were_are_unchanged(folder):
@@ -216,6 +227,7 @@ def test_faulty_rows_are_dropped_on_request(folder):
         ({"map": "mine:dies"}, "the process that runs mine:dies (data.sources.0) ended with code 7"),
         ({"reader": "mine:yields_a_number"}, "yields 2, which is neither a row (dict) nor a text as row 2"),
         ({"reader": "mine:shuffled"}, "must give the same result for the same argument"),
+        ({"reader": "mine:read", "subset": "en"}, "has no effect, since"),
         ({"reader": "mine:read", "split": "test"}, "'test' has no effect: a reader reads all files"),
     ],
 )
@@ -245,6 +257,10 @@ def test_the_identity_follows_the_code_not_its_place(folder):
     assert opened(folder, filter="mine:keep", map="mine:clean").identity != before
     (folder / "mine.py").write_text(MINE.replace("upper", "lower"))
     assert opened(folder, map="mine:clean").identity != before
+
+
+def test_a_set_of_texts_has_one_order_in_all_processes(folder):
+    assert texts(folder, map="mine:of_set") == texts(folder, map="mine:of_set")
 
 
 def test_this_process_imports_nothing_of_the_users(folder):

@@ -216,6 +216,8 @@ def _open_corpus(source: Source, field: str, cache: Cache, code_dir: str | None,
     column = source.text_column if form is None else None
     opened: FileCorpus | HubCorpus | StdlibChat | ReaderCorpus | OwnRows
     if functions := source.own_functions:
+        if source.reader:
+            _refuse_hub_fields(source, ("subset", "revision"), field)
         code = RowCode(functions, code_dir, field, drops_faulty)
         rows = reader_corpus(source, code, cache) if source.reader else _open_rows(source, field, cache, None)
         opened = OwnRows(rows, code, column)

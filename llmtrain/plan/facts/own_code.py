@@ -8,6 +8,7 @@ import math
 import platform
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ CACHE = "own_code"
 """Folder of the cache."""
 ROW_FUNCTIONS = frozenset({"reader", "filter", "map"})
 """Fields of a source that name functions of one argument."""
+
+
+_version = cache(installed_version)
+"""A search asks thousands of times; what this process has imported keeps its version."""
 
 
 class OwnCode(Part):
@@ -87,7 +92,7 @@ def examined_objects(objects: dict[str, str], folder: str | None, tried: dict[st
 
 def cache_path(request: dict[str, Any]) -> Path:
     """Returns the file of the cache for a request to a helper process, under the installed versions."""
-    versions = [installed_version(package) for package in ("llmtrain", "torch", "transformers")]
+    versions = [_version(package) for package in ("llmtrain", "torch", "transformers")]
     key = hashlib.sha256(repr([request, versions, platform.python_version(), sys.prefix]).encode()).hexdigest()[:32]
     return expanded(str(cache_root())) / CACHE / f"{key}.json"
 
@@ -104,7 +109,7 @@ def write_cache(path: Path, part: Part) -> None:
 def is_current(code: OwnCode, folder: str | None) -> bool:
     """Whether files and packages are still those that were found."""
     return all(_digest(Path(folder or "/", name)) == digest for name, digest in code.files.items()) and all(
-        installed_version(package) == version for package, version in code.packages.items()
+        _version(package) == version for package, version in code.packages.items()
     )
 
 
@@ -176,7 +181,7 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
             continue
         if is_installed:
             for package in distributions.get(root, ()):
-                packages[package] = installed_version(package) or ""
+                packages[package] = _version(package) or ""
         else:
             key = str(file.relative_to(str(folder))) if is_own else str(file)
             files[key] = _digest(file) or ""

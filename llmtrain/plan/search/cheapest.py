@@ -40,6 +40,8 @@ def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None =
     try:
         yield
     except RecipeError as error:
+        if any(problem.rule.startswith("code.") for problem in error.problems):
+            raise  # no plan repairs the user's code, which each would run again
         ways = []
         if not forced and {problem.rule for problem in error.problems} == {"memory.fits"}:
             ways = cheapest_plans(recipe, cluster, model_facts(recipe.model, recipe.vocab_size, recipe.code_dir))

@@ -131,7 +131,9 @@ def test_one_micro_batch_and_sgd_use_the_predicted_memory():
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit", "torch.optim:RAdam"]
+)
 def test_other_optimizers_use_the_predicted_memory(name):
     check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
 
