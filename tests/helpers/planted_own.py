@@ -65,5 +65,7 @@ def doubled_auxiliary_loss(patch):
     patch.setattr(own.OwnConfig, "router_aux_loss_coef", 2.0)
 
 
-ATTENTION = [no_mask, other_scale, no_positions, recomputed_with_another_mask]
+ATTENTION = [no_mask, other_scale, recomputed_with_another_mask]
+POSITIONS = [no_positions]
+"""Not of the decoder: its rotary attention only depends on distances."""
 AUXILIARY = [no_auxiliary_loss, doubled_auxiliary_loss]

@@ -74,6 +74,7 @@ def test_clean_plans_are_certified(names, fields, verify_corpus, tmp_path):
     ("names", "fields", "bugs"),
     [
         (["dp2-zero1-acc2"], DECODER | RECOMPUTED, "ATTENTION"),
+        (["dp2-zero1-acc2"], NANOGPT, "POSITIONS"),
         (["dp2-zero1-acc2"], EXPERTS, "AUXILIARY"),
     ],
 )
