@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,8 @@ from tests.helpers.traces import assert_same, engine_of, plan_of, reference_of, 
 
 STEPS = 3
 ROWS = tiny_recipe(**{"batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.1, "parallel.rows": 2})
-NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov"})
+NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov:Nesterov"})
+NESTEROV = NESTEROV.with_(code_dir=sys.path[0])
 
 
 def train(rank, recipes):
@@ -90,6 +92,35 @@ def test_an_added_axis_and_optimizer_train_as_the_plain_loop(extended):
     program = extended / "program.py"
     program.write_text(PROGRAM)
     assert "trained" in run(extended, str(program))
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
+    shutil.copy(ROOT / "recipes/tiny.py", extended)
+    (tmp_path / "corpus.txt").write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(20000)))
+    fields = {
+        "data.sources": [{"name": str(tmp_path / "corpus.txt")}],
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.tokenizer": {"vocab_size": 300},
+        "data.sequence_length": 64,
+        "logging.trackers": [],
+        "logging.every_steps": 1,
+        "evaluation.every_steps": 2,
+        "evaluation.max_sequences": 16,
+        "batch.global_batch_size": 8,
+        "batch.micro_batch_size": 2,
+    }
+    changes = [part for name, value in fields.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    command = ("-m", "llmtrain", "train", "my_recipe.py", "--nproc", "2", "--run-dir", str(tmp_path / "run"))
+    printed = run(extended, *command, "--max-steps", "2", *changes)
+    assert "loss     my_losses:smoothed, a mean over each token" in printed
+    *steps, last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["accuracy"] <= 1 for line in (*steps, last))
+    assert last["step"] == 2
+    assert last["eval_loss"] > 0
+    assert "perplexity" not in last
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert set(plan["code"]["files"]) == {"my_losses.py"}
 
 
 def test_an_axis_is_searched_and_its_rule_refuses(extended):
@@ -154,11 +185,26 @@ def test_a_launcher_gives_workers_their_places(extended):
     assert "rank=1, local_rank=1, world_size=2, local_world_size=2" in run(extended, "-c", program)
 
 
-def test_an_added_lint_rule_and_format_work(extended, tmp_path):
+READ = """
+import sys
+from pathlib import Path
+from llmtrain.data.cache import Cache
+from llmtrain.data.progress import Progress
+from llmtrain.data.sources.corpus import open_corpora
+from llmtrain.recipe import Source
+
+source, cache = Source(sys.argv[1] + "/*.md", reader="paragraphs:read"), Cache(Path(sys.argv[1]), Progress())
+(corpus,) = open_corpora([source], cache, code_dir=sys.argv[2])
+print([document.text for document in corpus.documents()])
+"""
+
+
+def test_a_reader_of_ones_own_reads_a_format(extended, tmp_path):
+    (tmp_path / "a.md").write_text("one\n\ntwo\n")
+    assert "['one', 'two\\n']" in run(extended, "-c", READ, str(tmp_path), str(extended))
+
+
+def test_an_added_lint_rule_works(extended, tmp_path):
     config = tmp_path / "odd.json"
     config.write_text('{"train_micro_batch_size_per_gpu": 3}')
     assert "lint.batch_odd" in run(extended, "-m", "llmtrain", "lint", str(config))
-    (tmp_path / "a.md").write_text("one\n\ntwo\n")
-    reader = "import sys; from pathlib import Path; from llmtrain.data.sources.formats import READERS\n"
-    reader += "print([one.text for one in READERS['.md'](Path(sys.argv[1]), 'text')])"
-    assert "['one', 'two\\n']" in run(extended, "-c", reader, str(tmp_path / "a.md"))

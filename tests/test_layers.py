@@ -26,6 +26,7 @@ LAYERS = (
     {"overrides"},
     {"launch"},
     {"data"},
+    {"objectives"},
     {"models"},
     {"engines"},
     {"checkpoint"},

@@ -22,8 +22,7 @@ from llmtrain.checkpoint.manifest import (
 )
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan import Plan
-from llmtrain.plan.optimizers import optimizer_of
-from llmtrain.recipe import OptimConfig, Recipe
+from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir, forbidden_changes
 from llmtrain.system.piece_headers import WEIGHT, PieceHeader, read_header
 from llmtrain.system.untrusted import UNREADABLE, file_fault
@@ -106,7 +105,7 @@ def check_data(checkpoint: Path, key: str, recipe: Recipe | None = None) -> Trai
     if state.data != key and recipe and read_plan(checkpoint).recipe.data.sources != recipe.data.sources:
         state.data = key
     if state.data != key:
-        message = "was trained on other data: the corpus, the tokenizer or the packing has changed since"
+        message = "was trained on other data: the corpus, a function of it, the tokenizer or the packing has changed"
         fix = "restore the data, or start a new run with another --run-dir"
         raise CheckpointError(Problem("checkpoint.data", str(checkpoint), message, fix))
     return state
@@ -125,7 +124,7 @@ def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: 
             message = f"lacks the part of {first_names(elsewhere)}, but all workers run on this machine"
             fix = "copy that part into the same folder, or run on the same nodes"
             problems.append(Problem("checkpoint.part", str(checkpoint), message, fix))
-        return problems or _missing_state(checkpoint, plan.recipe.optim)
+        return problems or _missing_state(checkpoint, plan)
     except CheckpointError as error:
         return list(error.problems)
 
@@ -144,7 +143,7 @@ def _other_run_problems(checkpoint: Path, manifest: Manifest, plan: Plan, run: s
     return [Problem("checkpoint.recipe", change.field, change.message, fix) for change in differing]
 
 
-def _missing_state(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
+def _missing_state(checkpoint: Path, plan: Plan) -> list[Problem]:
     """Returns which weights and optimizer states the shards of all ranks do not cover."""
     present: dict[tuple[str, str], int] = {}
     whole: dict[tuple[str, str], int] = {}
@@ -158,7 +157,7 @@ def _missing_state(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
         if numel < whole[name, kind]
     ]
     kinds = {kind for _, kind in present}
-    row = optimizer_of(optim)
+    optim, row = plan.recipe.optim, plan.optimizer_row
     needed = row.factors or (*row.codes, *row.scales) or row.states(optim)
     lacking = [kind for kind in (WEIGHT, *needed) if kind not in kinds]
     if lacking:

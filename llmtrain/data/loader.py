@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.items import Items, document_bounds
 from llmtrain.data.order import Mixture, permutation_key, permute
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource
@@ -46,14 +47,8 @@ class Documents:
 
         position_ids: [batch, T], of whole sequences, on the host; they increase by one within a document.
         """
-        import torch  # imported here, since preparing data in a launcher must not load it
-
-        positions = position_ids.numpy()
-        begins = np.ones(positions.shape, dtype=bool)
-        begins[:, 1:] = np.diff(positions, axis=1) != 1
-        bounds = np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
-        has_shared_rows = len(bounds) - 1 > len(positions)
-        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), has_shared_rows)
+        bounds = document_bounds(position_ids)
+        return cls(bounds, int(bounds.diff().max()), has_shared_rows=len(bounds) - 1 > len(position_ids))
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Returns arguments for a model's forward pass."""
@@ -130,15 +125,21 @@ class StepBatch:
     """Index of its first sequence."""
     eval_source: str = ""
     """For an evaluation, the name of the source, of which there is one per batch."""
-    examples: int = 0
-    """Number of pairs, or of labelled completions, in the global batch; 0 if the loss is a mean over tokens."""
+    examples: int | None = None
+    """Number of items in the global batch that the loss is a mean over, such as pairs; None if it is a mean over all
+    target tokens."""
     mismatched: list[MicroBatch] = field(default_factory=list)
     """For labelled completions, micro-batches with the same prompts and the completions of others."""
 
     @property
     def num_items(self) -> int:
-        """Number of items that the loss is a mean over: pairs or completions (`examples`), or else target tokens."""
-        return self.examples or self.target_tokens
+        """Number of items that the loss is a mean over: `examples`, or else target tokens."""
+        return self.target_tokens if self.examples is None else self.examples
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of the losses is divided by; a sum over no items is 0."""
+        return max(1, self.num_items)
 
 
 def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
@@ -174,10 +175,12 @@ class BatchLoader:
         dp_size: int,
         epochs: int | None = None,
         shortens: bool = False,
+        items: Items | None = None,
     ) -> None:
         """epochs: number of epochs after which a batch has only the sequences that are left, and the next batch starts
         over; None: batches always continue from one epoch into the next.
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
+        items: counts what the loss is a mean over, if the data do not tell.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
         self._prepared = prepared
@@ -188,6 +191,7 @@ class BatchLoader:
         self._rank = dp_rank
         self._size = dp_size
         self._shortens = shortens
+        self._items = items or Items()
         self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
@@ -206,6 +210,7 @@ class BatchLoader:
             dp_size=plan.readers,
             epochs=plan.recipe.train.epochs,
             shortens=plan.shortens_batches,
+            items=Items(plan.recipe),
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
@@ -284,13 +289,15 @@ class BatchLoader:
     ) -> StepBatch:
         """Reads the batch of the given sequences, each of which is in the view of its source."""
         others = [view.mismatched for view in views if isinstance(view, PackedSamples) and view.mismatched is not None]
-        targets, examples = _counts(views, sources, sequences)
+        by_view = [(view, sequences[sources == number]) for number, view in enumerate(views)]
+        targets = sum(int(view.count_targets(index).sum()) for view, index in by_view)
+        examples = [self._items.count(view, index) for view, index in by_view]
         return StepBatch(
             self._micro_batches(views, sources, sequences, micro_steps),
             targets,
             len(sequences),
             cursor,
-            examples=examples,
+            examples=None if examples[0] is None else sum(count or 0 for count in examples),
             mismatched=self._micro_batches(others, sources, sequences, micro_steps) if others else [],
         )
 
@@ -336,13 +343,6 @@ def _permuted(numbers: Index, source: PreparedSource, seed: int) -> Index:
         in_epoch = epochs == epoch
         positions[in_epoch] = permute(positions[in_epoch], size, permutation_key(seed, source.key, epoch))
     return positions
-
-
-def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[int, int]:
-    """Returns the number of labels other than `NO_TARGET` in the sequences, and of their examples."""
-    by_view = [(view, sequences[sources == number]) for number, view in enumerate(views)]
-    targets = sum(int(view.count_targets(index).sum()) for view, index in by_view)
-    return targets, sum(int(view.count_examples(index).sum()) for view, index in by_view)
 
 
 def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:

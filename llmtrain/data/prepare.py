@@ -29,7 +29,7 @@ from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Corpus, ope
 from llmtrain.data.store import TokenStore
 from llmtrain.data.tokenize import TokenizeOptions, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
-from llmtrain.errors import DataError, Problem
+from llmtrain.errors import DataError, Problem, UserError
 from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
 from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
@@ -187,7 +187,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     """Returns what `prepare` would open if all of it is in the cache, else None. Makes nothing."""
     try:
         return _prepare(recipe, Cache(cache_folder(recipe.data), Progress(), read_only=True))
-    except (NotPreparedError, DataError):
+    except (NotPreparedError, UserError):
         return None
 
 
@@ -203,12 +203,9 @@ def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
 def _prepare_all(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data, held_out = recipe.data, recipe.held_out_fraction
-    corpora = open_corpora(_with_objective_format(recipe, data.sources), cache)
+    corpora = _open(recipe, data.sources, cache, "data.sources")
     declared = {MAIN_SET: recipe.evaluation.sources, **recipe.evaluation.sets}
-    eval_corpora = {
-        name: open_corpora(_with_objective_format(recipe, listed), cache, _eval_field(name))
-        for name, listed in declared.items()
-    }
+    eval_corpora = {name: _open(recipe, listed, cache, _eval_field(name)) for name, listed in declared.items()}
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
     chat = _chat_options(recipe, [*corpora, *chain(*eval_corpora.values())], tokenizer)
@@ -233,11 +230,11 @@ def _eval_field(name: str) -> str:
     return f"evaluation.sets.{name}" if name else EVAL_FIELD
 
 
-def _with_objective_format(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
-    """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.is_preference:
-        return sources
-    return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
+def _open(recipe: Recipe, sources: Sequence[Source], cache: Cache, field: str) -> list[Corpus]:
+    """Returns the opened corpora of a field, in the form in which the objective reads them."""
+    if recipe.objective.reads_completions:
+        sources = [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
+    return open_corpora(sources, cache, field, recipe.code_dir, recipe.data.faulty_rows == "drop")
 
 
 def _chat_options(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatOptions | None:

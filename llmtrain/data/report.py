@@ -79,6 +79,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         if epochs > 1 and not recipe.train.epochs:
             remarks.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in prepared.all_sources:
+        if rows := source.store.meta.get("rows"):
+            remarks.append(f"{source.name}: {rows['summary']}")
         if chats := source.store.meta.get("conversations"):
             remarks.append(_conversations(source, chats, recipe))
             if end := chats.get("ordinary_end"):
@@ -118,7 +120,7 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
         share, sizes = float(np.mean(stream.desirable)) if stream.desirable.size else 0.0, sizes[0::2]
         what, unit = f"completions, {share:.0%} of them desirable", "completions"
     of_step = ""
-    if recipe.objective.is_preference and len(source.train):
+    if recipe.objective.reads_completions and len(source.train):
         mean = examples / len(source.train)
         of_step = (
             f"; {mean:.3g} {unit} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"
@@ -155,6 +157,7 @@ def _source(source: PreparedSource) -> dict[str, Any]:
     return {
         "name": source.name,
         "made": source.made,
+        "rows": source.store.meta.get("rows"),
         "store": str(source.store.path),
         "tokens_per_second": tokens / max(source.store.seconds, 1e-9),
         "unused_tokens": source.train.unused(),

@@ -83,6 +83,15 @@ class Samples(ABC):
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`; 0 for others."""
         return np.zeros(len(index), np.int64)
 
+    @property
+    def of_completions(self) -> bool:
+        """Whether the documents are pairs, or labelled completions."""
+        return False
+
+    def count_documents(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of documents, or segments of longer ones, in each sequence of `index`."""
+        raise NotImplementedError("sequences are cut from a stream")
+
     def unused(self) -> int:
         """Returns the number of tokens in the stream that no sequence reads as input or target."""
         return 0
@@ -193,8 +202,12 @@ class PackedSamples(Samples):
         """Returns the number of pairs, or of labelled completions, in each sequence of `index`."""
         if not self.of_completions:
             return super().count_examples(index)
+        return self.count_documents(index) // (2 if self.stream.holds_pairs else 1)
+
+    def count_documents(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of segments in each sequence of `index`."""
         require_intact(self.offsets, index, index + 2)
-        return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
+        return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64)
 
     @cached_property
     def most_segments(self) -> int:

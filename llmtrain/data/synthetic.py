@@ -36,7 +36,7 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
     )
     length = recipe.data.sequence_length
     sources, names, objective = [], unique_names(recipe.data.sources), recipe.objective
-    kind = "" if not objective.is_preference else "pairs" if objective.compares_pairs else "judged"
+    kind = "" if not objective.reads_completions else "pairs" if objective.compares_pairs else "judged"
     for number, source in enumerate(recipe.data.sources):
         key = key_of("synthetic", number, vocabulary, length, *([kind] if kind else []))
         entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, kind))  # type: ignore[misc]

@@ -16,7 +16,16 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.chat.tokenize import ChatOptions, tokenize_conversations
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Corpus, Split, split_documents, split_identity
+from llmtrain.data.sources.corpus import (
+    SPLITS,
+    ConversationCorpus,
+    Corpus,
+    Split,
+    row_counts,
+    split_documents,
+    split_identity,
+)
+from llmtrain.data.sources.own_rows import RowCounts
 from llmtrain.data.sources.special import SpecialTokenCounter, SpecialTokenCounts, too_many
 from llmtrain.data.store import StreamWriter, TokenStore, write_counts
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, split_text
@@ -88,6 +97,8 @@ def token_store(corpus: Corpus, field: str, options: TokenizeOptions, cache: Cac
                 )
             else:
                 meta = _tokenize(folder, corpus, field, options, task)
+        if (counts := row_counts(corpus)) is not None:
+            meta["rows"] = asdict(counts) | {"summary": str(counts)}
         train, held_out = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held_out:
             raise DataError(_no_documents(corpus, field, meta, options))
@@ -109,7 +120,8 @@ def _no_documents(corpus: Corpus, field: str, meta: dict[str, Any], options: Tok
         if options.chat.too_long == "drop" and not meta["pairs"] and not meta["judged"]:
             fix += ", or --set data.too_long=cut_turns keeps the turns that fit"
         return Problem("data.too_long", field, f"{message} {options.chat.sequence_length:,} tokens", fix)
-    return Problem("data.empty", field, f"'{corpus.name}' contains no text")
+    counts = row_counts(corpus)
+    return Problem("data.empty", field, f"'{corpus.name}' contains no text" + (f" ({counts})" if counts else ""))
 
 
 class _TextChunk(NamedTuple):
@@ -175,7 +187,7 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, options: TokenizeOptions
             texts = [chunk.text for chunk in batch]
             for chunk, ids in zip(batch, encoder.encode(texts), strict=True):
                 writers[chunk.split].add(ids, chunk.last)
-            task.update(batch[-1].fraction, _detail(writers, time.perf_counter() - started))
+            task.update(batch[-1].fraction, _detail(writers, time.perf_counter() - started, row_counts(corpus)))
         for writer in writers.values():
             writer.flush()
     special = counter.counts()
@@ -207,7 +219,8 @@ def _batches(
         yield batch, counter.counts()
 
 
-def _detail(writers: dict[Split, _TextWriter], seconds: float) -> str:
+def _detail(writers: dict[Split, _TextWriter], seconds: float, rows: RowCounts | None) -> str:
     documents = sum(writer.documents for writer in writers.values())
     tokens = sum(writer.tokens for writer in writers.values())
-    return f"{documents:,} documents, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
+    done = f"{documents:,} documents, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
+    return f"{done}, {rows}" if rows else done

@@ -131,7 +131,7 @@ def initialise_deepspeed(
             scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, plan.recipe))
             engine = accelerator.prepare(module, optimizer, scheduler)[0]
         else:
-            engine = accelerator.prepare(module, torch_optimizer(groups, optim))[0]
+            engine = accelerator.prepare(module, torch_optimizer(groups, optim, code_dir=plan.recipe.code_dir))[0]
             # With an optimizer object, accelerate ignores a schedule for DeepSpeed.
             use_schedule(engine, schedule(engine.basic_optimizer, plan.recipe))
     # Otherwise `transformers` would partition the next model that this process builds.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import Completions, MicroBatch
 from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import PlainLoop, plain_model
-from llmtrain.models import Objective
+from llmtrain.models import Objective, OwnLoss
 from llmtrain.plan import Plan
 
 
@@ -57,7 +57,7 @@ class DataParallel(PlainLoop):
 class _Losses(nn.Module):
     """A model together with its loss, as one module that DataParallel copies."""
 
-    def __init__(self, model: PreTrainedModel, objective: Objective | None) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective | OwnLoss | None) -> None:
         super().__init__()
         self.model = model
         self.objective = objective

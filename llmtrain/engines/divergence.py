@@ -14,6 +14,7 @@ import torch
 
 from llmtrain.data import StepBatch
 from llmtrain.engines.engine import Engine
+from llmtrain.models import Objective
 
 
 @torch.no_grad()
@@ -25,11 +26,11 @@ def estimate_divergence(
     Called by all ranks if the objective needs it (`Objective.needs_divergence`). beat: called after each pass.
     """
     objective = engine.objective
-    assert objective is not None
-    total = torch.zeros(5)  # as `Engine.rewards`
+    assert isinstance(objective, Objective)
+    total = torch.zeros(5)  # as `Engine.metric_sums`
     for batch in batches:
         engine.eval_step(replace(batch, micro_batches=batch.mismatched, mismatched=[]))
-        sums = engine.rewards()
+        sums = engine.metric_sums()
         assert sums is not None
         total = total.to(sums.device) + sums
         beat()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.state.save_load import HasState
-from llmtrain.models import Objective
+from llmtrain.models import Objective, OwnLoss
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,14 @@ class Engine(HasState, Protocol):
         logits it computes. Each row is returned by at least one rank.
         """
 
-    def rewards(self) -> Tensor | None:
-        """Returns sums over the completions of the batch that was trained or evaluated last, on all ranks: [sums].
+    def metric_sums(self) -> Tensor | None:
+        """Returns sums over the batch that was trained or evaluated last, of all ranks: [sums].
 
-        In this order: rewards of desirable ones, rewards of undesirable ones, right decisions, and the numbers of
-        desirable and of undesirable ones. `reward_metrics` reads them. None if the loss is a mean over tokens.
+        The `metrics` of the objective read them. None without an objective.
         """
 
-    objective: Objective | None
-    """The objective, if its loss is not a mean over tokens."""
+    objective: Objective | OwnLoss | None
+    """The objective, unless the loss is the cross-entropy of each token."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""

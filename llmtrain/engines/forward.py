@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.data import Completions, Documents, MicroBatch
+from llmtrain.data import Documents, MicroBatch
 from llmtrain.models import (
     ChunkedLoss,
     Objective,
+    OwnLoss,
     chunked_loss,
     liger,
     precision,
@@ -128,12 +129,12 @@ def forward(
     model: PreTrainedModel,
     batch: MicroBatch,
     device: torch.device,
-    objective: Objective | None = None,
+    objective: Objective | OwnLoss | None = None,
     whole: MicroBatch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    The sum is over target tokens, or over the pairs or completions of an objective. call: the engine, or whatever else
+    The sum is over target tokens, or over the items of an objective. call: the engine, or whatever else
     stands for the model. whole: the sequences of which `batch` is a slice; default: `batch`.
 
     No attention mask is passed: `transformers` finds the boundaries of packed documents in `position_ids`, which
@@ -152,7 +153,7 @@ def forward(
     with document_masks(whole):
         output = call(**inputs, **varlen_arguments(model, whole, device))
     result = output.loss_sum if "targets" in inputs else output.logits
-    loss_sum = loss_of(result, labels, model, batch.completions, objective)
+    loss_sum = loss_of(result, labels, model, batch, objective)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss_sum, None
@@ -214,11 +215,15 @@ class LabeledPositions:
         return {row: logits[row, kept.index(column)].float() for row, column in pairs}
 
 
-def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objective | None:
-    """Returns the objective of a recipe if its loss is not a mean over tokens.
+def objective_of(
+    recipe: Recipe, config: PreTrainedConfig, slices: ProcessGroup | None = None
+) -> Objective | OwnLoss | None:
+    """Returns the objective of a recipe, unless its loss is the cross-entropy of each token.
 
-    slices: the ranks that share this rank's sequences.
+    config: of the model. slices: the ranks that share this rank's sequences.
     """
+    if recipe.objective.is_own:
+        return OwnLoss(recipe, config.get_text_config().vocab_size)
     return Objective(recipe.objective, slices) if recipe.objective.is_preference else None
 
 
@@ -226,14 +231,16 @@ def loss_of(
     result: Tensor,
     labels: Tensor,
     model: PreTrainedModel,
-    completions: Completions | None,
-    objective: Objective | None,
+    batch: MicroBatch,
+    objective: Objective | OwnLoss | None,
 ) -> Tensor:
-    """Returns the sum of a micro-batch's losses, over target tokens, or over the pairs or completions of an objective.
+    """Returns the sum of a micro-batch's losses, over target tokens, or over the items of an objective.
 
-    result: the model's logits, or what its `ChunkedLoss` has made of them.
+    result: the model's logits, or what its `ChunkedLoss` has made of them. labels: those of the batch, on the device.
     """
+    if isinstance(objective, OwnLoss):
+        return objective(result, batch)
     if objective is None:
         return result if chunked_loss(model) else target_loss_sum(result, labels)
-    assert completions is not None, "an objective is given completions"
-    return objective(result if chunked_loss(model) else target_losses(result, labels), completions)
+    assert batch.completions is not None, "an objective is given completions"
+    return objective(result if chunked_loss(model) else target_losses(result, labels), batch.completions)

@@ -2,7 +2,8 @@
 
 Loss and gradient norm of a step are known on all ranks before torch's optimizer begins. Its fused kernels read
 `found_inf`: if that is 1, they leave weights, moments and their count of updates unchanged, bit for bit. The device
-itself writes the guard's decision there; the host reads it every few steps.
+itself writes the guard's decision there; the host reads it every few steps. Only a class of the user's, which does not
+know `found_inf`, waits for the decision (`engines/optimizers/own.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from llmtrain.engines.optimizers.own import OwnOptimizer
 from llmtrain.recipe import GuardConfig
 
 SMALLEST_SIGMA = 1e-3
@@ -158,8 +160,8 @@ class Guard:
 
 
 def check_fused(optimizer: Optimizer) -> None:
-    """Raises TypeError for an optimizer that is not fused, which does not read `found_inf`."""
-    if not all(group.get("fused") for group in optimizer.param_groups):
+    """Raises TypeError for an optimizer that does not read `found_inf`: torch's do so if they are fused."""
+    if not isinstance(optimizer, OwnOptimizer) and not all(group.get("fused") for group in optimizer.param_groups):
         raise TypeError(
             f"{type(optimizer).__name__} is not fused: it would apply every update, even if the guard skips it"
         )
@@ -167,7 +169,7 @@ def check_fused(optimizer: Optimizer) -> None:
 
 def skip_if(skip: Tensor, optimizer: Optimizer) -> None:
     """Makes the next step of a fused optimizer change nothing if `skip`, a scalar, is 1."""
-    if isinstance(optimizer, torch.optim.SGD):
+    if isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, OwnOptimizer):
         _make_momentum(optimizer)
     # The copy blocks if the optimizer runs on the host, because its kernels would not wait for an asynchronous one.
     devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])

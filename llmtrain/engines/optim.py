@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from llmtrain.engines.optimizers.adafactor import Adafactor
 from llmtrain.engines.optimizers.adamw_8bit import AdamW8bit
 from llmtrain.engines.optimizers.muon import Muon
+from llmtrain.engines.optimizers.own import own_optimizer
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained_tensors
 from llmtrain.engines.state.save_load import Locate, shape_of
@@ -61,11 +62,15 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
     return divided
 
 
-def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False) -> Optimizer:
-    """Returns the recipe's optimizer; fused, so that the guard can skip an update.
+def torch_optimizer(
+    groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False, code_dir: str | None = None
+) -> Optimizer:
+    """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or a class of the user's.
 
-    is_sharded: whether the parameters are, or will be, DTensors.
+    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`.
     """
+    if is_path(optim.name):
+        return own_optimizer(groups, optim, code_dir)
     row = optimizer_of(optim)
     module, _, name = row.kind.rpartition(".")
     kind: Any = ShardedSGD if is_sharded and name == "SGD" else getattr(import_module(module), name)

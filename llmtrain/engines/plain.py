@@ -63,7 +63,7 @@ class PlainLoop(HasState):
         self.module: nn.Module = model
         """The module whose forward passes and modes are those of the model."""
         self.recipe = recipe
-        self.objective = objective_of(recipe)
+        self.objective = objective_of(recipe, model.config)
         self.device = next(model.parameters()).device
         groups = groups_for(recipe.optim, [model], parameter_groups(model, recipe.optim.weight_decay))
         self.masters = {
@@ -76,7 +76,9 @@ class PlainLoop(HasState):
         trained = {
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
-        self.optimizer = self._distribute(torch_optimizer(groups, recipe.optim, self.is_sharded), trained)
+        self.optimizer = self._distribute(
+            torch_optimizer(groups, recipe.optim, self.is_sharded, recipe.code_dir), trained
+        )
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
         shards = optimizer_shards(self.optimizer, self.masters)
@@ -171,13 +173,13 @@ class PlainLoop(HasState):
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             with self._passes(is_last=index == len(batch.micro_batches)):
                 loss_sum, auxiliary = self._forward(micro_batch)
-                loss = self._loss_to_reduce(loss_sum, batch.num_items)
+                loss = self._loss_to_reduce(loss_sum, batch.divisor)
                 if auxiliary is not None:
                     loss = loss + self._auxiliary_loss_to_reduce(auxiliary) / len(batch.micro_batches)
                     router_loss = with_router_loss(router_loss, auxiliary)
                 self._backward(loss)
             total += loss_sum.detach()
-        return Accumulated(total / batch.num_items, router_loss)
+        return Accumulated(total / batch.divisor, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -209,7 +211,7 @@ class PlainLoop(HasState):
         with self.averaged():
             for micro_batch in batch.micro_batches:
                 total += self._forward(micro_batch)[0]
-            return self._all_reduce(total) / batch.num_items
+            return self._all_reduce(total) / batch.divisor
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row."""
@@ -217,9 +219,9 @@ class PlainLoop(HasState):
         with autocast(self.recipe.parallel.precision, self.device.type):
             return self._next_logits(batch)
 
-    def rewards(self) -> Tensor | None:
-        """Returns the sums over the completions of the last batch, of all ranks: as `Engine.rewards`."""
-        return None if self.objective is None else self._all_reduce(self.objective.rewards(self.device))
+    def metric_sums(self) -> Tensor | None:
+        """Returns the sums over the last batch, of all ranks: as `Engine.metric_sums`."""
+        return None if self.objective is None else self._all_reduce(self.objective.metric_sums(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""

@@ -25,6 +25,7 @@ from llmtrain.data.sources.files import fingerprints
 from llmtrain.engines.engine import Engine
 from llmtrain.engines.runtime.agree import all_reduce_max, broadcast, gather
 from llmtrain.engines.runtime.distributed import rank
+from llmtrain.models import Objective
 from llmtrain.models.adapter import ADAPTER_FILE
 from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
@@ -103,7 +104,7 @@ def log_probs(
     sequences: indices of those to compute, by default all; completions of the others have NaN.
     """
     assert isinstance(view, PackedSamples), "completions are packed"
-    assert engine.objective is not None, "the loss is one of completions"
+    assert isinstance(engine.objective, Objective), "the loss is one of completions"
     schedule = BatchLoader.of(plan, prepared, engine.data_parallel_rank)
     values = torch.full((len(view.starts),), -torch.inf, dtype=torch.float64)
     for indices, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):

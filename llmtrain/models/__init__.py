@@ -12,13 +12,15 @@ from llmtrain.models.build import (
 )
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import router_loss_weight, target_loss_sum, target_losses
-from llmtrain.models.objective import Objective, reward_metrics
+from llmtrain.models.objective import Objective
+from llmtrain.models.own_loss import OwnLoss
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.models.varlen import takes_cu_seq_lens
 
 __all__ = [
     "ChunkedLoss",
     "Objective",
+    "OwnLoss",
     "RankStages",
     "Stage",
     "build_model",
@@ -28,7 +30,6 @@ __all__ = [
     "chunked_loss",
     "find_cut_and_split",
     "model_configuration",
-    "reward_metrics",
     "router_loss_weight",
     "stage_builder",
     "stage_names",

@@ -44,9 +44,32 @@ class Objective:
         """For each micro-batch, [rows, conversations]: the log-probability of each completion; detached."""
         self._seen: list[Tensor] = []
 
-    def rewards(self, device: torch.device) -> Tensor:
-        """Returns this rank's share of the sums that `reward_metrics` reads, [sums], over all completions seen."""
+    def metric_sums(self, device: torch.device) -> Tensor:
+        """Returns this rank's share of the sums that `metrics` reads, [sums], over all completions seen.
+
+        In this order: rewards of desirable ones, rewards of undesirable ones, right decisions, and the numbers of
+        desirable and of undesirable ones.
+        """
         return torch.stack([torch.zeros(5, device=device), *(sums.to(device) for sums in self._seen)]).sum(0)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Returns the metrics of completions to log, given the sums of `metric_sums` over all ranks.
+
+        The reward of desirable (chosen) completions and that of undesirable (rejected) ones are means over these; NaN
+        without any. The accuracy is how often the chosen completion of a pair has the greater reward; without pairs,
+        how often a reward is on the right side of the divergence.
+        """
+        chosen, rejected, right, desirable, undesirable = sums
+        chosen = chosen / desirable if desirable else math.nan
+        rejected = rejected / undesirable if undesirable else math.nan
+        pairs = self.config.compares_pairs
+        metrics = {
+            "rewards_chosen": chosen,
+            "rewards_rejected": rejected,
+            "reward_margin": chosen - rejected,
+            "reward_accuracy": right / (desirable if pairs else desirable + undesirable),
+        }
+        return metrics if pairs else metrics | {"kl": self.divergence.item()}
 
     def __call__(self, losses: Tensor, completions: Completions) -> Tensor:
         """Returns this rank's share of the sum of the losses of a micro-batch's pairs, or single completions.
@@ -76,26 +99,6 @@ class Objective:
             sums = [*rewards.where(kinds, 0).sum((1, 2)), (right & seen).sum(), *kinds.sum((1, 2))]
             self._seen.append((share * torch.stack([value.double() for value in sums])).float())
         return (share * terms.where(seen, 0).sum()).float()
-
-
-def reward_metrics(objective: Objective, sums: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics of completions to log, given the sums of `Objective.rewards` over all ranks.
-
-    The reward of desirable (chosen) completions and that of undesirable (rejected) ones are means over these; NaN
-    without any. The accuracy is how often the chosen completion of a pair has the greater reward; without pairs, how
-    often a reward is on the right side of the divergence.
-    """
-    chosen, rejected, right, desirable, undesirable = sums
-    chosen = chosen / desirable if desirable else math.nan
-    rejected = rejected / undesirable if undesirable else math.nan
-    pairs = objective.config.compares_pairs
-    metrics = {
-        "rewards_chosen": chosen,
-        "rewards_rejected": rejected,
-        "reward_margin": chosen - rejected,
-        "reward_accuracy": right / (desirable if pairs else desirable + undesirable),
-    }
-    return metrics if pairs else metrics | {"kl": objective.divergence.item()}
 
 
 def pair_losses(

@@ -90,11 +90,22 @@ class StageExit(Placeholder):
     """The placeholder after the stage's last layer; keeps the result for the next stage."""
 
     result: Tensor | None = None
+    ends_pass: bool = False
+    """Whether the head would follow, which this stage does not have."""
 
     def exchange(self, hidden: Tensor) -> Tensor:
-        """Keeps the state and returns it, so that the forward can finish; nothing expensive follows."""
+        """Keeps the state. Returns it, so that the forward can finish if nothing expensive follows, or ends the pass.
+
+        Raises EndOfStage to end it.
+        """
         self.result = hidden
+        if self.ends_pass:
+            raise EndOfStage
         return hidden
+
+
+class EndOfStage(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass after the last layer of a stage."""
 
 
 class AbsentModule(nn.Module):
@@ -142,6 +153,8 @@ class Stage(nn.Module):
         self._run = (model if self.is_last else base,)
         self._entry: tuple[Any, ...] = () if self.is_first else (layers[bounds.first - 1],)
         self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.end],)
+        for exit_layer in self._exit:
+            exit_layer.ends_pass = base is model
         accepted = inspect.signature(self._run[0].forward).parameters
         self._takes_positions = "position_ids" in accepted or "kwargs" in accepted
         self._filler = 1 if getattr(model.config, "pad_token_id", None) == 0 else 0
@@ -174,13 +187,20 @@ class Stage(nn.Module):
         for entry in self._entry:
             entry.received = states
         try:
-            output = self._run[0](input_ids=tokens, use_cache=False, **arguments)
+            output = self._run_layers(tokens, arguments)
             if not self.is_last:
                 return self._output_for_next_stage(output, position_ids, tokens)
             result = self._with_idle(output.loss_sum if "targets" in arguments else output.logits)
             return (result, output.aux_loss) if self.cut.sends_routers else result
         finally:
             self._release()
+
+    def _run_layers(self, tokens: Tensor, arguments: dict[str, Any]) -> Any:
+        """Returns the output of the model or of its backbone; None if the pass ends after the last layer."""
+        try:
+            return self._run[0](input_ids=tokens, use_cache=False, **arguments)
+        except EndOfStage:
+            return None
 
     def inputs(self, received: Sequence[Tensor], tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Returns the inputs of any stage but the first. received: hidden states and router logits."""

@@ -35,9 +35,16 @@ def split_lines(plan: Plan) -> list[str]:
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
         *_residual_lines(plan),
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step{_examples(plan)}",
+        *_objective_lines(plan),
         *describe_stages(plan.stages),
         *kernel_lines(plan),
     ]
+
+
+def _objective_lines(plan: Plan) -> list[str]:
+    """Names a loss of the user's own, and what it is a mean over."""
+    objective = plan.recipe.objective
+    return [f"loss     {objective.name}, a mean over each {objective.item}"] if objective.is_own else []
 
 
 def _residual_lines(plan: Plan) -> list[str]:
@@ -101,7 +108,7 @@ def triangle(plan: Plan) -> str:
 def _examples(plan: Plan) -> str:
     """Describes the number of pairs or completions of a step, of which a packed sequence may hold several."""
     objective = plan.recipe.objective
-    if not objective.is_preference:
+    if not objective.reads_completions:
         return ""
     what = "pairs" if objective.compares_pairs else "completions"
     least = "" if plan.recipe.data.packing == "none" else "at least "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer, tried_optimizer
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
 from llmtrain.recipe.cluster import Cluster
 
@@ -41,6 +42,11 @@ class Draft:
     cluster: Cluster
     facts: ModelFacts | None
     """None if the model's own configuration is invalid."""
+
+    @cached_property
+    def optimizer(self) -> TriedOptimizer | None:
+        """What a trial of the recipe's own optimizer found; None if there is none. Raises RecipeError as the trial."""
+        return tried_optimizer(self.recipe)
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -6,7 +6,6 @@ from typing import Any
 
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.families import EXPERT_PRESETS, FAMILIES
-from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.flat import (
     MAX_LIVE_PARAMETERS,
@@ -16,7 +15,7 @@ from llmtrain.plan.predict.flat import (
     persistence_threshold,
 )
 from llmtrain.plan.predict.traffic import REUSE_DISTANCE
-from llmtrain.recipe import OffloadDevice, OptimConfig
+from llmtrain.recipe import OffloadDevice
 
 Block = dict[str, Any]
 
@@ -33,8 +32,8 @@ def render(plan: Plan) -> dict[str, Any]:
     config = {
         **_batch(plan),
         **_gradients(plan),
-        **_optimizer(plan.recipe.optim),
-        "zero_allow_untested_optimizer": not optimizer_of(plan.recipe.optim).known_to_zero,
+        **_optimizer(plan),
+        "zero_allow_untested_optimizer": not plan.optimizer_row.known_to_zero,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(plan),
         "zero_optimization": _zero(plan),
@@ -90,16 +89,16 @@ def _gradients(plan: Plan) -> Block:
     }
 
 
-def _optimizer(optim: OptimConfig) -> Block:
+def _optimizer(plan: Plan) -> Block:
     """Returns torch's own optimizers: DeepSpeed's would be compiled at the first start.
 
     They are fused: these leave the weights unchanged if a tensor on the device says so (`llmtrain.engines.guard`).
     There is no block for other optimizers, which are passed to DeepSpeed as objects.
     """
-    row = optimizer_of(optim)
-    arguments = row.arguments(optim) | {"weight_decay": optim.weight_decay, "fused": True} | row.deepspeed
+    optim, row = plan.recipe.optim, plan.optimizer_row
     if row.deepspeed_type is None:
         return {}
+    arguments = row.arguments(optim) | {"weight_decay": optim.weight_decay, "fused": True} | row.deepspeed
     return {"optimizer": {"type": row.deepspeed_type, "params": {"lr": optim.lr} | arguments}}
 
 

@@ -70,7 +70,9 @@ def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
 
 
 def needs_whole_loss(recipe: Recipe) -> str:
-    """Returns why the engine needs all logits, or an empty string if it does not."""
+    """Returns why the loss or the engine needs all logits, or an empty string if they do not."""
+    if recipe.objective.is_own:
+        return f"{recipe.objective.name} is given the logits of all tokens"
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")
 
 

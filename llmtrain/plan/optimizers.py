@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.recipe import Fraction, OptimConfig, Part
+from llmtrain.recipe.own_code import is_path
 from llmtrain.system.piece_headers import CODE, SCALE
 
 
@@ -50,6 +52,9 @@ UPDATE_BYTES = 262
 """Bytes per element that the operations of such an update read and write; torch has no kernel that fuses them."""
 CODE_TABLES = 4 * 2 * (256 + 254)
 """Bytes of the tables for both moments: the values of the codes, and the borders between the values."""
+OWN_TEMPORARIES = 4
+"""fp32 tensors that an update of a user's own class is assumed to need for each element of a group, such as a square
+root, a quotient and a product of tensors."""
 POINT = "z"
 """State of schedule-free AdamW: the trained weights are a mixture of this point and of the averaged weights."""
 
@@ -78,6 +83,8 @@ class OptimizerRow:
     moments: tuple[str, ...] = ()
     """Names of the 8-bit moments that are kept for a matrix instead of `states`: each has a byte for each element
     (`codes`), and an fp32 scale for each block of a row (`scales`)."""
+    state_bytes: int | None = None
+    """Bytes of the states of an element, for a class of the user's: these need not be in fp32."""
     known_to_zero: bool = False
     """Whether DeepSpeed lists it as tested with ZeRO, although ZeRO treats all optimizers alike."""
 
@@ -95,7 +102,7 @@ class OptimizerRow:
     def deepspeed_type(self) -> str | None:
         """Its type in DeepSpeed's JSON, that of torch's class; None for a class that is passed to DeepSpeed instead."""
         module, _, name = self.kind.rpartition(".")
-        return name if module == "torch.optim" else None
+        return name if module == "torch.optim" and not is_path(self.kind) else None
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -152,12 +159,13 @@ OPTIMIZERS = {
 }
 
 
-def states_kept(optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
-    """Returns the number of fp32 states that have the shape of a weight; SGD without momentum has none.
+def states_kept(row: OptimizerRow, optim: OptimConfig, in_layers: bool, is_matrix: bool) -> int:
+    """Returns the number of fp32 states that have the shape of a weight, rounded up; SGD without momentum has none.
 
-    in_layers: whether the weight has the optimizer's `layer_states`.
+    row: that of `optim`. in_layers: whether the weight has the optimizer's `layer_states`.
     """
-    row = optimizer_of(optim)
+    if row.state_bytes is not None:
+        return -(-row.state_bytes // 4)
     if (row.factors or row.moments) and is_matrix:
         return 0
     return len((row.layer_states or ()) if in_layers else row.states(optim))
@@ -174,6 +182,9 @@ def block_of(optim: OptimConfig) -> int:
     return EightBitOptions.model_validate(optim.options).block_size
 
 
-def optimizer_of(optim: OptimConfig) -> OptimizerRow:
-    """Returns the row of a recipe's optimizer."""
-    return OPTIMIZERS[optim.name]
+def optimizer_of(optim: OptimConfig, tried: TriedOptimizer | None = None) -> OptimizerRow:
+    """Returns the row of a recipe's optimizer. tried: what a class of the user's keeps; by default unknown."""
+    if not is_path(optim.name):
+        return OPTIMIZERS[optim.name]
+    states, state_bytes = (tuple(tried.states), tried.state_bytes) if tried else ((), 0)
+    return OptimizerRow(optim.name, lambda optim: optim.options, lambda _: states, state_bytes=state_bytes)

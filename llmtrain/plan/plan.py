@@ -11,6 +11,8 @@ from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model
 from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.own_code import OwnCode
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
+from llmtrain.plan.optimizers import OptimizerRow, optimizer_of
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 from llmtrain.recipe.cluster import Cluster
 
@@ -80,6 +82,8 @@ class Plan(Part):
     """Remarks about a legal plan, as `Problem` dictionaries."""
     code: OwnCode | None = None
     """Files and versions of the recipe's own code; None if there is none."""
+    optimizer: TriedOptimizer | None = None
+    """What a trial of the recipe's own optimizer found; None if the optimizer is one of llmtrain."""
     kernels: KernelChoice | None = None
     """The kernels of a run whose recipe leaves some open; None until it has started."""
 
@@ -97,6 +101,11 @@ class Plan(Part):
     def parallel(self) -> ParallelConfig:
         """The recipe's parallelism."""
         return self.recipe.parallel
+
+    @property
+    def optimizer_row(self) -> OptimizerRow:
+        """The row of the recipe's optimizer."""
+        return optimizer_of(self.recipe.optim, self.optimizer)
 
     @property
     def data_parallel_size(self) -> int:
@@ -145,7 +154,7 @@ class Plan(Part):
         recipe = self.recipe
         return (
             recipe.data.packing == "none"
-            and not recipe.objective.is_preference
+            and not recipe.objective.reads_completions
             and not self.model.experts
             and not self.has_one_shape
             and self.parallel.backend == "deepspeed"

@@ -26,6 +26,7 @@ from llmtrain.recipe.recipe import Recipe, parse_assignments, parse_recipe, part
 from llmtrain.recipe.training import (
     MAX_SEQUENCE_LENGTH,
     BatchConfig,
+    Custom,
     DataConfig,
     EarlyStoppingConfig,
     LoraConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "CallbackContext",
     "CallbackResult",
     "CheckpointConfig",
+    "Custom",
     "DataConfig",
     "EarlyStoppingConfig",
     "EvalConfig",

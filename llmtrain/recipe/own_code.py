@@ -57,8 +57,14 @@ def _module(value: Any, name: str) -> str:
 
 
 def _place(value: Any) -> str:
+    line = definition_line(value)
+    return f" ({line.removesuffix(': ')})" if line else ""
+
+
+def definition_line(value: Any) -> str:
+    """Returns `FILE, line N: ` for the definition of a function or class; empty if there is no source."""
     try:
-        return f" ({inspect.getsourcefile(value)}, line {inspect.getsourcelines(value)[1]})"
+        return f"{inspect.getsourcefile(value)}, line {inspect.getsourcelines(value)[1]}: "
     except (OSError, TypeError):
         return ""
 
@@ -152,9 +158,11 @@ def own_code_errors(
     """
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of torch; the code is right, but the device too small
+            raise
         message = f"{source_line(error, folder)}{path} {action}: {type(error).__name__}: {reason(error)}"
         raise kind(Problem("code.raises", field, message)) from error
 

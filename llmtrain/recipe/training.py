@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath
+from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath, is_path
 from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
 
 MAX_SEQUENCE_LENGTH = 2**24
@@ -179,9 +180,25 @@ class Source(Part):
     a mask are refused if nothing reads them."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
+    reader: ObjectPath | None = None
+    """A function of your own, `"mine:read"`, that reads the source: given the path of a file, it yields rows (dicts) or
+    texts. It reads every file that `name` matches, of any suffix; if `name` matches none, it gets `name` itself, once.
+    As for `filter` and `map`, its result must depend on nothing but its argument."""
+    filter: ObjectPath | None = None
+    """A function of your own, `"mine:keep"`: given a row as it was read, it returns whether to keep the row. The row of
+    a text is `{"text": TEXT}`."""
+    map: ObjectPath | None = None
+    """A function of your own, `"mine:clean"`: given a row that `filter` keeps, it returns the row that is read in its
+    place, a list of rows, or None to leave it out. The other fields of the source describe its rows."""
 
     def __init__(self, name: str | None = None, /, **fields: Any) -> None:
         super().__init__(**(fields if name is None else {"name": name, **fields}))
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The import paths of `reader`, `filter` and `map`, of those that are set, by field."""
+        given = {"reader": self.reader, "filter": self.filter, "map": self.map}
+        return {name: path for name, path in given.items() if path is not None}
 
     @property
     def declares_conversations(self) -> bool:
@@ -229,7 +246,8 @@ class DataConfig(Part):
     """What happens to conversations of more than T + 1 tokens, which are never split. `drop`: they are skipped;
     `cut_turns`: their last turns are removed, if at least one turn of the assistant remains."""
     faulty_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows without a valid conversation, and to conversations whose loss mask cannot be determined."""
+    """What happens to rows without a valid conversation, to conversations whose loss mask cannot be determined, and to
+    rows for which `filter` or `map` of a source fails."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""
@@ -249,13 +267,27 @@ class DataConfig(Part):
 
 
 class ObjectiveConfig(Part):
-    """The loss: a mean over the target tokens, the pairs or the completions of the global batch."""
+    """The loss: a mean over the target tokens, the documents, the pairs or the completions of the global batch."""
 
-    name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
-    """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
-    completions: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two
-    completions of a pair; `kto` (arXiv 2402.01306) reads single completions, each desirable or undesirable. All but
-    `orpo` compare the log-probabilities with those of the initial weights."""
+    name: Annotated[
+        Annotated[Literal["language_model", "dpo", "ipo", "orpo", "kto"], Tag(NAME)] | NamedPath, NameOrPath
+    ] = "language_model"
+    """A name, or a function of your own, `"mine:loss"`. `language_model`: the cross-entropy of each target token. The
+    other names depend on the log-probabilities of whole completions: `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036)
+    and `orpo` (arXiv 2403.07691) compare the two completions of a pair; `kto` (arXiv 2402.01306) reads single
+    completions, each desirable or undesirable. All but `orpo` compare the log-probabilities with those of the initial
+    weights. A function gets logits [rows, length, vocabulary] in fp32, labels [rows, length], which are negative at
+    positions without a target, and `options`. It returns the sum of the losses of all units and their number, or a
+    dictionary with this pair as `loss` and such a pair for each further metric."""
+    unit: Literal["token", "document", "pair"] = "token"
+    """What a function of your own is a sum over. `token`: target tokens; its rows may be any parts of sequences.
+    `document`: each row is a whole document. `pair`: rows 2 · p and 2 · p + 1 are the chosen and the rejected
+    conversation of pair p."""
+    count: ObjectPath | None = None
+    """A function of your own, `"mine:count"`, that returns the number of items in labels [rows, length], given
+    `options`, if the loss is not a mean over all units that have a target."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of a function of your own and of its `count`."""
     beta: PositiveFloat = 0.1
     """`dpo` and `kto`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of
     the odds ratio, which is added to the cross-entropy of the chosen completion."""
@@ -270,14 +302,38 @@ class ObjectiveConfig(Part):
     """`kto`: weight of the losses of undesirable completions, λ_U."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function of the user's own."""
+        return is_path(self.name)
+
+    @property
     def is_preference(self) -> bool:
-        """Whether the loss is a mean over completions, or pairs of them, instead of tokens."""
-        return self.name != "language_model"
+        """Whether the loss depends on the log-probabilities of completions."""
+        return self.name != "language_model" and not self.is_own
 
     @property
     def compares_pairs(self) -> bool:
         """Whether it is a mean over pairs."""
-        return self.is_preference and self.name != "kto"
+        return self.unit == "pair" or self.name in ("dpo", "ipo", "orpo")
+
+    @property
+    def item(self) -> str:
+        """What the loss is a mean over, in words."""
+        if self.count is not None:
+            return f"item of {self.count}"
+        if self.is_preference:
+            return "pair" if self.compares_pairs else "completion"
+        return self.unit
+
+    @property
+    def reads_completions(self) -> bool:
+        """Whether the data are completions, or pairs of them."""
+        return self.is_preference or self.compares_pairs
+
+    @property
+    def reads_whole_documents(self) -> bool:
+        """Whether the loss is not a sum over tokens, so that each document must be whole and on its own."""
+        return self.is_preference or self.unit != "token"
 
     @property
     def needs_reference(self) -> bool:
@@ -287,7 +343,7 @@ class ObjectiveConfig(Part):
     @property
     def formats(self) -> tuple[str, ...]:
         """The source formats that the objective reads."""
-        if not self.is_preference:
+        if not self.reads_completions:
             return ("auto", "text", "messages", "prompt_completion", "instruction")
         return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")
 
@@ -299,28 +355,49 @@ class ObjectiveConfig(Part):
             "ipo": ("beta", "sft_weight"),
             "orpo": ("beta",),
             "kto": ("beta", "desirable_weight", "undesirable_weight"),
-        }[self.name]
+        }.get(self.name, ("unit", "count", "options"))
         fields = type(self).model_fields
         others = sorted(self.model_fields_set - {"name", *used})
-        unused = [name for name in others if getattr(self, name) != fields[name].default]
+        unused = [name for name in others if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
         if unused:
             has = f"which uses {', '.join(used)}" if used else "which has no further fields"
             raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}', {has}")
         return self
 
 
+def Custom(  # noqa: N802 - it stands for a class
+    loss: Callable[..., Any] | str,
+    *,
+    unit: Literal["token", "document", "pair"] = "token",
+    count: Callable[..., Any] | str | None = None,
+    **options: Any,
+) -> ObjectiveConfig:
+    """Returns the objective of a loss of the user's own: `ObjectiveConfig` has the meaning of each argument."""
+    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "options": options}
+    return ObjectiveConfig(**fields)
+
+
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"] = "adamw"
-    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
-    keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
-    the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
-    weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
-    updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights.
-    `adafactor` (arXiv 1804.04235) keeps a value for each row and each column of a matrix in place of moments; its
-    learning rate is relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv
-    2110.02861) is `adamw` with 8-bit moments for matrices, in blocks of a row."""
+    name: Annotated[
+        Annotated[
+            Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"],
+            Tag(NAME),
+        ]
+        | NamedPath,
+        NameOrPath,
+    ] = "adamw"
+    """A name, or a class of your own, `"mine:Optimizer"`, or of any package, `"torch.optim:RAdam"`: a subclass of
+    `torch.optim.Optimizer`, which gets `lr`, `weight_decay` and the arguments in `options`. `adamw` decouples the
+    weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675) keeps one moment instead
+    of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by the same factor. `muon`
+    (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other weights are updated as by
+    `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its updates and needs no
+    decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights. `adafactor` (arXiv
+    1804.04235) keeps a value for each row and each column of a matrix in place of moments; its learning rate is
+    relative to the root mean square of a weight, and at most 1/√t in step t. `adamw_8bit` (arXiv 2110.02861) is `adamw`
+    with 8-bit moments for matrices, in blocks of a row."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -349,13 +426,13 @@ class OptimConfig(Part):
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
-    that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
-    `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)). `adafactor`: `beta2_decay`
-    (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment; `eps1` (fp32's ε), a lower
-    bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root mean square of a weight; and
-    `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256), the elements of a row that
-    share a scale."""
+    """Further arguments of the optimizer; of a class of your own, all of them. `muon`: `momentum` (0.95), `nesterov`
+    (true), `ns_steps` (5), the iterations that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning
+    rate of a matrix of m × n: `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n)).
+    `adafactor`: `beta2_decay` (−0.8): in update t, the new gradient has the share t^`beta2_decay` in the second moment;
+    `eps1` (fp32's ε), a lower bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root
+    mean square of a weight; and `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256),
+    the elements of a row that share a scale."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,11 +16,12 @@ prctl = ctypes.CDLL(None).prctl
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Starts a process without standard input, which the kernel kills when this process dies, in whatever way.
+    """Starts a process that the kernel kills when this process dies, in whatever way.
 
-    options: those of `subprocess.Popen`.
+    options: those of `subprocess.Popen`. Without `stdin`, it has no standard input.
     """
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with, os.getpid()), **options)
+    options = {"stdin": subprocess.DEVNULL, **options}
+    return subprocess.Popen(command, preexec_fn=partial(die_with, os.getpid()), **options)
 
 
 def die_with(parent: int) -> None:

@@ -38,7 +38,7 @@ def finish(
     if tasks is not None:
         with console.status("scoring a checkpoint"), _printing_scoring_errors(console):
             tasks.wait()
-    if state.eval_loss is not None and not recipe.objective.is_preference:
+    if state.eval_loss is not None and recipe.objective.name == "language_model":
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
         line = f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}"
         print_as_is(console, [line])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import step_of
@@ -19,7 +20,7 @@ from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
 from llmtrain.engines.runtime.agree import all_reduce_sum, broadcast
-from llmtrain.models import reward_metrics
+from llmtrain.models import OwnLoss
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.train.callbacks import Callbacks, Requests
@@ -207,7 +208,7 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     """Computes the mean loss over the items of a set, of all its sources and of each."""
     losses: dict[str, float] = defaultdict(float)
     num_items: dict[str, int] = defaultdict(int)
-    rewards = torch.zeros(5)
+    sums: Tensor | None = None
     max_items = run.recipe.evaluation.max_sequences
     if run.engine.objective and run.engine.objective.needs_divergence:
         estimate_divergence(run.engine, run.data.eval_batches(max_items, name), run.heartbeat.beat)
@@ -215,14 +216,14 @@ def _evaluated(run: Run, name: str) -> Evaluation:
         run.heartbeat.beat()
         losses[batch.eval_source] += run.engine.eval_step(batch).item() * batch.num_items
         num_items[batch.eval_source] += batch.num_items
-        if (sums := run.engine.rewards()) is not None:
-            rewards += sums.cpu()
-    total = sum(num_items.values())
+        if (of_batch := run.engine.metric_sums()) is not None:
+            sums = of_batch.double().cpu() if sums is None else sums + of_batch.cpu()
+    total = max(1, sum(num_items.values()))
     known = run.data.eval_bytes(max_items, name) if run.metrics else None
     return Evaluation(
         loss=sum(losses.values()) / total,
-        by_source={source: loss / num_items[source] for source, loss in losses.items()},
-        rewards=_reward_metrics(run, rewards.tolist()),
+        by_source={source: loss / max(1, num_items[source]) for source, loss in losses.items()},
+        of_objective=_metrics(run, sums, total),
         bytes_per_token=known / total if known else None,
     )
 
@@ -254,9 +255,14 @@ def _saving(run: Run) -> str:
     return f"stopping on {signal.name}: saving" if signal else "saving"
 
 
-def _reward_metrics(run: Run, sums: list[float]) -> dict[str, float] | None:
+def _metrics(run: Run, sums: Tensor | None, num_items: int) -> dict[str, float] | None:
+    """Returns the metrics of the objective. Raises RecipeError if a user's own loss has counted other items."""
     objective = run.engine.objective
-    return reward_metrics(objective, sums) if objective else None
+    if objective is None or sums is None:
+        return None
+    if isinstance(objective, OwnLoss):
+        objective.check_count(sums.tolist(), num_items)
+    return objective.metrics(sums.tolist())
 
 
 def _due(every_steps: int, step: int) -> bool:
@@ -273,7 +279,7 @@ def _check_skipped(run: Run) -> None:
 
 def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Record | None:
     """Returns the record of a step on rank 0, which waits for the device to read its values; None on other ranks."""
-    rewards = run.engine.rewards()
+    sums = run.engine.metric_sums()
     router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
     if run.metrics is None:
         return None
@@ -287,7 +293,7 @@ def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Rec
         run.skipped = skipped.total
     with run.heartbeat.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
-        means = _reward_metrics(run, rewards.tolist()) if rewards is not None else None
+        means = _metrics(run, sums, batch.num_items)
         of_router = None if router_loss is None else (router_loss[0] / router_loss[1]).item()
     return run.metrics.step_record(
         StepMetrics(
@@ -302,7 +308,7 @@ def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Rec
             skipped_steps=skipped.total,
             rollbacks=run.state.rollbacks,
             slowest=run.heartbeat.slowest(),
-            rewards=means,
+            of_objective=means,
             router_loss=of_router,
         )
     )

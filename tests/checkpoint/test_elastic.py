@@ -122,8 +122,51 @@ def test_experts_are_distributed_and_gathered(tmp_path):
     _compare(pairs, plans, {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}, tmp_path)
 
 
+MINE = """
+import torch
+from torch.optim import Optimizer
+
+
+class Counting(Optimizer):
+    '''Momentum and its sum, divided by a count that is a number of Python.'''
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state |= {"count": 0, "decayed": 1.0, "mean": torch.ones_like(weight), "anchor": weight.clone()}
+                state["count"] += 1
+                state["decayed"] *= 0.75
+                state["mean"].lerp_(weight.grad, 0.1)
+                towards = (weight - state["anchor"]) * state["decayed"]
+                weight.sub_(state["mean"] * group["lr"] / state["count"] ** 0.5 + group["lr"] * towards)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("dp2-pp1-tp1-zero1", ["dp2-pp1-tp1-zero3", "dp2-pp1-tp1-zero0"]),
+        pytest.param("dp2-pp1-tp1-zero3", ["dp1-pp2-tp1-zero1", "dp2-fsdp2", "dp2-ddp"], marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_and_tensors_of_ones_own_optimizer_load_under_other_plans(source, targets, tmp_path):
+    """Its states do not begin as zeros, so those that a plan makes for loading must be replaced."""
+    (tmp_path / "mine_of_elastic.py").write_text(MINE)
+    others = {"optim.name": "mine_of_elastic:Counting", "code_dir": str(tmp_path)}
+    pairs = [(source, target) for target in targets]
+    _compare(pairs, LAYOUTS | BACKENDS, {**others, "optim.lr": 0.1, "optim.clip_grad_norm": 0.0}, tmp_path, steps=6)
+
+
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "name", ["lion", "muon", "schedule_free_adamw", "adafactor", "adamw_8bit", "torch.optim:NAdam"]
+)
 def test_states_of_other_optimizers_load_under_every_plan(name, tmp_path):
     """Their directions are less smooth functions of the gradient than Adam's: the bound is that of parity.
 

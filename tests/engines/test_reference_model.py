@@ -56,9 +56,9 @@ def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list
         assert _references(with_references(engine, plan, prepared)) == _references(known)
     batch = BatchLoader.of(plan, known, engine.data_parallel_rank).train_batch(0)
     engine.eval_step(batch)
-    evaluated = engine.rewards()
+    evaluated = engine.metric_sums()
     engine.train_step(batch)
-    trained = engine.rewards()
+    trained = engine.metric_sums()
     assert evaluated is not None
     assert trained is not None
     return _references(known), _alone(plan, prepared), trained.tolist(), evaluated.tolist()

@@ -36,17 +36,17 @@ def no_positions(patch):
     )
 
 
-def recomputed_without_route(patch):
+def recomputed_with_another_mask(patch):
     """A recomputed layer computes attention across documents."""
     original = own_attention.on_same_route
 
     def on_another_route(function):
-        again = original(function)
+        again, route = original(function), own_attention._active.route
 
         def call(*args):
             if torch._C._current_graph_task_id() == -1:  # not within a backward pass
                 return again(*args)
-            with own_attention.routed(None):
+            with own_attention.routed(replace(route, mask=torch.ones_like(route.mask).tril())):
                 return function(*args)
 
         return call
@@ -65,5 +65,5 @@ def doubled_auxiliary_loss(patch):
     patch.setattr(own.OwnConfig, "router_aux_loss_coef", 2.0)
 
 
-ATTENTION = [no_mask, other_scale, no_positions, recomputed_without_route]
+ATTENTION = [no_mask, other_scale, no_positions, recomputed_with_another_mask]
 AUXILIARY = [no_auxiliary_loss, doubled_auxiliary_loss]

@@ -179,7 +179,7 @@ def divergence_with_gradient(patch):
 
 
 def divergence_of_own_rank(patch):
-    patch.setattr(DeepSpeedEngine, "rewards", lambda self: self.objective.rewards(self.device))
+    patch.setattr(DeepSpeedEngine, "metric_sums", lambda self: self.objective.metric_sums(self.device))
 
 
 def divergence_of_own_completions(patch):

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from llmtrain.data import Completions, MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.models import Objective, reward_metrics
+from llmtrain.models import Objective
 from llmtrain.models.objective import pair_losses
 from llmtrain.recipe import ObjectiveConfig
 from tests.helpers.harness import run_ranks
@@ -84,9 +84,9 @@ def test_sums_are_those_computed_by_hand(config: ObjectiveConfig) -> None:
     objective = Objective(config)
     total, seen = by_hand(config)
     assert objective(losses(), pairs()).item() == pytest.approx(total, rel=2**-23)  # rounded once, to fp32
-    assert objective.rewards(torch.device("cpu")).tolist() == pytest.approx(seen, rel=2**-22)
+    assert objective.metric_sums(torch.device("cpu")).tolist() == pytest.approx(seen, rel=2**-22)
     objective.begin()
-    assert objective.rewards(torch.device("cpu")).tolist() == [0] * 5
+    assert objective.metric_sums(torch.device("cpu")).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -111,7 +111,7 @@ def _sliced(rank: int, config: ObjectiveConfig) -> list[list[Any]]:
     share = objective(tokens, replace(held, segment_ids=held.segment_ids[:, own]))
     share.backward()  # type: ignore[no-untyped-call]
     assert tokens.grad is not None
-    return [[share.item()], objective.rewards(torch.device("cpu")).tolist(), tokens.grad.tolist()]
+    return [[share.item()], objective.metric_sums(torch.device("cpu")).tolist(), tokens.grad.tolist()]
 
 
 def test_slices_of_sequences_are_summed_before_the_loss() -> None:
@@ -123,7 +123,7 @@ def test_slices_of_sequences_are_summed_before_the_loss() -> None:
     ranks = run_ranks(2, _sliced, config)
     shares, rewards, gradients = ([torch.tensor(one) for one in values] for values in zip(*ranks, strict=True))
     torch.testing.assert_close(sum(shares), total.detach()[None])
-    torch.testing.assert_close(sum(rewards), whole.rewards(torch.device("cpu")))
+    torch.testing.assert_close(sum(rewards), whole.metric_sums(torch.device("cpu")))
     torch.testing.assert_close(torch.cat(gradients, dim=1), gradient)
 
 
@@ -148,14 +148,14 @@ def test_the_kto_loss_is_that_of_the_paper() -> None:
         sums[2] += (ratio > 0.4) == good
         sums[3 if good else 4] += 1
     assert objective(values, labelled).item() == pytest.approx(total, rel=2**-23)
-    seen = objective.rewards(torch.device("cpu")).tolist()
+    seen = objective.metric_sums(torch.device("cpu")).tolist()
     assert seen == pytest.approx(sums, rel=2**-22)
-    metrics = reward_metrics(objective, seen)
+    metrics = objective.metrics(seen)
     assert metrics["rewards_chosen"] == pytest.approx(sums[0] / 3, rel=2**-21)
     assert metrics["rewards_rejected"] == pytest.approx(sums[1] / 3, rel=2**-21)
     assert metrics["reward_accuracy"] == pytest.approx(sums[2] / 6)
     assert metrics["kl"] == 0.4
-    only_good = reward_metrics(objective, [*seen[:4], 0.0])
+    only_good = objective.metrics([*seen[:4], 0.0])
     assert math.isnan(only_good["rewards_rejected"])
 
 
@@ -171,7 +171,7 @@ class Evaluated:
         self.batches.append(batch)
         return torch.zeros(())
 
-    def rewards(self) -> torch.Tensor | None:
+    def metric_sums(self) -> torch.Tensor | None:
         return torch.tensor(next(self.sums))
 
 

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,3 +192,10 @@ def test_the_versions_of_installed_packages_identify_their_code(folder):
         examined(recipe)  # it takes one argument
     assert own_code.identified({"pytest"}, None).packages["pytest"] == pytest.__version__
     assert own_code.identified({"math"}, None) == OwnCode(), "built into Python"
+
+
+def test_files_that_do_not_exist_identify_nothing(folder, monkeypatch):
+    """As `_ops.py`, the file of torch.ops, where the working directory is that of the recipe."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "made", SimpleNamespace(__file__="_made.py"))
+    assert "_made.py" not in own_code.identified(set(), str(folder)).files

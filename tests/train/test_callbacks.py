@@ -143,7 +143,7 @@ class Engine:
         self.step, self.best, self.drawn = 0, best, []
         self.guard = SimpleNamespace(read=lambda: Skipped(0, ()))
 
-    def rewards(self) -> None:
+    def metric_sums(self) -> None:
         """Has none."""
 
     def train_step(self, batch):

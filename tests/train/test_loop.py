@@ -29,7 +29,7 @@ class Engine:
 
     objective = None
 
-    def rewards(self) -> None:
+    def metric_sums(self) -> None:
         """Has none, as an engine whose loss is a mean over tokens."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Evaluated:
 
     objective = None
 
-    def rewards(self) -> None:
+    def metric_sums(self) -> None:
         """Has none."""
 
     def __init__(self) -> None:

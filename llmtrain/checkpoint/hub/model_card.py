@@ -16,6 +16,7 @@ from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
 from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.recipe import ObjectiveConfig
 from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
@@ -41,7 +42,7 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
         ("optimizer", f"{recipe.optim.name}, peak rate {recipe.optim.lr:g}, {recipe.optim.schedule}"),
         ("global batch", _batches(plan, state)),
         ("trained", f"{state.step:,} steps, {_sequences(state)}, {state.tokens:,} target tokens"),
-        *_metric_rows(train, evaluation, state),
+        *_metric_rows(train, evaluation, state, recipe.objective),
     ]
     recipe_text = json.dumps(_portable(recipe.model_dump(mode="json")), indent=2)
     packages = "\n".join(f"- {name} {version}" for name, version in sorted(manifest.versions.items()))
@@ -104,18 +105,21 @@ def _on_the_hub(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and portable(name) == name
 
 
-def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tuple[str, str]]:
+def _metric_rows(
+    train: Line, evaluation: Line, state: TrainerState, objective: ObjectiveConfig
+) -> list[tuple[str, str]]:
     loss = evaluation.get("eval_loss", state.eval_loss)
     step = evaluation.get("step", state.eval_step)
-    rows, unit = [], "pair" if "rewards_chosen" in train else "token"
+    rows: list[tuple[str, str]] = []
+    unit = f"per {objective.item} ({objective.name})" if objective.is_own else f"nats per {objective.item}"
     if train.get("loss") is not None:
-        rows.append(("training loss", f"{train['loss']:.4f} nats per {unit} in step {train['step']:,}"))
+        rows.append(("training loss", f"{train['loss']:.4f} {unit} in step {train['step']:,}"))
     if loss is not None:
-        rows.append(("evaluation loss", f"{loss:.4f} nats per {unit} after step {step:,}, on held-out text"))
+        rows.append(("evaluation loss", f"{loss:.4f} {unit} after step {step:,}, on held-out text"))
     parts = (*evaluation.get("eval_loss_by_source", {}).items(), *evaluation.get("eval_loss_by_set", {}).items())
     for name, part_loss in parts:
         if part_loss is not None:
-            rows.append((f"evaluation loss, {portable(name)}", f"{part_loss:.4f} nats per {unit}"))
+            rows.append((f"evaluation loss, {portable(name)}", f"{part_loss:.4f} {unit}"))
     return rows
 
 

@@ -18,7 +18,7 @@ from llmtrain.data.chat.encode import ChatEncoder, Encoded, RenderedChat, TrainO
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Split, held_out
+from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Split, held_out, row_counts
 from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import SpecialTokenCounter
 from llmtrain.data.store import StreamWriter, write_counts
@@ -166,7 +166,7 @@ def tokenize_conversations(
                     writers[split].add(conversations, sizes, desirable)
             for writer in writers.values():
                 writer.flush()
-            task.update(examples[-1].document.fraction, f"{counts.rows:,} rows")
+            task.update(examples[-1].document.fraction, str(row_counts(corpus) or f"{counts.rows:,} rows"))
     if counts.faulty and (options.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
         lines = "".join(f"\n    {fault}" for fault in counts.faults)

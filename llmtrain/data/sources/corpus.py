@@ -15,8 +15,9 @@ import xxhash
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, file_corpus, find_files, stdlib_corpus
-from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, FileCorpus, read_document
-from llmtrain.data.sources.hub import hub_corpus
+from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, FileCorpus
+from llmtrain.data.sources.hub import HubCorpus, hub_corpus
+from llmtrain.data.sources.own_rows import OwnRows, ReaderCorpus, RowCode, RowCounts, reader_corpus
 from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, StdlibChat
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
@@ -91,21 +92,34 @@ class CorpusPart(NamedTuple):
     is_held_out: bool
 
 
-def open_corpora(sources: Sequence[Source], cache: Cache, field: str = "data.sources") -> list[Corpus]:
+def open_corpora(
+    sources: Sequence[Source],
+    cache: Cache,
+    field: str = "data.sources",
+    code_dir: str | None = None,
+    drops_faulty: bool = False,
+) -> list[Corpus]:
     """Returns the opened corpus of each source. field: the recipe field that lists the sources.
 
+    code_dir, drops_faulty: the folder of a user's own functions, and whether rows for which they fail are left out.
     Raises DataError with all faults.
     """
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for number, source in enumerate(sources):
         try:
-            corpora.append(_open_corpus(source, f"{field}.{number}", cache))
+            corpora.append(_open_corpus(source, f"{field}.{number}", cache, code_dir, drops_faulty))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
     return corpora
+
+
+def row_counts(corpus: Corpus) -> RowCounts | None:
+    """Returns what became of the rows in the last pass; None if the source has no functions of the user's."""
+    rows = corpus.rows if isinstance(corpus, ConversationCorpus) else corpus
+    return rows.counts if isinstance(rows, OwnRows) else None
 
 
 def held_out(text: str, eval_fraction: float) -> bool:
@@ -148,24 +162,35 @@ def first_break(text: str, lowest: int, highest: int) -> int | None:
     return match.end() if match else None
 
 
-def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
-    """Returns the columns of the first row of the first file (cached); empty for plain text."""
-    reader = READERS.get(corpus.kind, read_document)
-    if reader is read_document:
+def _columns(corpus: Corpus, cache: Cache) -> list[str]:
+    """Returns the columns of the first row (cached); empty for plain text, and for a hub dataset if it declares none.
+
+    Of files, only the first one is read.
+    """
+    if isinstance(corpus, HubCorpus):
+        return list(corpus.columns)
+    if isinstance(corpus, FileCorpus) and corpus.has_texts:
         return []
+    if isinstance(corpus, FileCorpus):
+        key, rows = key_of(corpus.kind, corpus.prints[0].hash), READERS[corpus.kind](corpus.files[0], None)
+    elif isinstance(corpus, OwnRows):
+        whole = replace(corpus, column=None)
+        key, rows = key_of(whole.identity), whole.documents()
 
     def build(_: Path) -> dict[str, Any]:
-        with closing(reader(corpus.files[0], None)) as rows:  # type: ignore[type-var]
+        with closing(rows):  # type: ignore[type-var]
             return {"columns": list(json.loads(first.text)) if (first := next(rows, None)) else []}
 
-    columns: list[str] = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
+    columns: list[str] = cache.entry("columns", key, build).meta["columns"]
     return columns
 
 
-def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
+def _hold_conversations(source: Source, corpus: Corpus, cache: Cache) -> bool:
     """Whether a source of format `auto` has conversations instead of a text column."""
-    considered = [name for name in columns if name not in source.ignore]
-    if source.format != "auto" or source.text_column in considered:
+    if source.format != "auto":
+        return False
+    considered = [name for name in _columns(corpus, cache) if name not in source.ignore]
+    if source.text_column in considered:
         return False
     try:
         find_layout(considered, "", format=None, named=source.columns, system=source.system)
@@ -184,36 +209,46 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
     return first_break(text, exact, (exact + len(text)) // 2) or exact
 
 
-def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
-    if source.name in (STDLIB, STDLIB_CHAT):
-        _refuse_hub_fields(source, ("subset", "split", "revision"), field)
-        files = stdlib_corpus(cache)
-        if source.name == STDLIB:
-            return files
-        return ConversationCorpus(StdlibChat(files), ChatSource("messages", system=source.system))
-    if paths := find_files(source.name, source.split, field):
-        _refuse_hub_fields(source, ("subset", "revision"), field)
+def _open_corpus(source: Source, field: str, cache: Cache, code_dir: str | None, drops_faulty: bool) -> Corpus:
     form = None if source.format in ("auto", "text") else source.format
+    if source.name == STDLIB_CHAT and source.reader is None:
+        form = "messages"
     column = source.text_column if form is None else None
-    if paths:
-        in_files = file_corpus(source, paths, cache, column)
-        column = None if _hold_conversations(source, _columns(in_files, cache)) else column
-        opened: Corpus = replace(in_files, column=column)
-    elif HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
-        on_hub = hub_corpus(source, field, cache, column)
-        column = None if _hold_conversations(source, on_hub.columns) else column
-        opened = replace(on_hub, column=column)
+    opened: FileCorpus | HubCorpus | StdlibChat | ReaderCorpus | OwnRows
+    if functions := source.own_functions:
+        code = RowCode(functions, code_dir, field, drops_faulty)
+        rows = reader_corpus(source, code, cache) if source.reader else _open_rows(source, field, cache, None)
+        opened = OwnRows(rows, code, column)
     else:
-        here = expanded(source.name).absolute()
-        message = (
-            f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
-            "name of a hub dataset"
-        )
-        raise DataError(Problem("data.missing", f"{field}.name", message))
+        opened = _open_rows(source, field, cache, column)
+        if source.name == STDLIB:
+            return opened
+    if column is not None and _hold_conversations(source, opened, cache):
+        assert not isinstance(opened, StdlibChat | ReaderCorpus)  # read as conversations, or within OwnRows
+        opened, column = replace(opened, column=None), None
     if column is not None:
         return opened
     columns = tuple(source.columns.items())
     return ConversationCorpus(opened, ChatSource(form, columns, source.system, tuple(source.ignore)))  # type: ignore[arg-type]
+
+
+def _open_rows(source: Source, field: str, cache: Cache, column: str | None) -> FileCorpus | HubCorpus | StdlibChat:
+    """Returns the corpus of a source without a reader. column: the column of the text; None to read whole rows."""
+    if source.name in (STDLIB, STDLIB_CHAT):
+        _refuse_hub_fields(source, ("subset", "split", "revision"), field)
+        files = stdlib_corpus(cache)
+        return files if source.name == STDLIB else StdlibChat(files)
+    if paths := find_files(source.name, source.split, field):
+        _refuse_hub_fields(source, ("subset", "revision"), field)
+        return file_corpus(source, paths, cache, column)
+    if HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
+        return hub_corpus(source, field, cache, column)
+    here = expanded(source.name).absolute()
+    message = (
+        f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
+        "name of a hub dataset"
+    )
+    raise DataError(Problem("data.missing", f"{field}.name", message))
 
 
 def _refuse_hub_fields(source: Source, names: Sequence[str], field: str) -> None:

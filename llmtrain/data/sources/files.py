@@ -35,17 +35,39 @@ def find_files(name: str, split: str, field: str) -> list[Path]:
     path = expanded(name)
     if path.is_dir():
         return _of_one_kind(files_of_split(path, split, field), name, field)
-    if path.is_file():
-        files = [path]
-    elif glob.has_magic(name):
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - absolute too
-        files = [match for match in matches if match.is_file()]
-    else:
+    files = _named_files(path, name)
+    if not files and not glob.has_magic(name):
         return []
     if split != "train":
         message = f"'{name}' names files, which have no split '{split}'"
         raise DataError(Problem("data.split", f"{field}.split", message, "leave `split` out, or name the folder"))
     return _of_one_kind(files, name, field)
+
+
+def files_for_reader(name: str, split: str, field: str) -> list[Path]:
+    """Returns the sorted files of any suffix that a path, folder or glob refers to, without hidden ones in a folder.
+
+    Empty if nothing has that name. Raises DataError for a folder without files, and for a split.
+    """
+    path = expanded(name)
+    if split != "train":
+        message = f"'{split}' has no effect: a reader reads all files that `name` refers to"
+        raise DataError(Problem("data.split", f"{field}.split", message, "leave it out, and name the files by a glob"))
+    if not path.is_dir():
+        return _named_files(path, name)
+    parts = {file: file.relative_to(path).parts for file in sorted(path.rglob("*")) if file.is_file()}
+    files = [file for file, names in parts.items() if not any(part.startswith(".") for part in names)]
+    if not files:
+        raise DataError(Problem("data.missing", f"{field}.name", f"'{name}' has no files"))
+    return files
+
+
+def _named_files(path: Path, name: str) -> list[Path]:
+    """Returns the file of a path, or the files that match a glob. name: the path as it was given."""
+    if path.is_file():
+        return [path]
+    matches = glob.glob(str(path), recursive=True) if glob.has_magic(name) else []  # noqa: PTH207 - absolute too
+    return [match for match in map(Path, sorted(matches)) if match.is_file()]
 
 
 def file_corpus(source: Source, files: Sequence[Path], cache: Cache, column: str | None) -> FileCorpus:

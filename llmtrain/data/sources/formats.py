@@ -40,7 +40,7 @@ MAX_ESCAPE_CHARACTERS = 12
 """Characters of the longest text that cannot be decoded in part: an escaped surrogate pair."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
-_AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
+AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class Document(NamedTuple):
@@ -50,7 +50,7 @@ class Document(NamedTuple):
     fraction: float
     """Fraction of the input that has been read so far, from 0 to 1."""
     place: str = ""
-    """Position of the document, for messages; empty for a whole file."""
+    """Position of the document, for messages: a file, or a line or row of it."""
     row: dict[str, Any] | None = None
     """The parsed row, if `text` is its JSON and was read from JSON; avoids parsing it again."""
 
@@ -62,7 +62,7 @@ DocumentReader = Callable[[Path, str | None], Iterator[Document]]
 def read_document(path: Path, column: str | None) -> Iterator[Document]:
     """Yields the file as one document, without a byte order mark and with its line ends. `column` is not used."""
     with open_decompressed(path) as (file, _):
-        yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
+        yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0, str(path))
 
 
 def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
@@ -77,9 +77,8 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
             if row is None:
                 continue
             place = f"{path}, line {number}"
-            require_column(place, column, row)
             fraction = min(1.0, (offset if file is raw else raw.tell()) / size)
-            yield from _from_row(row, place, column, fraction)
+            yield from from_row(row, place, column, fraction)
 
 
 def read_json(path: Path, column: str | None) -> Iterator[Document]:
@@ -93,9 +92,8 @@ def read_json(path: Path, column: str | None) -> Iterator[Document]:
     with open_decompressed(path) as (file, raw):
         for number, row in enumerate(_array_objects(file, path), start=1):
             place = f"{path}, row {number}"
-            require_column(place, column, row)
             fraction = min(1.0, raw.tell() / size)
-            yield from _from_row(row, place, column, fraction)
+            yield from from_row(row, place, column, fraction)
 
 
 def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[Document]:
@@ -114,7 +112,7 @@ def read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[D
                     raise csv.Error(f"{len(cells)} cells, but {len(names)} names of columns")
                 row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
                 fraction = min(1.0, raw.tell() / size)
-                yield from _from_row(row, place, column, fraction)
+                yield from from_row(row, place, column, fraction)
         except csv.Error as error:
             fix = "write fields that contain delimiters, quotes or line ends in double quotes, or convert it to .jsonl"
             place = f"{path}, line {rows.line_num}"
@@ -355,8 +353,9 @@ class _JsonReader:
         return DataError(Problem("data.json", f"{self._path}, row {self.row}", message, fix))
 
 
-def _from_row(row: dict[str, Any], place: str, column: str | None, fraction: float) -> Iterator[Document]:
-    """Yields the document of a row that is JSON data."""
+def from_row(row: dict[str, Any], place: str, column: str | None, fraction: float) -> Iterator[Document]:
+    """Yields the document of a row that is JSON data; nothing if its text is null. Raises DataError as readers do."""
+    require_column(place, column, row)
     if column is None:
         yield from _document(row, place, column, fraction, row)
     else:
@@ -370,7 +369,7 @@ def _document(
     if value is None:
         return
     if column is None:
-        value = _AS_JSON.encode(value)
+        value = AS_JSON.encode(value)
     if not isinstance(value, str):
         message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
@@ -425,13 +424,18 @@ class FileCorpus:
     @property
     def identity(self) -> str:
         """Identifies the content: the same for equal documents in the same order, wherever the files are."""
-        column = self.column if READERS.get(self.kind, read_document) is not read_document else None
+        column = None if self.has_texts else self.column
         return key_of("files", self.kind, column, [stored.hash for stored in self.prints], self.lenient)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether a file is a text, without rows."""
+        return READERS.get(self.kind, read_document) is read_document
 
     @property
     def is_one_document(self) -> bool:
         """Whether the corpus is a single text file."""
-        return len(self.files) == 1 and READERS.get(self.kind, read_document) is read_document
+        return len(self.files) == 1 and self.has_texts
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
@@ -445,10 +449,17 @@ class FileCorpus:
             except DataError as error:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
-            if stamp_of(path) != (stored.size, stored.modified):
-                # The token store would otherwise be saved under the identity of the old content.
-                raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
+            check_unchanged(path, stored)
             done += stored.size
+
+
+def check_unchanged(path: Path, stored: Fingerprint) -> None:
+    """Raises DataError if a file that was read has changed since it was hashed.
+
+    The token store would otherwise be saved under the identity of the old content.
+    """
+    if stamp_of(path) != (stored.size, stored.modified):
+        raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
 
 
 def stamp_of(path: Path) -> tuple[int, int]:

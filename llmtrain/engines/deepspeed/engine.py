@@ -106,7 +106,7 @@ def initialise(
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
         # With an optimizer in `ds_config`, DeepSpeed itself puts the experts that it has distributed into groups.
         groups = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
-        return torch_optimizer(groups, plan.recipe.optim)
+        return torch_optimizer(groups, plan.recipe.optim, code_dir=plan.recipe.code_dir)
 
     engine: _Engine = deepspeed.initialize(
         model=module,
@@ -145,7 +145,8 @@ class DeepSpeedEngine(HasState):
         recipe = plan.recipe
 
         leave_muon_eager()
-        check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
+        config = model_configuration(recipe)
+        check_kernels(config, plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
 
@@ -163,7 +164,7 @@ class DeepSpeedEngine(HasState):
         for axis in axes:
             axis.attach(self.engine)
 
-        self.objective = objective_of(recipe, self._group("sequence_parallel_group"))
+        self.objective = objective_of(recipe, config, self._group("sequence_parallel_group"))
         shard_lists, locate = self._optimizer_shards()
         locate_shards(self.engine.basic_optimizer, self.engine.optimizer, shard_lists, locate, recipe, device)
         self.guard = Guard(recipe.guard, device)
@@ -248,7 +249,7 @@ class DeepSpeedEngine(HasState):
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
             loss_sum, auxiliary = self._forward(micro_batch)
             loss = loss_sum * (
-                self.plan.gradient_ranks / batch.num_items
+                self.plan.gradient_ranks / batch.divisor
             )  # DeepSpeed averages gradients over these ranks
             if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
                 loss = loss + auxiliary / len(batch.micro_batches)
@@ -259,7 +260,7 @@ class DeepSpeedEngine(HasState):
             if index < len(batch.micro_batches):
                 self.engine.step()  # counts the micro-batch; only the step after the last one updates
             total += loss_sum.detach()
-        return Accumulated(total / batch.num_items, router_loss)
+        return Accumulated(total / batch.divisor, router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -280,7 +281,7 @@ class DeepSpeedEngine(HasState):
         with self.averaged(), self._active():
             self.engine.eval()
             total = self._evaluate(batch)
-        return self._sum_over_replicas(total) / batch.num_items
+        return self._sum_over_replicas(total) / batch.divisor
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
@@ -290,9 +291,9 @@ class DeepSpeedEngine(HasState):
                 return self._pipeline.next_logits(batch, self._slice(batch))
             return next_logits(self.engine, self.model, self._slice(batch), self.device, batch)
 
-    def rewards(self) -> Tensor | None:
-        """Returns the sums of the last batch's rewards over all ranks."""
-        return None if self.objective is None else self._sum_over_replicas(self.objective.rewards(self.device))
+    def metric_sums(self) -> Tensor | None:
+        """Returns the sums over the last batch, of all ranks."""
+        return None if self.objective is None else self._sum_over_replicas(self.objective.metric_sums(self.device))
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this rank's sum of losses."""

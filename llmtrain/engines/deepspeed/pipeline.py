@@ -29,7 +29,7 @@ from llmtrain.engines.forward import LabeledPositions, loss_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.engines.state.shards import ReplicaIndex
-from llmtrain.models import Objective, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
+from llmtrain.models import Objective, OwnLoss, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
@@ -115,7 +115,9 @@ class PipelineAxis(SlicedAxis):
             partial(accumulating, engine),
         )
 
-    def accumulate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Accumulated:
+    def accumulate(
+        self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | OwnLoss | None
+    ) -> Accumulated:
         """Runs one schedule over this replica's micro-batches, and reduces their gradients.
 
         slices: this rank's slice of each micro-batch.
@@ -123,13 +125,13 @@ class PipelineAxis(SlicedAxis):
         self._begin(batch)
         self.passes.train(batch.micro_batches, slices, partial(self._loss, objective))
         reduce_pipeline(self._engine)
-        return Accumulated(self._total / batch.num_items, self._router_loss)
+        return Accumulated(self._total / batch.divisor, self._router_loss)
 
     def step(self) -> None:
         """Makes the update."""
         step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | None) -> Tensor:
+    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | OwnLoss | None) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
         self._begin(batch)
         self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective))
@@ -198,14 +200,14 @@ class PipelineAxis(SlicedAxis):
 
     def _begin(self, batch: StepBatch) -> None:
         """Sets the sums to zero before the passes over a batch."""
-        self._num_items, self._micro_batches = batch.num_items, len(batch.micro_batches)
+        self._num_items, self._micro_batches = batch.divisor, len(batch.micro_batches)
         self._total = torch.zeros((), device=self.device)
         stage: Any = self.model[0]
         self._router_loss = torch.zeros(2, device=self.device) if stage.cut.sends_routers else None
 
     def _loss(
         self,
-        objective: Objective | None,
+        objective: Objective | OwnLoss | None,
         stage: Stage,
         inputs: Tensors,
         arguments: dict[str, Any],
@@ -220,7 +222,7 @@ class PipelineAxis(SlicedAxis):
             arguments["targets"] = labels
         output = stage(inputs, **arguments)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = loss_of(result, labels, stage.model, batch.completions, objective)
+        loss_sum = loss_of(result, labels, stage.model, batch, objective)
         self._total += loss_sum.detach()
         loss = loss_sum * (self.plan.gradient_ranks / self._num_items)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llmtrain.engines.optimizers.guarded import Factor, GuardedOptimizer
+from llmtrain.engines.optimizers.own import OwnOptimizer
 from llmtrain.overrides.deepspeed import flat_tensors
 from llmtrain.overrides.torch import local
 from llmtrain.system.piece_headers import WEIGHT
@@ -72,7 +73,7 @@ def optimizer_shards(
             tensors = {WEIGHT: flat.detach()} | dict(_states_of_same_shape(state, flat))
             for part in parts:
                 views = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in tensors.items()}
-                factors = _factors(optimizer.optimizer, part.parameter)
+                factors = _factors(optimizer.optimizer, part.parameter, flat)
                 shards.append(OptimizerShard(part.parameter, part.start, views, state, flat, part.offset, factors))
         yield shards
 
@@ -97,17 +98,21 @@ def _shards_of_torch_optimizer(
                 kind: local_flat(tensor) for kind, tensor in _states_of_same_shape(state, trained)
             }
             parameter = parameter_of.get(trained, trained)
-            factors = _factors(optimizer, parameter)
+            factors = _factors(optimizer, parameter, trained)
             shards.append(OptimizerShard(parameter, first_index(trained), views, state, trained, factors=factors))
     return shards
 
 
-def _factors(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Factor]:
+def _factors(optimizer: Optimizer, parameter: nn.Parameter, trained: Tensor) -> dict[str, Factor]:
+    if isinstance(optimizer, OwnOptimizer):
+        return optimizer.factors(trained)
     return optimizer.factors(parameter) if isinstance(optimizer, GuardedOptimizer) else {}
 
 
 def _state(optimizer: Optimizer, trained: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     """Returns torch's state of a tensor that it trains, and makes the state if there is none yet."""
+    if isinstance(optimizer, OwnOptimizer):
+        return {**optimizer.make_state(trained, group), STEP: optimizer.updates(trained)}
     state: dict[str, Any] = optimizer.state[trained]
     if not state and isinstance(optimizer, GuardedOptimizer):
         state.update(optimizer.first_state(group, trained))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import platform
 import sys
@@ -16,7 +17,8 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
 from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
-from llmtrain.recipe import Part, Recipe, parse_recipe
+from llmtrain.plan.facts.own_loss import check_loss
+from llmtrain.recipe import ObjectiveConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import cache_root, installed_version
@@ -26,6 +28,8 @@ TRIED_STEPS = 1_000
 """Steps for which a schedule is called before a run."""
 CACHE = "own_code"
 """Folder of the cache."""
+ROW_FUNCTIONS = frozenset({"reader", "filter", "map"})
+"""Fields of a source that name functions of one argument."""
 
 
 class OwnCode(Part):
@@ -41,24 +45,39 @@ class OwnCode(Part):
         return {**{name: digest[:12] for name, digest in self.files.items()}, **self.packages}
 
 
-def examined(recipe: Recipe) -> OwnCode | None:
+def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
     """Returns the files and versions of a recipe's own code; None if the recipe names no object.
 
+    vocabulary: the number of logits of a token; if it is unknown, a loss is imported, but not tried.
     The result is cached until one of the files changes. Raises RecipeError with every object that cannot be imported.
     """
     objects = recipe.own_objects
     if not objects:
         return None
     has_schedule = is_path(recipe.optim.schedule) and recipe.train.max_steps is not None
-    tried = recipe.model_dump(mode="json") if has_schedule else None
-    options = {f"callbacks.{number}.object": callback.options for number, callback in enumerate(recipe.callbacks)}
-    request = {"objects": objects, "folder": recipe.code_dir, "recipe": tried, "options": options}
+    tried: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json") if has_schedule else None,
+        "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
+        "loss": None,
+    }
+    if recipe.objective.is_own and vocabulary is not None:
+        tried["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
+    return examined_objects(objects, recipe.code_dir, tried)
+
+
+def examined_objects(objects: dict[str, str], folder: str | None, tried: dict[str, Any] | None = None) -> OwnCode:
+    """Returns the files and versions of objects, dotted field → import path, alone; cached and refused as `examined`.
+
+    folder: that of the recipe's own modules. tried: what is called besides, see `answer`.
+    """
+    nothing: dict[str, Any] = {"recipe": None, "options": {}, "loss": None}
+    request = {"objects": objects, "folder": folder, **(tried or nothing)}
     path = cache_path(request)
     try:
         known = read_json(path, OwnCode)
     except UNREADABLE:
         known = None
-    if known is not None and is_current(known, recipe.code_dir):
+    if known is not None and is_current(known, folder):
         return known
     document = run_helper(__name__, request, "the process that imports the recipe's own code")
     code = OwnCode.model_validate(document)
@@ -108,14 +127,29 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             elif not callable(found):
                 message = f"{path} is {type(found).__name__}, which is neither a function nor a class"
                 problems.append(Problem("code.kind", field, message))
+            elif field.rpartition(".")[2] in ROW_FUNCTIONS:
+                check_takes_one(found, path, field)
         except UserError as error:
             problems += error.problems
     if problems:
         raise RecipeError(problems)
     if request["recipe"]:
         check_schedule(parse_recipe(request["recipe"]))
+    if tried := request["loss"]:
+        check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, tried["vocabulary"])
     roots = {path.partition(":")[0].partition(".")[0] for path in request["objects"].values()}
     return identified(roots, folder).model_dump()
+
+
+def check_takes_one(function: Any, path: str, field: str) -> None:
+    """Raises RecipeError if a function cannot be called with one argument."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        message = f"{path}{inspect.signature(function)} cannot be called with one argument: {error}"
+        raise RecipeError(Problem("code.arguments", field, message)) from None
+    except ValueError:  # a function of C without a signature
+        pass
 
 
 def check_schedule(recipe: Recipe) -> None:
@@ -152,8 +186,8 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
 def _loaded_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        # torch.classes has the name of a file that does not exist.
-        if isinstance(file, str) and name != "__main__" and Path(file).is_absolute():
+        # Some modules, such as torch.ops, have a name of a file that does not exist.
+        if isinstance(file, str) and name != "__main__" and Path(file).is_file():
             yield name, Path(file).resolve()
 
 

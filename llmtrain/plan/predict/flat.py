@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from llmtrain.plan.facts.weights import HeldRows, Weight, Weights
-from llmtrain.plan.optimizers import block_of, is_matrix_of_layer, optimizer_of, states_kept
+from llmtrain.plan.optimizers import block_of, is_matrix_of_layer, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
 
@@ -207,7 +207,7 @@ MAX_EXPERT_GROUP = 178_956_971
 def optimizer_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     trained = _groups(plan, weights, [weight for weight in rank_weights(plan, weights, stage) if weight.trained])
-    idle = FlatGroup((1,), plan.gradient_ranks, states_kept(plan.recipe.optim, in_layers=False, is_matrix=False))
+    idle = FlatGroup((1,), plan.gradient_ranks, _states(plan, in_layers=False, is_matrix=False))
     return trained or [idle]  # the parameter of a stage that trains nothing
 
 
@@ -217,8 +217,12 @@ def frozen_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     return _groups(plan, weights, [weight for weight in own if not (weight.trained or weight.packed)])
 
 
+def _states(plan: Plan, in_layers: bool, is_matrix: bool) -> int:
+    return states_kept(plan.optimizer_row, plan.recipe.optim, in_layers, is_matrix)
+
+
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
-    parallel, row = plan.parallel, optimizer_of(plan.recipe.optim)
+    parallel, row = plan.parallel, plan.optimizer_row
     in_layers = updated_in_layers(plan, weights)
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
@@ -245,7 +249,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         sizes = [size for weight in members for size in sizes_of[id(weight)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         ranks = plan.gradient_ranks * parallel.tensor // parallel.expert if spread else plan.gradient_ranks
-        states = states_kept(plan.recipe.optim, in_layers=not outside, is_matrix=not is_vector)
+        states = _states(plan, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
         factors = tuple(weight.lines for weight in members) if row.factors and not spread else ()
         codes = 0 if is_vector else len(row.codes)
@@ -260,7 +264,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
 
 def updated_in_layers(plan: Plan, weights: Weights) -> set[int]:
     """Returns the ids of the weights that the optimizer updates in a way of its own."""
-    if optimizer_of(plan.recipe.optim).layer_states is None:
+    if plan.optimizer_row.layer_states is None:
         return set()
     named = [(f"0.{weight.name}", weight) for run in weights.runs for weight in run.weights]
     named += [(weight.name, weight) for weight in weights.outside]

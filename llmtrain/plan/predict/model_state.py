@@ -11,7 +11,7 @@ from functools import partial
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
-from llmtrain.plan.optimizers import CODE_TABLES, STRETCH, STRETCH_BYTES, block_of, optimizer_of, states_kept
+from llmtrain.plan.optimizers import CODE_TABLES, OWN_TEMPORARIES, STRETCH, STRETCH_BYTES, block_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.activations import lowest_kept_layer
 from llmtrain.plan.predict.flat import (
@@ -137,10 +137,13 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
     the update in fp32 and the result that it receives; for the rank's share of the group, what is sent, received and
     joined; and five tensors as large as a whole matrix, or as all experts of a layer. An optimizer with factors needs
     two fp32 tensors as large as a part of a matrix, one with codes needs memory for some rows at a time, both where the
-    states are.
+    states are; so are the temporary tensors of a class of the user's.
 
     own: the elements of a group that this rank updates. evenly: whether every rank has an equal part of each matrix.
     """
+    if plan.optimizer is not None:
+        offloads = plan.recipe.parallel.offload_optimizer != "none"
+        return 0 if offloads else 4 * OWN_TEMPORARIES * max(own(group) for group in groups)
     if any(group.factors or group.codes for group in groups):
         if plan.recipe.parallel.offload_optimizer != "none":
             return 0
@@ -348,9 +351,9 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.parallel.zero_stage == 2 else outside
     in_layers, optim = updated_in_layers(plan, weights), plan.recipe.optim
-    row, ranks = optimizer_of(optim), plan.data_parallel_size
+    row, ranks = plan.optimizer_row, plan.data_parallel_size
     moments = 4 * sum(
-        states_kept(optim, id(weight) in in_layers, weight.is_matrix) * _rows_shared([weight], ranks)
+        states_kept(row, optim, id(weight) in in_layers, weight.is_matrix) * _rows_shared([weight], ranks)
         + (weight.lines if row.factors else 0)
         for weight in own
     )

@@ -16,7 +16,6 @@ from llmtrain.plan.axes import used
 from llmtrain.plan.facts.weights import Weight
 from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.kernels import feeds_in_tiles
-from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import flat
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, bucket_elements, overlaps_reduction
@@ -168,7 +167,7 @@ class CommunicationGroups:
         consist of whole weights exchange nothing.
         """
         weights, replicas = self.plan.model.weights, self.groups.replicas.size
-        if weights is None or not optimizer_of(self.plan.recipe.optim).factors:
+        if weights is None or not self.plan.optimizer_row.factors:
             return
         for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(stage)):
             alone = replicas if self._division == "flat" and not group.is_cut else 1
@@ -181,7 +180,7 @@ class CommunicationGroups:
         FSDP2 needs none, because it divides weights between rows.
         """
         weights, parallel = self.plan.model.weights, self.plan.parallel
-        if weights is None or parallel.strategy != "deepspeed" or not optimizer_of(self.plan.recipe.optim).codes:
+        if weights is None or parallel.strategy != "deepspeed" or not self.plan.optimizer_row.codes:
             return
         for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(stage)):
             sliced, divided = group.cut_blocks(self._division)

@@ -11,7 +11,7 @@ from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.flops import backward_layers, head_parameters
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
-from llmtrain.plan.optimizers import UPDATE_BYTES, MuonOptions, optimizer_of, states_kept
+from llmtrain.plan.optimizers import OWN_TEMPORARIES, UPDATE_BYTES, MuonOptions, states_kept
 from llmtrain.plan.plan import Plan, StagePlan
 from llmtrain.plan.predict.assumptions import Assumptions
 from llmtrain.plan.predict.rates import AchievedRates
@@ -153,7 +153,7 @@ class DeviceShare:
 
     def layer_matrix_fraction(self, stage: StageParameters) -> float:
         """Returns the fraction of a stage that the optimizer updates as matrices of layers; their norms count, too."""
-        if optimizer_of(self.plan.recipe.optim).layer_states is None:
+        if self.plan.optimizer_row.layer_states is None:
             return 0.0
         return min(1.0, sum(self.facts.layer_parameters) / self.facts.layers * stage.layers / stage.parameters)
 
@@ -253,15 +253,17 @@ class Worker(DeviceShare):
     def update_bytes(self, stage: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        optim, share = self.plan.recipe.optim, self.layer_matrix_fraction(stage)
-        if optimizer_of(optim).factors:
+        optim, row, share = self.plan.recipe.optim, self.plan.optimizer_row, self.layer_matrix_fraction(stage)
+        if row.factors:
             # Weight and gradient are read for sums first, and the update takes the gradient's place in between.
             return 4 + 4 + 4 + 4 + 4 + 8 + copy
-        if optimizer_of(optim).codes:
+        if row.codes:
             return UPDATE_BYTES + copy
-        outside, inside = (states_kept(optim, in_layers=inside, is_matrix=True) for inside in (False, True))
+        outside, inside = (states_kept(row, optim, in_layers=inside, is_matrix=True) for inside in (False, True))
         states = outside * (1 - share) + inside * share
-        return 4 + 8 + 8 * states + copy  # gradient read; master weight and moments read and written
+        # Each temporary tensor of a class of the user's, which is not one fused kernel, is written and read.
+        temporaries = 8 * OWN_TEMPORARIES if self.plan.optimizer else 0
+        return 4 + 8 + 8 * states + temporaries + copy  # gradient read; master weight and moments read and written
 
     def orthogonal(self, stage: StageParameters) -> float:
         """Returns the time in which the ranks of a stage, together, make the momentum of all matrices orthogonal.

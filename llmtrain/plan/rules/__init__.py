@@ -52,6 +52,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
         stages=plan_stages(facts, draft.parallel.stages, recipe.data.sequence_length),
         flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
         notes=tuple(problem.as_dict() for problem in notes or ()),
+        optimizer=draft.optimizer,
     )
 
 
@@ -110,12 +111,17 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     code = None
     if facts is None:
         try:
-            code = examined(recipe)
-            recipe = with_resized_vocabulary(recipe)
-            facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
+            resized = with_resized_vocabulary(recipe)
+            facts = model_facts(resized.model, resized.vocab_size, resized.code_dir)
+            code = examined(recipe, facts.vocab_size)
+            recipe = resized
         except RecipeError as error:
             faults.extend(error.problems)
     draft = Draft(recipe, cluster, facts)
+    try:
+        _ = draft.optimizer
+    except RecipeError as error:  # the rules need what its trial would have found
+        raise RecipeError([*faults, *error.problems]) from None
     refusals, notes = broken(draft)
     faults.extend(refusals)
     if faults:

@@ -62,11 +62,12 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
 
 @rule("kernels.loss", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
-    """Refuses a chunked loss if the engine needs all logits. Some engines need the logits themselves, or never hold the
-    whole head."""
+    """Refuses a chunked loss if all logits are needed. Some engines need the logits themselves, or never hold the whole
+    head; a user's own loss is given logits."""
     loss = draft.recipe.kernels.loss
     if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
-        message = f"'{loss}' is not supported with {draft.parallel.strategy}: {why}"
+        what = "a loss of your own" if draft.recipe.objective.is_own else draft.parallel.strategy
+        message = f"'{loss}' is not supported with {what}: {why}"
         yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
 
 

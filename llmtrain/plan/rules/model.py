@@ -222,7 +222,7 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     tell whether a source holds conversations, the data preparation refuses this instead. A recurrence, a convolution or
     an indexer lets packed conversations influence each other, under any mask."""
     facts, recipe = draft.facts, draft.recipe
-    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.is_preference
+    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.reads_whole_documents
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
     if facts is not None and is_packed and any(source.declares_conversations for source in sources):
         yield from packed_conversations(facts.text_type)

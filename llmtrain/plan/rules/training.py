@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from llmtrain.errors import did_you_mean, format_value
-from llmtrain.plan.axes import EXPERT
+from llmtrain.plan.axes import EXPERT, SEQUENCE
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.optimizers import optimizer_of
@@ -19,18 +19,19 @@ from llmtrain.recipe.own_code import is_path
 
 @rule("objective.whole_pairs", "read")
 def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that split, cut or separate conversations (`llmtrain/data/samples.py`). A part of a completion
-    has another log-probability than the whole completion."""
-    data = draft.recipe.data
-    if not draft.recipe.objective.is_preference:
+    """Refuses options that split, cut or separate documents (`llmtrain/data/samples.py`) for losses that are not a sum
+    over tokens. A part of a completion has another log-probability than the whole completion."""
+    data, objective = draft.recipe.data, draft.recipe.objective
+    if not objective.reads_whole_documents:
         return
     if data.packing == "concat":
-        message = "`concat` cuts sequences anywhere, but completions are never split"
+        what = "completions are" if objective.reads_completions else "the loss of a document is"
+        message = f"`concat` cuts sequences anywhere, but {what} never split"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
-    if data.packing == "none" and draft.recipe.objective.compares_pairs:
+    if data.packing == "none" and objective.compares_pairs:
         message = "with `none` a sequence is one document, but a pair is two conversations in one sequence"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
-    if data.too_long == "cut_turns":
+    if data.too_long == "cut_turns" and objective.reads_completions:
         message = "`cut_turns` is not possible: completions are read whole, and those that are too long are dropped"
         yield Fault("data.too_long", message, assignment(data__too_long="drop"))
 
@@ -39,27 +40,40 @@ def objective_whole_pairs(draft: Draft) -> Iterator[Fault]:
 def objective_completions(draft: Draft) -> Iterator[Fault]:
     """Refuses losses that include the prompt's tokens: they depend on the probability of a completion, given its
     prompt."""
-    if draft.recipe.objective.is_preference and draft.recipe.data.train_on == "all":
+    if draft.recipe.objective.reads_completions and draft.recipe.data.train_on == "all":
         message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
 
 @rule("objective.documents", "read")
 def objective_documents(draft: Draft) -> Iterator[Fault]:
-    """Refuses attention across documents, and families that carry state from one document to the next. One sequence
-    contains several completions: each would depend on the previous one."""
-    facts = draft.facts
-    if not draft.recipe.objective.is_preference or draft.recipe.data.packing == "none":
+    """Refuses attention across documents, and families that carry state from one document to the next, for losses that
+    are not a sum over tokens. One sequence contains several documents: each would depend on the previous one."""
+    facts, objective = draft.facts, draft.recipe.objective
+    if not objective.reads_whole_documents or draft.recipe.data.packing == "none":
         return
+    each = "each completion would be computed from those before it in its sequence, such as the chosen one"
+    if not objective.reads_completions:
+        each = "each document would be computed from those before it in its sequence"
     if not draft.recipe.data.mask_documents:
-        message = "each completion would be computed from those before it in its sequence, such as the chosen one"
+        message = each
         yield Fault("data.mask_documents", message, assignment(data__mask_documents="true"))
     elif facts is not None and facts.text_type in MIXES_DOCUMENTS:
-        message = (
-            f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: "
-            "each completion would be computed from those before it in its sequence, such as the chosen one"
-        )
+        message = f"'{facts.text_type}' lets packed documents influence each other, whatever the attention mask: {each}"
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
+
+
+@rule("objective.slices", "arithmetic", axis=SEQUENCE)
+def objective_slices(draft: Draft) -> Iterator[Fault]:
+    """Refuses slices of sequences for a user's own loss of whole documents. A rank has the logits of its slice only,
+    and its documents may begin or end on another rank."""
+    objective = draft.recipe.objective
+    if objective.is_own and objective.reads_whole_documents:
+        message = (
+            f"must be 1, not {draft.parallel.sequence}: with objective.unit={objective.unit}, {objective.name} needs "
+            "the logits of whole documents, of which each rank would have a slice"
+        )
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
 
 
 @rule("objective.dropout", "read", refuses=False)
@@ -81,6 +95,8 @@ def optim_options(draft: Draft) -> Iterator[Fault]:
     """Refuses options that the optimizer does not have, and values that they cannot have. Each optimizer has options of
     its own; an unknown one would be ignored."""
     optim = draft.recipe.optim
+    if is_path(optim.name):  # its trial has built it with them
+        return
     model = optimizer_of(optim).options
     known = tuple(model.model_fields)
     try:
@@ -96,6 +112,89 @@ def optim_options(draft: Draft) -> Iterator[Fault]:
                 message = f"{format_value(fault['input'])} is invalid: {reason}"
                 fix = ""
             yield Fault(f"optim.options.{name}", message, fix)
+
+
+@rule("optim.own_fields", "read")
+def optim_own_fields(draft: Draft) -> Iterator[Fault]:
+    """Refuses fields that a class of one's own does not get. It is built with `lr`, `weight_decay` and `optim.options`;
+    a class without weight decay would silently not decay."""
+    optim, tried = draft.recipe.optim, draft.optimizer
+    if tried is None:
+        return
+    for name in ("betas", "eps"):
+        value = getattr(optim, name)
+        if value != type(optim).model_fields[name].default:
+            message = (
+                f"{format_value(value)} has no effect on {optim.name}, which gets its arguments from optim.options"
+            )
+            yield Fault(f"optim.{name}", message, f"leave it out, or name the argument in optim.options: {name}")
+    if optim.weight_decay and not tried.decays:
+        message = f"{optim.weight_decay} has no effect on {optim.name}, which has no `weight_decay` in its defaults"
+        yield Fault("optim.weight_decay", message, assignment(optim__weight_decay=0))
+
+
+@rule("optim.own_parts", "run")
+def optim_own_parts(draft: Draft) -> Iterator[Fault]:
+    """Refuses plans that give parts of weights to a class of one's own that needs whole ones. Before a run, flat parts
+    of a few weights are trained beside the whole ones (`plan/facts/own_optimizer.py`): a class whose update depends on
+    other elements of a weight, or on their number, trains other weights."""
+    tried, parallel = draft.optimizer, draft.parallel
+    if tried is None or tried.unit == "element":
+        return
+    name, whole = draft.recipe.optim.name, tried.unit == "weight"
+    needs = "whole weights" if whole else "all weights of the model together"
+    if tried.others:
+        why = f"it keeps {', '.join(tried.others)} of another shape than the weight"
+    elif tried.deviation > 1:
+        why = "it failed with flat parts of weights, or trained entirely other weights"
+    else:
+        why = f"with flat parts of weights, its weights differ by {tried.deviation:.1%} of their movement"
+    message = f"{name} needs {needs}: {why}"
+    on_parts = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
+    if not whole:
+        on_parts["parallel.pipeline"] = parallel.pipeline
+    for field, degree in on_parts.items():
+        if degree > 1:
+            yield Fault(field, f"must be 1, not {degree}: {message}", f"--set {field}=1")
+    if parallel.strategy == "fsdp2":
+        yield Fault("parallel.accelerate", f"'fsdp2' shards weights; {message}", assignment(parallel__accelerate="ddp"))
+    elif parallel.strategy == "deepspeed" and parallel.zero_stage:
+        yield Fault(
+            "parallel.zero_stage",
+            f"must be 0, not {parallel.zero_stage}: {message}",
+            assignment(parallel__zero_stage=0),
+        )
+    elif parallel.strategy == "deepspeed" and draft.weight_dtype != "fp32":
+        message = f"'{parallel.precision}' makes DeepSpeed train flat copies; {message}"
+        yield Fault("parallel.precision", message, assignment(parallel__precision="fp32"))
+
+
+@rule("optim.own_horovod", "read")
+def optim_own_horovod(draft: Draft) -> Iterator[Fault]:
+    """Refuses Horovod with a class of one's own. Horovod builds another object of its class, without its arguments
+    (`horovod/torch/optimizer.py`)."""
+    if draft.optimizer is not None and draft.parallel.strategy == "horovod":
+        message = f"'horovod' would build {draft.recipe.optim.name} again without the arguments in optim.options"
+        yield Fault("parallel.backend", message, assignment(parallel__backend="deepspeed"))
+
+
+@rule("optim.own_nvme", "read")
+def optim_own_nvme(draft: Draft) -> Iterator[Fault]:
+    """Refuses states on disks for a class of one's own. DeepSpeed swaps the tensors of a state through fp32 buffers; it
+    has been tried with torch's Adam alone."""
+    if draft.optimizer is not None and draft.parallel.offload_optimizer == "nvme":
+        message = f"'nvme' is not supported with {draft.recipe.optim.name}, whose states DeepSpeed may not swap"
+        yield Fault("parallel.offload_optimizer", message, assignment(parallel__offload_optimizer="cpu"))
+
+
+@rule("optim.own_memory", "read", refuses=False)
+def optim_own_memory(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for states of other shapes than their weight. Only the class knows their sizes, so the predicted
+    memory leaves them out."""
+    if draft.optimizer is not None and draft.optimizer.others:
+        names = ", ".join(draft.optimizer.others)
+        message = f"{draft.recipe.optim.name} also keeps {names}, which the predicted memory does not include"
+        yield Fault("optim.name", message)
 
 
 @rule("optim.schedule_free_mean", "arithmetic")

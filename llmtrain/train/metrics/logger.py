@@ -39,7 +39,7 @@ class StepMetrics:
     step: int
     """Optimizer steps done, from 1."""
     loss: float
-    """Mean over the target tokens of the step's global batch."""
+    """Mean over the target tokens, or over the items of the objective, of the step's global batch."""
     grad_norm: float | None
     """Global norm before clipping."""
     lr: float
@@ -58,8 +58,8 @@ class StepMetrics:
     """Number of rollbacks to a checkpoint because of them."""
     slowest: tuple[int, float] | None = None
     """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
-    rewards: Mapping[str, float] | None = None
-    """The result of `llmtrain.models.reward_metrics`; None if the loss is a mean over tokens."""
+    of_objective: Mapping[str, float] | None = None
+    """The further metrics of the objective (`Engine.objective`); None if the loss is the cross-entropy of tokens."""
     router_loss: float | None = None
     """Mean of the router's loss over the micro-batches, times its coefficient; None without one."""
 
@@ -69,19 +69,19 @@ class Evaluation:
     """The result of an evaluation of a set."""
 
     loss: float
-    """Mean over its target tokens, or over its pairs or completions."""
+    """Mean over its target tokens, or over the items of the objective."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """The loss of each source."""
-    rewards: Mapping[str, float] | None = None
-    """As in `StepMetrics`; a loss of completions has no perplexity."""
+    of_objective: Mapping[str, float] | None = None
+    """As in `StepMetrics`; only the cross-entropy of tokens has a perplexity."""
     bytes_per_token: float | None = None
     """Bytes of the targets, for bits per byte, which do not depend on the tokenizer; None if unknown."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         metrics = {"eval_loss": self.loss}
-        if self.rewards is not None:
-            return {**metrics, **self.rewards}
+        if self.of_objective is not None:
+            return {**metrics, **self.of_objective}
         metrics["perplexity"] = perplexity(self.loss)
         if self.bytes_per_token:
             metrics["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
@@ -145,7 +145,7 @@ class MetricsLogger:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         if metrics.router_loss is not None:
             fields["router_loss"] = metrics.router_loss
-        return _finite_fields({**fields, **(metrics.rewards or {})})
+        return _finite_fields({**fields, **(metrics.of_objective or {})})
 
     def eval_record(self, step: int, main: Evaluation, sets: Mapping[str, Evaluation] | None = None) -> Record:
         """Returns the record of an evaluation after `step` steps.

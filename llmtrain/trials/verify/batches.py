@@ -75,13 +75,12 @@ class Batches:
 
         for step, hidden in enumerate(self._hidden):
             batch = loader.train_batch(step * self.size)
-            targets, examples = (0, hidden) if batch.examples else (hidden, 0)
             yield replace(
                 batch,
                 micro_batches=uneven(batch.micro_batches),
                 mismatched=uneven(batch.mismatched),
-                target_tokens=batch.target_tokens - targets,
-                examples=batch.examples - examples,
+                target_tokens=batch.target_tokens - (hidden if batch.examples is None else 0),
+                examples=None if batch.examples is None else batch.examples - hidden,
             )
 
     def referenced(self, engine: Engine, plan: Plan) -> Batches:
@@ -134,7 +133,7 @@ class Batches:
     def _hidden(self) -> list[int]:
         """Number of items that each global batch has lost."""
         steps = zip(self._read_steps, self._uneven_steps, strict=True)
-        return [count_items(read) - count_items(uneven) for read, uneven in steps]
+        return [count_items(read, self.recipe) - count_items(uneven, self.recipe) for read, uneven in steps]
 
     @property
     def _conversations(self) -> int:
@@ -167,7 +166,7 @@ class Batches:
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
-        if self.recipe.objective.is_preference:
+        if self.recipe.objective.reads_completions:
             lost = self._conversations if sample % LOSES_ONE == 1 else 0
             empty = [
                 ReferenceDocument(document.inputs, torch.full_like(document.targets, reference.NO_TARGET))

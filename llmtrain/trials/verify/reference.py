@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import peft
 import torch
@@ -64,6 +64,7 @@ class ReferenceDocument:
     """For KTO, the same prompt with the completion of another one."""
 
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
 Sequences = Sequence[Sequence[ReferenceDocument]]
 """For each sequence, the documents that are packed into it, with padding last."""
 
@@ -73,7 +74,7 @@ class ReferenceStep:
     """One update."""
 
     loss: float
-    """Mean cross-entropy per target token, or mean loss per pair or labelled completion."""
+    """Mean cross-entropy per target token, or mean loss per item of the objective."""
     grad_norm: float
     """Norm before clipping."""
     lr: float
@@ -125,7 +126,7 @@ class ReferenceLoop:
         self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
         self.types = {name: parameter.dtype for name, parameter in trained.items()}
         self.rounds = rounds
-        self.has_own_loss = is_own and self._own_forward(torch.zeros(1, 2, dtype=torch.long), {})[1] is not None
+        self.adds_auxiliary_loss = is_own and self._own_forward(torch.zeros(1, 2, dtype=torch.long), {})[1] is not None
         """Whether a user's own model adds a loss for each micro-batch, which must then run in one pass."""
         if not rounds:
             self.model.float()
@@ -142,7 +143,7 @@ class ReferenceLoop:
         micro_batches = [
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
         ]
-        num_items = count_items(sequences)
+        num_items = max(1, count_items(sequences, self.recipe))
         self.divergence = self._divergence(sequences)
         total = 0.0
         for micro_batch in micro_batches:
@@ -165,11 +166,13 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Returns the mean cross-entropy per target token, or the mean loss per pair or labelled completion."""
+        """Returns the mean cross-entropy per target token, or the mean loss per item of the objective."""
         self.model.eval()
         self._average(True)
         self.divergence = self._divergence(sequences)
-        return sum(self._losses([sequence])[0].item() for sequence in sequences) / count_items(sequences)
+        return sum(self._losses([sequence])[0].item() for sequence in sequences) / max(
+            1, count_items(sequences, self.recipe)
+        )
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,14 +197,18 @@ class ReferenceLoop:
         return rounded if self.rounds else {name: weight.float() for name, weight in rounded.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns the sum of a micro-batch's losses, of targets, pairs or completions, and the router's loss."""
+        """Returns the sum of a micro-batch's losses, of all its items, and the router's loss."""
         losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
+        own: list[tuple[ReferenceDocument, Tensor]] = []
         for rows in self._passes(sequences):
-            loss, logits = self._forward(rows, self._rounded())
+            loss, router, logits = self._forward(rows, self._rounded())
             losses.append(loss)
-            routers.append(logits)
+            routers.append(router)
+            own += zip((document for document, _ in rows), logits, strict=True)
         auxiliary = self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
+        if is_path(self.recipe.objective.name):
+            return self._own_losses(own), auxiliary
         if self.recipe.objective.name == "language_model":
             return torch.cat(losses).sum(), auxiliary
         with torch.no_grad():
@@ -278,19 +285,34 @@ class ReferenceLoop:
         A row is a document, or a sequence.
         """
         rows = [[document] for documents in sequences for document in documents]
-        if self.runs_whole or self.has_own_loss:
+        if self.runs_whole or self.adds_auxiliary_loss:
             rows = [list(documents) for documents in sequences]
         joined = [
             (join_documents(row), torch.cat([torch.arange(len(document.inputs)) for document in row])) for row in rows
         ]
-        return [joined] if self.together or self.has_own_loss else [[row] for row in joined]
+        return [joined] if self.together or self.adds_auxiliary_loss else [[row] for row in joined]
+
+    def _own_losses(self, rows: Sequence[tuple[ReferenceDocument, Tensor]]) -> Tensor:
+        """Returns the sum of the losses of a user's own function, called for each document or pair alone.
+
+        rows: documents with their logits [at least their length, vocabulary].
+        """
+        objective = self.recipe.objective
+        function = import_object(objective.name, self.recipe.code_dir)
+        total = 0 * torch.stack([logits.sum().double() for _, logits in rows]).sum()
+        for unit in _units(rows, objective.unit):
+            logits = _pad([logits[: len(document.targets)].float() for document, logits in unit])
+            targets = _pad([document.targets for document, _ in unit], NO_TARGET).to(self.device)
+            result = function(logits, targets, **objective.options)
+            total = total + (result["loss"] if isinstance(result, Mapping) else result)[0]
+        return total
 
     def _forward(
         self, rows: list[tuple[ReferenceDocument, Tensor]], weights: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the sum of the cross-entropies of each row, and the logits of each layer's router.
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """Returns the sum of the cross-entropies of each row, the logits of each layer's router, and the logits.
 
-        The logits are those of all tokens except for the padding of shorter rows.
+        Those of routers are of all tokens except for the padding of shorter rows.
         """
         inputs: dict[str, Any] = {
             "input_ids": _pad([document.inputs for document, _ in rows]).to(self.device),
@@ -300,16 +322,16 @@ class ReferenceLoop:
         targets = _pad([document.targets for document, _ in rows], NO_TARGET).to(self.device)
         if self.recipe.model.build is not None:
             logits, auxiliary = self._own_forward(inputs["input_ids"], weights, inputs["position_ids"])
-            return _losses_of_rows(logits, targets), () if auxiliary is None else (auxiliary.reshape(1),)
+            return _losses_of_rows(logits, targets), () if auxiliary is None else (auxiliary.reshape(1),), logits
         with self._autocast():
             output = functional_call(self.model, dict(weights), kwargs=inputs)
         loss = _losses_of_rows(output.logits, targets)
         if getattr(output, "aux_loss", None) is None:
-            return loss, ()
+            return loss, (), output.logits
         real = (
             _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
         )
-        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits]
+        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], output.logits
 
     def _own_forward(
         self, tokens: Tensor, weights: Mapping[str, Tensor], positions: Tensor | None = None
@@ -328,7 +350,7 @@ class ReferenceLoop:
         """
         if not logits:
             return torch.zeros((), device=self.device)
-        if self.has_own_loss:
+        if self.adds_auxiliary_loss:
             return logits[0].sum()
         family = sys.modules[type(self.model).__module__]
         loss: Tensor = family.load_balancing_loss_func(
@@ -342,11 +364,29 @@ class ReferenceLoop:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
-def count_items(sequences: Sequences) -> int:
-    """Returns the number of pairs in all documents, or of labelled completions, or of targets."""
+def count_items(sequences: Sequences, recipe: Recipe) -> int:
+    """Returns the number of items in all documents: what the user counts, pairs, labelled completions or targets."""
+    objective = recipe.objective
+    units = _units([(document,) for documents in sequences for document in documents], objective.unit)
+    if objective.count is not None:
+        count = import_object(objective.count, recipe.code_dir)
+        labels = [_pad([document.targets for (document,) in unit], NO_TARGET) for unit in units]
+        return sum(int(count(targets, **objective.options)) for targets in labels)
+    if objective.unit == "document":
+        return len(units)
     conversations = sum(document.pair is not None for documents in sequences for document in documents)
     labelled = sum(document.desirable is not None for documents in sequences for document in documents)
     return conversations // 2 or labelled or count_targets(sequences)
+
+
+def _units(rows: Sequence[Row], unit: str) -> list[Sequence[Row]]:
+    """Returns the rows that a user's own loss is given together: a document, or the two of a pair, with targets.
+
+    rows: tuples that begin with a document; those of a pair are adjacent.
+    """
+    seen = [row for row in rows if count_targets([[row[0]]])]
+    size = 2 if unit == "pair" else 1
+    return [seen[first : first + size] for first in range(0, len(seen), size)]
 
 
 def count_targets(sequences: Sequences) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.recipe import Recipe
+from llmtrain.recipe.own_code import import_object, is_path
 
 
 def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
@@ -23,6 +24,9 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
         {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if is_path(optim.name):
+        own: torch.optim.Optimizer = import_object(optim.name, recipe.code_dir)(groups, lr=optim.lr, **optim.options)
+        return own
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
     if optim.name == "lion":

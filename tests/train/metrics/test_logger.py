@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.plan.facts.own_loss import RESERVED
 from llmtrain.run_dir import RunDir
 from llmtrain.train.metrics import Evaluation, MetricsLogger, trackers
 from llmtrain.train.metrics.logger import forget_after
@@ -57,6 +58,7 @@ def test_a_step_has_every_field(run_dir, plan):
         logger.log(record)
     assert records(run_dir) == [record]
     assert list(record) == STEP_KEYS
+    assert set(STEP_KEYS) <= RESERVED, "a user's own loss must not return a metric of this name"
     assert record["step_time_s"] == 0.5
     assert record["data_wait_s"] == 0.05
     assert record["tokens_per_second"] == 2048
@@ -77,7 +79,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
         logger.log(logger.eval_record(1, Evaluation(math.log(4), bytes_per_token=2.0)))
         logger.log(logger.eval_record(2, Evaluation(2 * math.log(4), bytes_per_token=4.0)))
-        logger.log(logger.eval_record(3, Evaluation(1.0, rewards={"kl": 0.0}, bytes_per_token=2.0)))
+        logger.log(logger.eval_record(3, Evaluation(1.0, of_objective={"kl": 0.0}, bytes_per_token=2.0)))
     assert [line.get("bits_per_byte") for line in records(run_dir)] == [pytest.approx(1), pytest.approx(1), None]
 
 
@@ -196,6 +198,7 @@ def test_a_killed_run_loses_no_logged_line(run_dir, plan):
 import os, signal
 from pathlib import Path
 from llmtrain.train.metrics import MetricsLogger
+from llmtrain.plan.facts.own_loss import RESERVED
 from llmtrain.run_dir import RunDir
 from tests.helpers.step_metrics import metrics
 run_dir = RunDir(Path({str(run_dir.path)!r}))

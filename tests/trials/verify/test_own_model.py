@@ -72,7 +72,7 @@ def test_clean_plans_are_certified(names, fields, verify_corpus, tmp_path):
 @pytest.mark.parametrize(
     ("names", "fields", "bugs"),
     [
-        (["dp2-zero1-acc2", "dp1-sp2-zero1-acc4"], DECODER | RECOMPUTED, "ATTENTION"),
+        (["dp2-zero1-acc2"], DECODER | RECOMPUTED, "ATTENTION"),
         (["dp2-zero1-acc2"], EXPERTS, "AUXILIARY"),
     ],
 )

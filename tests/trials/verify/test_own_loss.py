@@ -1,0 +1,83 @@
+"""Plans with a loss of one's own are certified under every strategy, and every planted bug is detected."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain import Custom
+from tests.helpers import own_losses
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_pairs import small_pairs, write_pairs
+from tests.helpers.small_verify import certified, job_of, plant, refer, small, write_corpus
+
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
+LOSSES = "llmtrain.objectives:"
+Z = Custom(LOSSES + "z_loss", weight=0.01)
+CLASSES = Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[221, 83, 73, 69, 84])
+DOCUMENTS = Custom(own_losses.document_mean, unit="document")
+REWARD = Custom(LOSSES + "reward_model", unit="pair", token=7)
+SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
+SLICES = ["dp1-sp2-zero1-acc4"]
+FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
+FOUR = ["dp2-pp2-zero1-acc2", "dp1-pp2-sp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-sp2-zero2-acc2"]
+ZERO_BUBBLE = {"parallel.pipeline_schedule": "zero_bubble"}
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def recipe_of(objective, corpus, pairs, **fields):
+    make, path = (small_pairs, pairs) if objective.compares_pairs else (small, corpus)
+    return make(path, objective=objective, **fields)
+
+
+@pytest.mark.parametrize(
+    ("objective", "names", "fields"),
+    [
+        pytest.param(CLASSES, ["dp1-zero2-acc4"], {}, id="classes"),
+        pytest.param(CLASSES, [*SLICES, *SHARED[:1]], {}, id="classes-shared", marks=SLOW),
+        pytest.param(DOCUMENTS, ["dp2-zero2-acc2", *SHARED[:1]], {}, id="documents", marks=SLOW),
+        pytest.param(REWARD, ["dp2-fsdp2-acc2", *SHARED[1:]], {}, id="reward", marks=SLOW),
+        pytest.param(Z, [*FLAT, *SLICES, *SHARED], {}, id="z", marks=BREADTH),
+        pytest.param(CLASSES, [*FLAT, *SHARED], {}, id="classes-all", marks=BREADTH),
+        pytest.param(DOCUMENTS, [*FLAT, *SHARED, "dp1-data_parallel-acc4"], {}, id="documents-all", marks=BREADTH),
+        pytest.param(REWARD, [*FLAT, *SHARED], {}, id="reward-all", marks=BREADTH),
+        pytest.param(Z, FOUR, {}, id="z-four", marks=BREADTH),
+        pytest.param(CLASSES, SHARED[:1], ZERO_BUBBLE, id="classes-zero-bubble", marks=BREADTH),
+        pytest.param(REWARD, SHARED[:1], ZERO_BUBBLE, id="reward-zero-bubble", marks=BREADTH),
+        pytest.param(
+            DOCUMENTS, [*FLAT[1:3], FLAT[4]], {"parallel.precision": "bf16"}, id="documents-bf16", marks=BREADTH
+        ),
+        pytest.param(Z, FLAT[1:], {"parallel.precision": "autocast_bf16"}, id="z-autocast", marks=BREADTH),
+        pytest.param(DOCUMENTS, FLAT[1:3], {"data.packing": "none"}, id="documents-alone", marks=BREADTH),
+    ],
+)
+def test_clean_plans_are_certified(objective, names, fields, corpus, pairs, tmp_path):
+    job = job_of(recipe_of(objective, corpus, pairs, **fields), names, nproc=4 if names is FOUR else 2)
+    run_ranks(1, refer, job, tmp_path)
+    found = {}
+    for world in {plan.workers for plan in job.plans.values()}:
+        found |= run_ranks(world, certified, job, tmp_path, timeout=600)[0]
+    assert found == dict.fromkeys(names, True)
+
+
+@pytest.mark.parametrize(
+    ("objective", "bugs"),
+    [
+        pytest.param(CLASSES, ("counts_of_a_rank", "targets_instead_of_items"), id="classes", marks=SLOW),
+        pytest.param(DOCUMENTS, ("rows_instead_of_documents", "targets_instead_of_items"), id="rows", marks=SLOW),
+        pytest.param(REWARD, ("pairs_swapped", "mean_of_micro_batches"), id="pairs", marks=BREADTH),
+    ],
+)
+def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path):
+    job = job_of(recipe_of(objective, corpus, pairs), ["dp2-zero2-acc2"])
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_own_loss", bugs, timeout=600)[0]
+    assert found == {"none": ["dp2-zero2-acc2"], **{bug: [] for bug in bugs}}
