@@ -19,12 +19,13 @@ from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
 from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
 from llmtrain.plan.facts.own_loss import check_loss
-from llmtrain.recipe import ObjectiveConfig, Part, Recipe, parse_recipe
+from llmtrain.recipe import KernelsConfig, ObjectiveConfig, ParallelConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import cache_root, installed_version
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_json
 
+_LAYOUT = {"parallel": ParallelConfig(), "kernels": KernelsConfig()}
 TRIED_STEPS = 1_000
 """Steps for which a schedule is called before a run."""
 CACHE = "own_code"
@@ -61,7 +62,8 @@ def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
         return None
     has_schedule = is_path(recipe.optim.schedule) and recipe.train.max_steps is not None
     tried: dict[str, Any] = {
-        "recipe": recipe.model_dump(mode="json") if has_schedule else None,
+        # Without the layout, so that the plans of a search share a trial.
+        "recipe": recipe.model_copy(update=_LAYOUT).model_dump(mode="json") if has_schedule else None,
         "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
         "loss": None,
     }
