@@ -48,7 +48,7 @@ class Documents:
         position_ids: [batch, T], of whole sequences, on the host; they increase by one within a document.
         """
         bounds = document_bounds(position_ids)
-        return cls(bounds, int(bounds.diff().max()), has_shared_rows=len(bounds) - 1 > len(position_ids))
+        return cls(bounds, int(np.diff(bounds.numpy()).max()), has_shared_rows=len(bounds) - 1 > len(position_ids))
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Returns arguments for a model's forward pass."""

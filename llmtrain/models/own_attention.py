@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llmtrain.overrides.torch import replace_attention, torch_attention
 
 eager_attention_forward = sdpa_attention_forward
 """What `eager` means here: a user's module calls torch's function, which has no form without a kernel."""
@@ -59,7 +60,7 @@ class Route:
         """Has the arguments and the result of `scaled_dot_product_attention`; [batch, heads, T, head_dim]."""
         with routed(None):
             if not is_causal or attn_mask is not None or query.shape[-2] != key.shape[-2] or query.ndim != 4:
-                return _torch_attention(
+                return torch_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
             function = ALL_ATTENTION_FUNCTIONS.get(self.name) or sdpa_attention_forward
@@ -67,9 +68,6 @@ class Route:
             arguments = {"dropout": dropout_p, "scaling": scale, **self.arguments}
             output: Tensor = function(call, query, key, value, self.mask, **arguments)[0]
         return output.transpose(1, 2)
-
-
-_torch_attention = functional.scaled_dot_product_attention
 
 
 class _Active(threading.local):
@@ -85,7 +83,7 @@ def _dispatch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: An
     """Has the arguments and the result of `scaled_dot_product_attention`."""
     route = _active.route
     if route is None:
-        return _torch_attention(query, key, value, *args, **named)
+        return torch_attention(query, key, value, *args, **named)
     return route.attend(query, key, value, *args, **named)
 
 
@@ -94,7 +92,7 @@ def intercept() -> None:
 
     It is called before a user's module is imported, which may import the function by its name.
     """
-    functional.scaled_dot_product_attention = _dispatch
+    replace_attention(_dispatch)
 
 
 def route_of(

@@ -277,3 +277,12 @@ def write_memory_snapshot(file: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+torch_attention = torch.nn.functional.scaled_dot_product_attention
+"""Torch's own function, which `replace_attention` keeps."""
+
+
+def replace_attention(function: Callable[..., Tensor]) -> None:
+    """Replaces `scaled_dot_product_attention` in this process by a function with the same arguments."""
+    torch.nn.functional.scaled_dot_product_attention = function

@@ -61,11 +61,11 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     ]
     is_own = isinstance(model, OwnModel)
     if is_own and parallel.offload_activations:
-        raise _no_switches(model, "offload_activations", "false")
+        reason = "the inputs of the layers of a model of your own are not moved"
+        raise _not_supported(model, "offload_activations", "false", reason)
     if is_own or parallel.activation_checkpointing == "selective":
-        contexts = _contexts if parallel.activation_checkpointing == "selective" else noop_context_fn
         for layer in (layer for layer, again in layers if again):
-            layer.forward = _recomputed(layer.forward, contexts, is_own)
+            layer.forward = _recomputed(layer.forward, parallel.activation_checkpointing == "selective", is_own)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
@@ -85,12 +85,11 @@ def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module], field: 
     field: the one of `parallel` that needs it. instead: its value that does not.
     """
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        raise _no_switches(model, field, instead)
+        raise _not_supported(model, field, instead, "its layers can only be recomputed together")
 
 
-def _no_switches(model: PreTrainedModel, field: str, instead: int | str) -> FamilyError:
+def _not_supported(model: PreTrainedModel, field: str, instead: int | str, reason: str) -> FamilyError:
     refused = f"is not supported for {model.config.model_type}"
-    reason = "the layers of transformers have switches of their own, and its layers have none"
     return FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
 
 
@@ -120,15 +119,16 @@ def require_input_gradient(
     return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], is_own: bool) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], is_selective: bool, is_own: bool) -> Callable[..., Any]:
     """Returns a layer's forward pass within a checkpoint.
 
-    contexts: those of the pass and of its recomputation. is_own: whether the layer is one of a user's own model, whose
+    is_own: whether the layer is one of a user's own model, whose
     attention takes the same route again.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         again = on_same_route(forward) if is_own else forward
+        contexts = _contexts if is_selective else noop_context_fn
         return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
