@@ -277,6 +277,12 @@ REMOVALS = (
         "tests/engines/runtime/test_cpu.py",
         "overrides/onednn.py",
     ),
+    Removal(
+        "functional:scaled_dot_product_attention",
+        *_removed("torch.nn.functional.scaled_dot_product_attention = function"),
+        "tests/models/test_own.py -k examples",
+        TORCH,
+    ),
 )
 NOT_REMOVED = {"torch.testing._internal.distributed.fake_pg:FakeStore"}
 """First places of overrides that no change can remove: without a fake group, nothing is examined. Every test would
