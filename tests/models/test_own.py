@@ -15,6 +15,7 @@ from llmtrain.models.activation_bytes import traced_layers
 from llmtrain.models.build import build_model, causal_lm, model_configuration, stage_builder
 from llmtrain.models.own_facts import answer
 from llmtrain.models.own_parts import check_module
+from llmtrain.plan.facts import own_code, own_model
 from llmtrain.plan.facts.own_code import OwnCode
 from llmtrain.plan.facts.own_model import KnownModel
 from llmtrain.plan.load import load_recipe
@@ -160,6 +161,8 @@ def test_what_a_layer_saves_is_predicted_from_short_traces(example):
 
 def test_rules_read_the_trials(example, monkeypatch, tmp_path):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(own_code, "run_helper", lambda module, request, what: own_code.answer(request))
+    monkeypatch.setattr(own_model, "run_helper", lambda module, request, what: answer(request))
     recipe = example("experts").with_(**{"data.packing": "best_fit", "data.mask_documents": True})
     cluster = Cluster(nodes=1, devices_per_node=2, device="cpu")
     with pytest.raises(RecipeError) as error:

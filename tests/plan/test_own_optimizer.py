@@ -9,7 +9,7 @@ from llmtrain import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import rules
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.facts import own_optimizer
+from llmtrain.plan.facts import own_code, own_optimizer
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.facts.own_optimizer import MAX_DEVIATION, TriedOptimizer, tried_optimizer
 from llmtrain.plan.predict.memory import memory_of
@@ -123,8 +123,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _tried_here(monkeypatch):
-    """Runs the trial in this process, which has imported torch."""
-    monkeypatch.setattr(own_optimizer, "run_helper", lambda module, request, what: own_optimizer.answer(request))
+    """Runs trial and import in this process, which has imported torch."""
+    for module in (own_code, own_optimizer):
+        monkeypatch.setattr(module, "run_helper", lambda _, request, what, module=module: module.answer(request))
     monkeypatch.setattr("sys.path", [*sys.path])
     yield
     sys.modules.pop("mine", None)

@@ -42,7 +42,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
     [
         pytest.param(["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt"),
         pytest.param([*PLAIN, "dp2-fsdp2-acc2", *PIPELINES[1:], *SLICES], NANOGPT, id="nanogpt-all", marks=SLOW),
-        pytest.param(["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"], DECODER | RECOMPUTED, id="decoder"),
+        pytest.param(["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"], DECODER | RECOMPUTED, id="decoder", marks=SLOW),
         pytest.param(
             ["dp1-tp2-zero3-acc4", "dp1-tp2-sp2-zero1-acc4", *PIPELINES, *SLICES, *PLAIN],
             DECODER,
