@@ -218,12 +218,7 @@ class _Worker:
                 outputs.scoring.cancel()
             self._report()
             return Exit.RESUME
-        is_finished = bool(state.ended) or state.step == plan.recipe.train.steps
-        self._note_event(
-            "finished" if is_finished else "stopped", state.step, state.ended if is_finished else "by --max-steps"
-        )
-        if state.ended:
-            self._say(f"ended after step {state.step:,}: {state.ended}")
+        self._note_end(state)
         if self.rank.is_main:
             self.signals.exit_on_signal(state.step, self.output.stderr)
             from llmtrain.train.finish import finish
@@ -234,6 +229,15 @@ class _Worker:
             finish(run_dir, plan, state, prepared, outputs.scoring, self.output.console)
             self._report()
         return Exit.DONE
+
+    def _note_end(self, state: TrainerState) -> None:
+        """Records that the run has finished, or stopped before its last step."""
+        if state.ended or state.step == self.plan.recipe.train.steps:
+            self._note_event("finished", state.step, state.ended)
+        else:
+            self._note_event("stopped", state.step, "by --max-steps")
+        if state.ended:
+            self._say(f"ended after step {state.step:,}: {state.ended}")
 
     def _progress_outputs(self, prepared: Prepared, prompts: list[list[int]], state: TrainerState) -> ProgressOutputs:
         """Returns the outputs that show the model's progress. prompts: token ids of texts to continue."""

@@ -11,7 +11,7 @@ from tests.helpers.own_models import SPLIT
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
 
 ROOT = Path(__file__).parents[3]
-SLOW = pytest.mark.slow
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 NANOGPT = {
     "model": {"build": "nanogpt:GPT", "config": {"n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": 32}},
     "code_dir": str(ROOT / "examples/own_models"),
@@ -41,13 +41,18 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
     ("names", "fields"),
     [
         pytest.param(["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt"),
-        pytest.param([*PLAIN, "dp2-fsdp2-acc2", *PIPELINES[1:], *SLICES], NANOGPT, id="nanogpt-all", marks=SLOW),
-        pytest.param(["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"], DECODER | RECOMPUTED, id="decoder", marks=SLOW),
+        pytest.param([*PLAIN, "dp2-fsdp2-acc2", *PIPELINES[1:], *SLICES], NANOGPT, id="nanogpt-all", marks=BREADTH),
+        pytest.param(
+            ["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-pp2-sp2-zero1-acc4"],
+            DECODER | RECOMPUTED,
+            id="decoder",
+            marks=SLOW,
+        ),
         pytest.param(
             ["dp1-tp2-zero3-acc4", "dp1-tp2-sp2-zero1-acc4", *PIPELINES, *SLICES, *PLAIN],
             DECODER,
             id="decoder-all",
-            marks=SLOW,
+            marks=BREADTH,
         ),
         pytest.param(
             ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DECODER | {"parallel.precision": "bf16"}, id="bf16", marks=SLOW
