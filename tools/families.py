@@ -321,7 +321,7 @@ INFLUENCE = "documents influence each other"
 
 
 def _with_influence(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
-    from llmtrain.engines.documents_check import influences
+    from llmtrain.models.tiny.documents_check import influences
 
     return config, INFLUENCE if influences(config) else ""
 

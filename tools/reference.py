@@ -71,8 +71,8 @@ def recipe() -> Files:
     """Returns the page of the fields of a recipe, with a table for each of its parts."""
     declared = [(module.__name__, one) for module in (training, execution) for one in vars(module).values()]
     classes = [one for module, one in declared if isinstance(one, type) and one.__module__ == module]
-    parts = [one for one in classes if issubclass(one, Part)]
-    return filled("docs/reference/recipe.md", recipe="\n".join(map(_part, [Recipe, *parts])))
+    parts: list[type[Part]] = [Recipe, *(one for one in classes if issubclass(one, Part))]
+    return filled("docs/reference/recipe.md", recipe="\n".join(map(_part, parts)))
 
 
 def _part(part: type[Part]) -> str:
