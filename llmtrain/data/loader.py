@@ -110,6 +110,12 @@ class MicroBatch:
         """The document boundaries in `position_ids`; None if these are on a device, to avoid a synchronisation."""
         return Documents.of(self.position_ids) if self.position_ids.device.type == "cpu" else None
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """Returns a copy on a device."""
+        tensors = (self.input_ids, self.position_ids, self.labels)
+        input_ids, position_ids, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return MicroBatch(input_ids, position_ids, labels, self.completions and self.completions.to(device))
+
 
 @dataclass(frozen=True)
 class StepBatch:
