@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -295,6 +296,8 @@ def prepare_loop(declared: Recipe, rank: Rank, run_dir: RunDir, resume: str) -> 
         message = "joins the ranks of the launcher, but this process already belongs to a process group"
         fix = "leave out torch.distributed.init_process_group and deepspeed.init_distributed"
         raise RecipeError(Problem("loop.process_group", "llmtrain.prepare", message, fix))
+    # Of torch, about what DeepSpeed calls in each step; the workers of `llmtrain train` have a log for it.
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")
     signals = StopSignals()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
