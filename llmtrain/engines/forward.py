@@ -40,6 +40,7 @@ from llmtrain.models.compiled import (
 )
 from llmtrain.models.documents import document_masks
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
+from llmtrain.models.tiny.classifier_check import check_classifier
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of
@@ -81,6 +82,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     if plan.cluster.spec.on_cpu:
         compile_for_cpu(recipe.model.attention_kernel, kernels.loss)
     check_attention(config, recipe.model.attention_kernel)
+    if recipe.model.num_labels is not None:
+        check_classifier(config)
     if kernels.blocks == "compiled":
         check_layers(config, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":

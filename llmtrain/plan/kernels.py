@@ -34,7 +34,7 @@ def chunks_loss(plan: Plan) -> bool:
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
         return recipe.kernels.loss != "whole"
-    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens_of_loss(plan) <= LARGE_LOSS:
+    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.outputs * tokens_of_loss(plan) <= LARGE_LOSS:
         return False
     return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
 
@@ -71,7 +71,9 @@ def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
 
 def needs_whole_loss(recipe: Recipe) -> str:
     """Returns why the loss or the engine needs all logits, or an empty string if they do not."""
-    objective = recipe.objective
+    objective, labels = recipe.objective, recipe.model.num_labels
+    if labels is not None:
+        return f"a head of {labels} outputs has no logits of a vocabulary to compute in parts"
     if objective.is_own and objective.reads_whole_documents:
         return f"{objective.name} is given the logits of all tokens of a {objective.unit}"
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")

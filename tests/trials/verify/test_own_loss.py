@@ -15,7 +15,7 @@ LOSSES = "llmtrain.objectives:"
 Z = Custom(LOSSES + "z_loss", weight=0.01)
 CLASSES = Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[221, 83, 73, 69, 84])
 DOCUMENTS = Custom(own_losses.document_mean, unit="document")
-REWARD = Custom(LOSSES + "reward_model", unit="pair", token=7)
+REWARD = Custom(LOSSES + "reward_model", unit="pair")
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
 FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
@@ -35,7 +35,8 @@ def corpus(tmp_path_factory):
 
 def recipe_of(objective, corpus, pairs, **fields):
     make, path = (small_pairs, pairs) if objective.compares_pairs else (small, corpus)
-    return make(path, objective=objective, **fields)
+    outputs = {CLASSES.name: len(CLASSES.options["classes"]), REWARD.name: 1}.get(objective.name)
+    return make(path, objective=objective, **{"model.num_labels": outputs}, **fields)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,18 @@ def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path)
     run_ranks(1, refer, job, tmp_path)
     found = run_ranks(2, plant, job, tmp_path, "planted_own_loss", bugs, timeout=600)[0]
     assert found == {"none": ["dp2-zero2-acc2"], **{bug: [] for bug in bugs}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "plan"),
+    [
+        pytest.param(REWARD, "dp1-pp2-zero1-acc4", id="stages", marks=SLOW),
+        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", id="slices", marks=BREADTH),
+    ],
+)
+def test_every_bug_of_another_head_is_detected(objective, plan, corpus, pairs, tmp_path):
+    bugs = ("head_drawn_by_rank", "head_without_gradient", "position_before")
+    job = job_of(recipe_of(objective, corpus, pairs), [plan])
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_heads", bugs, timeout=600)[0]
+    assert found == {"none": [plan], **{bug: [] for bug in bugs}}
