@@ -175,4 +175,4 @@ def _one_of_each(values: dict[str, Any], total: int, layers: int) -> list[int]:
         ranks.append((seen[kind], layer))
         seen[kind] += 1
     order = [layer for _, layer in sorted(ranks)]
-    return [order[number % total] for number in range(layers)]
+    return [order[number % total] for number in range(layers if total else 0)]

@@ -30,6 +30,8 @@ class OwnTrials(Part):
     """Why it cannot be cut into the stages of a pipeline."""
     tensor: str
     """Why its matrices cannot be split among tensor parallel ranks."""
+    chunks: str = ""
+    """Why its loss needs the logits of all tokens at once."""
     saved: tuple[tuple[Precision, tuple[SavedBytes, ...]], ...] = ()
     """For each precision and layer, what it saves for its backward pass; empty for a model that cannot be traced."""
 
