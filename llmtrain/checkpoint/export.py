@@ -162,7 +162,9 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     logging.disable_progress_bar()  # for shards that are not written here
     try:
         model.save_pretrained(folder, state_dict={})
-        if not model.can_generate():  # with its own code; `from_pretrained` then adds what generates
+        if not (
+            model.can_generate() or is_classifier(model.config)
+        ):  # with its own code; `from_pretrained` then adds what generates
             model.generation_config.save_pretrained(folder)
     finally:
         if shown:

@@ -14,10 +14,9 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.models import build_model
 from llmtrain.models.classifier import decoder_of
-from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.batches import CLASSIFIER, GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of
-from tests.models.test_classifier import CLASSIFIER
 
 CPU = torch.device("cpu")
 RANKS = 2

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from llmtrain import Custom
 from llmtrain.errors import CheckpointError, FamilyError, RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.classifier import declare_head
@@ -21,12 +20,10 @@ from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import ModelConfig
 from llmtrain.recipe.cluster import Cluster
-from tests.helpers.batches import tiny_recipe
+from tests.helpers.batches import CLASSIFIER, tiny_recipe
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-LOSS = Custom("llmtrain.objectives:classification", count="llmtrain.objectives:classified", classes=[3, 4, 5])
-CLASSIFIER = {"model.num_labels": 3, "objective": LOSS}
 GPT2 = {"model.architecture": "gpt2", "model.config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}}
 DECODERS = sorted(
     name
