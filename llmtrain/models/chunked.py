@@ -129,7 +129,7 @@ class _OwnHead:
         if head is None:
             raise NoChunksError(f"{model.config.model_type} has no linear layer whose result is the logits")
         self._head: nn.Module = head
-        self._forward = model.forward
+        self._forward: Callable[..., Any] = model.forward
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Returns the model's output with the logits of one position, and the hidden states before its head."""
