@@ -1,4 +1,4 @@
-"""Losses that are functions of logits and labels alone, as a user's own are: recipes name them by their import path.
+"""Losses that are functions of logits, labels and columns, as a user's own are: recipes name them by their path.
 
 Each returns the sum of the losses of all units in its rows and their number, and such a pair for each further metric.
 The mean over the global batch is taken by the engines (`docs/extending.md`, "A loss").
@@ -72,9 +72,7 @@ def reward_model(logits: Tensor, labels: Tensor, token: int) -> Sums:
     where a head of its own gives it). logits, labels: as for `z_loss`; rows 2 · p and 2 · p + 1 are the chosen and the
     rejected conversation of pair p. Unit: pair.
     """
-    columns = torch.arange(labels.shape[1], device=labels.device)
-    last = torch.where(labels >= 0, columns, -1).amax(1)
-    rewards = logits[torch.arange(len(labels), device=labels.device), last, token]
+    rewards = _at_last_target(logits, labels, token)
     margins = rewards[0::2] - rewards[1::2]
     count = torch.tensor(len(margins))
     return {
@@ -82,6 +80,24 @@ def reward_model(logits: Tensor, labels: Tensor, token: int) -> Sums:
         "reward_margin": (margins.sum(), count),
         "reward_accuracy": ((margins > 0).sum(), count),
     }
+
+
+def regression(logits: Tensor, labels: Tensor, score: Tensor, token: int) -> Sums:
+    """Returns the squared error of a document's score, which is predicted by the logit of a token at its last target.
+
+    score: [rows], a column of the data: `Custom("llmtrain.objectives:regression", unit="document", columns=["score"],
+    token=...)`. Other arguments as for `reward_model`. Unit: document.
+    """
+    errors = _at_last_target(logits, labels, token) - score
+    count = torch.tensor(len(errors))
+    return {"loss": (errors.square().sum(), count), "absolute_error": (errors.abs().sum(), count)}
+
+
+def _at_last_target(logits: Tensor, labels: Tensor, token: int) -> Tensor:
+    """Returns the logit of a token at the last target of each row, [rows]."""
+    places = torch.arange(labels.shape[1], device=labels.device)
+    last = torch.where(labels >= 0, places, -1).amax(1)
+    return logits[torch.arange(len(labels), device=labels.device), last, token]
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

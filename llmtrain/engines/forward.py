@@ -152,7 +152,7 @@ def forward(
         "use_cache": False,
     }
     if chunked_loss(model):
-        inputs["targets"] = labels
+        inputs |= chunk_arguments(labels, batch)
     whole = whole or batch
     with document_masks(whole):
         output = call(**inputs, **varlen_arguments(model, whole, device))
@@ -163,6 +163,12 @@ def forward(
         return loss_sum, None
     # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
     return loss_sum, router_loss_weight(model.config) * auxiliary
+
+
+def chunk_arguments(labels: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+    """Returns the arguments with which a model with a `ChunkedLoss` returns losses. labels: on the device."""
+    values = {} if batch.values is None else {"values": batch.values.to(labels.device, non_blocking=True)}
+    return {"targets": labels, **values}
 
 
 @torch.no_grad()
