@@ -73,3 +73,12 @@ def test_the_reward_is_a_logit_at_the_last_target(logits):
         "reward_margin": (pytest.approx(margin), 1),
         "reward_accuracy": (int(margin > 0), 1),
     }
+
+
+def test_a_score_is_predicted_by_a_logit_at_the_last_target(logits):
+    scores = torch.tensor([0.5, -2.0], dtype=torch.float64)
+    errors = [float(logits[0, 3, 4]) - 0.5, float(logits[1, 1, 4]) + 2]
+    assert values_of(objectives.regression(logits, LABELS, scores, token=4)) == {
+        "loss": (pytest.approx(sum(error**2 for error in errors)), 2),
+        "absolute_error": (pytest.approx(sum(map(abs, errors))), 2),
+    }

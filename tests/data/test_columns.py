@@ -22,6 +22,7 @@ from llmtrain.data.items import Items, document_rows, document_values, documents
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import notes
 from llmtrain.data.sources.corpus import open_corpora
+from llmtrain.data.synthetic import synthetic
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Source
 from tests.helpers import own_losses
@@ -295,3 +296,16 @@ def test_a_chat_keeps_the_numbers_of_its_row(tmp_path, make_recipe):
     ]
     assert len(found) >= 9 * 20
     assert all(value == ord(letter) for letter, value in found)
+
+
+@pytest.mark.parametrize("unit", ["token", "pair"])
+def test_random_data_have_numbers_that_may_be_classes_or_weights(tmp_path, unit):
+    objective = Custom(own_losses.weighted, unit=unit, columns=("a", "b"))
+    recipe = small_pairs(tmp_path / "pairs.jsonl", objective=objective, **{"data.sequence_length": 32})
+    stream = synthetic(recipe, tmp_path / "cache").sources[0].store.streams["train"]
+    values = stream.values.reshape(-1, 2)
+    assert len(values) == len(stream.documents) - 1
+    assert ((values > 0) & (values <= 1)).all()
+    assert 0.3 < (values == 1).mean() < 0.7
+    assert not (values[:, 0] == values[:, 1]).all()
+    assert (values[0::2] == values[1::2]).all() == (unit == "pair")
