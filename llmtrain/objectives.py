@@ -1,4 +1,4 @@
-"""Losses that are functions of labels and of logits, or outputs of another head, as a user's own are.
+"""Losses that are functions of labels, columns, and logits or outputs of another head, as a user's own are.
 
 Recipes name them by their import path. Each returns the sum of the losses of all units in its rows and their number,
 and such a pair for each further metric. The mean over the global batch is taken by the engines (`docs/extending.md`,
@@ -73,10 +73,7 @@ def reward_model(outputs: Tensor, labels: Tensor) -> Sums:
     the last token before the one that ends it (arXiv 2203.02155, equation 1). labels: as for `z_loss`; rows 2 · p and
     2 · p + 1 are the chosen and the rejected conversation of pair p. Unit: pair.
     """
-    _check_width(outputs, 1)
-    columns = torch.arange(labels.shape[1], device=labels.device)
-    last = torch.where(labels >= 0, columns, -1).amax(1)
-    rewards = outputs[torch.arange(len(labels), device=labels.device), last, 0]
+    rewards = _at_last_target(outputs, labels)
     margins = rewards[0::2] - rewards[1::2]
     count = torch.tensor(len(margins))
     return {
@@ -84,6 +81,25 @@ def reward_model(outputs: Tensor, labels: Tensor) -> Sums:
         "reward_margin": (margins.sum(), count),
         "reward_accuracy": ((margins > 0).sum(), count),
     }
+
+
+def regression(outputs: Tensor, labels: Tensor, score: Tensor) -> Sums:
+    """Returns the squared error of a document's score, which is predicted by the output at its last target.
+
+    score: [rows], a column of the data: `Custom("llmtrain.objectives:regression", unit="document", columns=["score"])`.
+    Other arguments as for `reward_model`. Unit: document.
+    """
+    errors = _at_last_target(outputs, labels) - score
+    count = torch.tensor(len(errors))
+    return {"loss": (errors.square().sum(), count), "absolute_error": (errors.abs().sum(), count)}
+
+
+def _at_last_target(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns the only output at the last target of each row, [rows]."""
+    _check_width(outputs, 1)
+    places = torch.arange(labels.shape[1], device=labels.device)
+    last = torch.where(labels >= 0, places, -1).amax(1)
+    return outputs[torch.arange(len(labels), device=labels.device), last, 0]
 
 
 def _check_width(outputs: Tensor, expected: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -94,12 +95,11 @@ def test_an_added_axis_and_optimizer_train_as_the_plain_loop(extended):
     assert "trained" in run(extended, str(program))
 
 
-@pytest.mark.slow
-def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
+def train_two_steps(extended: Path, tmp_path: Path, corpus: Path, **own) -> tuple[str, list[dict]]:
+    """Trains `my_recipe.py` with other fields on two ranks; returns what is printed, and the metrics."""
     shutil.copy(ROOT / "recipes/tiny.py", extended)
-    (tmp_path / "corpus.txt").write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(20000)))
     fields = {
-        "data.sources": [{"name": str(tmp_path / "corpus.txt")}],
+        "data.sources": [{"name": str(corpus)}],
         "data.cache_dir": str(tmp_path / "cache"),
         "data.tokenizer": {"vocab_size": 300},
         "data.sequence_length": 64,
@@ -109,18 +109,36 @@ def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
         "evaluation.max_sequences": 16,
         "batch.global_batch_size": 8,
         "batch.micro_batch_size": 2,
+        **own,
     }
     changes = [part for name, value in fields.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     command = ("-m", "llmtrain", "train", "my_recipe.py", "--nproc", "2", "--run-dir", str(tmp_path / "run"))
     printed = run(extended, *command, "--max-steps", "2", *changes)
+    return printed, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(20000)))
+    printed, (*steps, last) = train_two_steps(extended, tmp_path, corpus)
     assert "loss     my_losses:smoothed, a mean over each token" in printed
-    *steps, last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["accuracy"] <= 1 for line in (*steps, last))
     assert last["step"] == 2
     assert last["eval_loss"] > 0
     assert "perplexity" not in last
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     assert set(plan["code"]["files"]) == {"my_losses.py"}
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_is_given_a_column_of_the_data(extended, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [{"text": f"{number} bottles of beer on the wall", "weight": 1024} for number in range(20000)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"objective.name": "weighted_losses:weighted", "objective.columns": ["weight"], "objective.options": {}}
+    (first, *_) = train_two_steps(extended, tmp_path, corpus, **own)[1]
+    assert first["loss"] / 1024 == pytest.approx(math.log(300), rel=0.1)
 
 
 def test_an_axis_is_searched_and_its_rule_refuses(extended):

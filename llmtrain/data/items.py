@@ -45,12 +45,20 @@ def _counted_by(path: str, recipe: Recipe, view: Samples, sequences: NDArray[np.
 
     objective, rows, field = recipe.objective, view.read(sequences), "objective.count"
     labels = torch.from_numpy(rows.labels)
+    values = None if rows.values is None else torch.from_numpy(rows.values)
     if objective.unit != "token":
         bounds = document_bounds(torch.from_numpy(rows.position_ids))
-        labels = document_rows(labels, bounds, documents_with_targets(labels, bounds), NO_TARGET)
+        kept = documents_with_targets(labels, bounds)
+        labels = document_rows(labels, bounds, kept, NO_TARGET)
+        values = None if values is None else document_values(values, bounds, kept)
     count = import_object(path, recipe.code_dir, field)
     with own_code_errors(path, recipe.code_dir, field, "fails"):
-        return int(count(labels, **objective.options))
+        return int(count(labels, **column_arguments(objective, values), **objective.options))
+
+
+def column_arguments(objective: ObjectiveConfig, values: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Returns the arguments for `objective.columns` of a user's own loss or count. values: [..., columns]."""
+    return {} if values is None else dict(zip(objective.columns, values.unbind(-1), strict=True))
 
 
 def document_bounds(position_ids: torch.Tensor) -> torch.Tensor:
@@ -86,3 +94,13 @@ def document_rows(values: torch.Tensor, bounds: torch.Tensor, kept: list[bool], 
     if not rows:
         return values.new_zeros((0, 1, *values.shape[2:]))
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+
+
+def document_values(values: torch.Tensor, bounds: torch.Tensor, kept: list[bool]) -> torch.Tensor:
+    """Returns the numbers of documents, [documents, columns].
+
+    values: [batch, T, columns], as in `MicroBatch`; bounds, kept: as for `document_rows`.
+    """
+    import torch
+
+    return values.flatten(0, 1)[bounds[:-1].long()[torch.tensor(kept)].to(values.device)]

@@ -104,6 +104,9 @@ class MicroBatch:
     """The target of the input at the same position, already shifted. `NO_TARGET` if there is none."""
     completions: Completions | None = None
     """Set if the loss is a mean over completions, or over pairs of them."""
+    values: torch.Tensor | None = None
+    """[micro_batch_size, T, columns], fp32: the numbers in `objective.columns` of the document of each input; None
+    without columns."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -114,7 +117,9 @@ class MicroBatch:
         """Returns a copy on a device."""
         tensors = (self.input_ids, self.position_ids, self.labels)
         input_ids, position_ids, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return MicroBatch(input_ids, position_ids, labels, self.completions and self.completions.to(device))
+        completions = self.completions and self.completions.to(device)
+        values = None if self.values is None else self.values.to(device, non_blocking=True)
+        return MicroBatch(input_ids, position_ids, labels, completions, values)
 
 
 @dataclass(frozen=True)
@@ -314,7 +319,8 @@ class BatchLoader:
         sources, sequences = sources[rows], sequences[rows]
         of_completions = [view for view in views if isinstance(view, PackedSamples) and view.of_completions]
         most = max((view.most_segments for view in of_completions), default=0)
-        batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
+        columns = max((len(view.stream.loss_columns) for view in views), default=0)
+        batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most, columns)
         for number, view in enumerate(views):
             rows_of_source = np.flatnonzero(sources == number)
             if rows_of_source.size:
@@ -364,14 +370,15 @@ def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:
 
     columns = [[None] * steps if array is None else torch.from_numpy(array).chunk(steps) for array in rows]
     batches = []
-    for inputs, positions, labels, segments, *others in zip(*columns, strict=True):
+    for inputs, positions, labels, segments, *others, values in zip(*columns, strict=True):
         completions = None if segments is None else Completions.of(segments, labels, *others)
         if shortens:
             targets = (labels >= 0).any(dim=0).nonzero()
             used = int(targets[-1]) + 1 if len(targets) else 1
             size = -(-used // SHORTENED_TO) * SHORTENED_TO
             inputs, positions, labels = (tensor[:, :size].contiguous() for tensor in (inputs, positions, labels))
-        batches.append(MicroBatch(inputs, positions, labels, completions))
+            values = None if values is None else values[:, :size].contiguous()
+        batches.append(MicroBatch(inputs, positions, labels, completions, values))
     for batch in batches:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
     return batches

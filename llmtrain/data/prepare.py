@@ -209,7 +209,7 @@ def _prepare_all(recipe: Recipe, cache: Cache) -> Prepared:
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
     chat = _chat_options(recipe, [*corpora, *chain(*eval_corpora.values())], tokenizer)
-    options = TokenizeOptions(tokenizer, data.special_tokens, held_out, chat)
+    options = TokenizeOptions(tokenizer, data.special_tokens, held_out, chat, tuple(recipe.objective.columns))
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, options, cache)
     if recipe.train.epochs:
         sources = tuple(replace(source, weight=max(1, len(source.train))) for source in sources)
@@ -234,7 +234,8 @@ def _open(recipe: Recipe, sources: Sequence[Source], cache: Cache, field: str) -
     """Returns the opened corpora of a field, in the form in which the objective reads them."""
     if recipe.objective.reads_completions:
         sources = [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
-    return open_corpora(sources, cache, field, recipe.code_dir, recipe.data.faulty_rows == "drop")
+    drops_faulty, columns = recipe.data.faulty_rows == "drop", tuple(recipe.objective.columns)
+    return open_corpora(sources, cache, field, recipe.code_dir, drops_faulty, columns)
 
 
 def _chat_options(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatOptions | None:

@@ -53,11 +53,15 @@ class Rows(NamedTuple):
     unknown, 0 beyond the last conversation of a row."""
     desirable: NDArray[np.bool_] | None = None
     """Likewise, [rows, conversations]: whether the completion is desirable, or chosen."""
+    values: NDArray[np.float32] | None = None
+    """[rows, T, columns]: the numbers that a user's own loss is given, of the document of each input; 0 in the padding.
+    None without columns."""
 
 
 class Samples(ABC):
     """The sequences of a split."""
 
+    stream: Stream
     sequence_length: int
     """T, the length of a sequence in tokens."""
 
@@ -133,7 +137,8 @@ class ConcatSamples(Samples):
             positions -= self._document_starts(index * length)
         tokens = self.stream.tokens
         require_intact(tokens, index * length, (index + 1) * length + 1)
-        return Rows(tokens[indices].astype(np.int64), positions, tokens[indices + 1].astype(np.int64))
+        values = self.stream.values_at(indices) if self.stream.loss_columns else None
+        return Rows(tokens[indices].astype(np.int64), positions, tokens[indices + 1].astype(np.int64), values=values)
 
     def _document_starts(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns where the document of each token of some windows begins, as an offset in its window, [windows, T].
@@ -173,6 +178,10 @@ class PackedSamples(Samples):
     """[segments]: whether a labelled completion is desirable; None for others."""
     mismatched: PackedSamples | None = None
     """For labelled completions, sequences with the same prompts and the completions of others."""
+
+    def __post_init__(self) -> None:
+        if self.stream.loss_columns:
+            disable_readahead(self.stream.documents)  # `values_at` searches in them
 
     def __len__(self) -> int:
         return len(self.target_counts)
@@ -247,8 +256,12 @@ class PackedSamples(Samples):
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)
             positions[filled] = concatenated_ranges(np.zeros_like(lengths), lengths)
+        values = None
+        if self.stream.loss_columns:
+            values = np.zeros((*shape, len(self.stream.loss_columns)), np.float32)
+            values[filled] = np.repeat(self.stream.values_at(starts), lengths, axis=0)
         if not self.of_completions:
-            return Rows(inputs, positions, labels)
+            return Rows(inputs, positions, labels, values=values)
         segment_ids = np.zeros(shape, np.int64)
         segment_ids[filled] = np.repeat(concatenated_ranges(np.zeros_like(first), end - first), lengths)
         for array in (self.references, self.desirable):
@@ -260,7 +273,7 @@ class PackedSamples(Samples):
         desirable = np.tile(np.arange(self.most_segments) % 2 == 0, (len(index), 1))
         if self.desirable is not None:
             desirable[filled_segments] = self.desirable[segment]
-        return Rows(inputs, positions, labels, segment_ids, references, desirable)
+        return Rows(inputs, positions, labels, segment_ids, references, desirable, values)
 
 
 def packed_samples(
@@ -295,11 +308,15 @@ def fill_fraction(samples: Samples) -> float:
     return int(samples.count_inputs(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
-def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:
-    """Returns rows of padding, without targets; for completions, with room for this many conversations in each."""
+def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0, columns: int = 0) -> Rows:
+    """Returns rows of padding, without targets; for completions, with room for this many conversations in each.
+
+    columns: number of those that the loss is given.
+    """
     shape = (rows, sequence_length)
     positions = np.tile(np.arange(sequence_length), (rows, 1))
-    empty = Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
+    values = np.zeros((*shape, columns), np.float32) if columns else None
+    empty = Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64), values=values)
     if not conversations:
         return empty
     of_each = (rows, conversations)

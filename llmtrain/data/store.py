@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llmtrain.data.arrays import ArrayWriter, open_array, require_all_intact
+from llmtrain.data.arrays import ArrayWriter, open_array, require_all_intact, require_intact
 from llmtrain.data.cache import Entry
 from llmtrain.data.sources.corpus import SPLITS, Split
 from llmtrain.data.sources.special import SpecialTokenCounts
@@ -36,9 +36,27 @@ class Stream:
     desirable: NDArray[np.bool_] | None = None
     """[documents / 2]: whether a labelled conversation is desirable; None for others. Each is followed by a mismatched
     one: its prompt with the completion of another prompt."""
+    loss_columns: tuple[str, ...] = ()
+    """Columns of numbers that a user's own loss is given (`objective.columns`)."""
+    values: NDArray[np.float32] | None = None
+    """[documents · columns]: the numbers of the first document, then those of the next one; None without columns."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def values_at(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the numbers of the documents that contain some tokens, [..., columns].
+
+        tokens: [...], indices in the stream.
+        """
+        assert self.values is not None, "the documents have numbers"
+        after = np.searchsorted(self.documents, tokens.ravel().astype(np.uint64), side="right")
+        # A search is right if the items on both sides of its result are, whatever else it has compared.
+        require_intact(self.documents, after - 1, np.minimum(after + 1, len(self.documents)))
+        first = (after - 1) * len(self.loss_columns)
+        require_intact(self.values, first, first + len(self.loss_columns))
+        found: NDArray[np.float32] = self.values[first[:, None] + np.arange(len(self.loss_columns))]
+        return found.reshape(*tokens.shape, len(self.loss_columns))
 
 
 class TokenStore:
@@ -75,13 +93,19 @@ class TokenStore:
         trained = open_array(self.path, f"{split}_trained", np.bool_, length["tokens"]) if of_chats else None
         labelled = self.meta.get("judged", False)
         labels = open_array(self.path, f"{split}_desirable", np.bool_, length["documents"] // 2) if labelled else None
-        return Stream(tokens, documents, trained, self.meta.get("pairs", False), labels)
+        columns = tuple(self.meta.get("loss_columns", ()))
+        size = len(columns) * length["documents"]
+        values = open_array(self.path, f"{split}_values", np.float32, size) if columns else None
+        return Stream(tokens, documents, trained, self.meta.get("pairs", False), labels, columns, values)
 
 
 class StreamWriter:
     """Writes the stream of one split to the folder of a store."""
 
-    def __init__(self, folder: Path, split: Split, vocab_size: int, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, split: Split, vocab_size: int, stack: ExitStack, loss_columns: Sequence[str] = ()
+    ) -> None:
+        """loss_columns: those in which each document has a number (`objective.columns`)."""
         self._folder, self._split, self._stack = folder, split, stack
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self.counts = np.zeros(vocab_size, np.int64)
@@ -89,6 +113,8 @@ class StreamWriter:
         self._tokens = self.open("tokens", self.dtype)
         self._documents = self.open("documents", np.uint64)
         self._documents.append(np.zeros(1, np.uint64))
+        self.loss_columns = loss_columns
+        self._values = self.open("values", np.float32) if loss_columns else None
 
     @property
     def tokens(self) -> int:
@@ -104,10 +130,17 @@ class StreamWriter:
         """Opens another array of the split, which is closed with `stack`."""
         return self._stack.enter_context(ArrayWriter(self._folder, f"{self._split}_{name}", dtype))
 
-    def append(self, tokens: NDArray[Any], ends: NDArray[Any]) -> None:
-        """Appends tokens. ends: the ends of documents among them, counted from the beginning of the stream."""
+    def append(
+        self, tokens: NDArray[Any], ends: NDArray[Any], values: Sequence[Sequence[float]] | NDArray[Any] = ()
+    ) -> None:
+        """Appends tokens. ends: the ends of documents among them, counted from the beginning of the stream.
+
+        values: the numbers of each of these documents.
+        """
         self._tokens.append(tokens)
         self._documents.append(ends)
+        if self._values:
+            self._values.append(np.array(values, np.float32).reshape(len(ends) * len(self.loss_columns)))
         self.counts += np.bincount(tokens, minlength=len(self.counts))
 
 
@@ -117,4 +150,5 @@ def write_counts(folder: Path, writers: Mapping[Split, StreamWriter]) -> dict[st
     with ArrayWriter(folder, "train_counts", np.int64) as counts:
         counts.append(train.counts)
     splits = {split: {"documents": writer.documents, "tokens": writer.tokens} for split, writer in writers.items()}
-    return {"dtype": train.dtype.name, "vocab_size": len(train.counts), "splits": splits}
+    columns = {"loss_columns": list(train.loss_columns)} if train.loss_columns else {}
+    return {"dtype": train.dtype.name, "vocab_size": len(train.counts), "splits": splits, **columns}

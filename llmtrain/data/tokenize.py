@@ -53,6 +53,8 @@ class TokenizeOptions:
     """Fraction of the documents held out; 1 for an evaluation corpus."""
     chat: ChatOptions | None = None
     """The options for reading conversations, if there are any."""
+    loss_columns: tuple[str, ...] = ()
+    """`objective.columns`; a corpus identifies them."""
 
     @property
     def parses(self) -> bool:
@@ -93,6 +95,7 @@ def token_store(corpus: Corpus, field: str, options: TokenizeOptions, cache: Cac
                     tokenizer=options.tokenizer,
                     parse_special=options.parses,
                     eval_fraction=options.eval_fraction,
+                    loss_columns=options.loss_columns,
                     task=task,
                 )
             else:
@@ -133,6 +136,8 @@ class _TextChunk(NamedTuple):
     """Whether it is the last chunk of the document."""
     fraction: float
     """Fraction of the corpus read."""
+    values: tuple[float, ...]
+    """Those of its document (`Document.values`)."""
 
 
 class _TextWriter(StreamWriter):
@@ -140,16 +145,17 @@ class _TextWriter(StreamWriter):
 
     def __init__(self, folder: Path, split: Split, options: TokenizeOptions, stack: ExitStack) -> None:
         tokenizer = options.tokenizer
-        super().__init__(folder, split, tokenizer.vocab_size, stack)
+        super().__init__(folder, split, tokenizer.vocab_size, stack, options.loss_columns)
         self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         self._after = [tokenizer.eos_id]
         self._parses = options.parses
         self._buffer: list[int] = []
         self._ends: list[int] = []
+        self._buffered_values: list[tuple[float, ...]] = []
         self._last: int | None = None
 
-    def add(self, ids: list[int], last: bool) -> None:
-        """Appends a chunk; a document without tokens adds nothing.
+    def add(self, ids: list[int], last: bool, values: tuple[float, ...]) -> None:
+        """Appends a chunk; a document without tokens adds nothing. values: those of its document.
 
         If special tokens are parsed, a document that already has the first or last token does not get it twice.
         """
@@ -163,14 +169,16 @@ class _TextWriter(StreamWriter):
                 self._buffer += self._after
             self._last = None
             self._ends.append(self.tokens + len(self._buffer))
+            self._buffered_values.append(values)
         if len(self._buffer) >= BUFFER_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         """Writes the buffer to the files."""
-        self.append(np.array(self._buffer, self.dtype), np.array(self._ends, np.uint64))
+        self.append(np.array(self._buffer, self.dtype), np.array(self._ends, np.uint64), self._buffered_values)
         self._buffer.clear()
         self._ends.clear()
+        self._buffered_values.clear()
 
 
 def _tokenize(folder: Path, corpus: Corpus, field: str, options: TokenizeOptions, task: Task) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, options: TokenizeOptions
             options.check(counts, corpus, field)
             texts = [chunk.text for chunk in batch]
             for chunk, ids in zip(batch, encoder.encode(texts), strict=True):
-                writers[chunk.split].add(ids, chunk.last)
+                writers[chunk.split].add(ids, chunk.last, chunk.values)
             task.update(batch[-1].fraction, _detail(writers, time.perf_counter() - started, row_counts(corpus)))
         for writer in writers.values():
             writer.flush()
@@ -206,11 +214,11 @@ def _batches(
     """Yields the corpus in batches of chunks, large enough for all cores, with what `counter` has found so far."""
     batch: list[_TextChunk] = []
     characters = 0
-    for text, fraction, is_held_out in split_documents(corpus, eval_fraction, counter.count):
+    for text, fraction, is_held_out, values in split_documents(corpus, eval_fraction, counter.count):
         split: Split = "eval" if is_held_out else "train"
         chunks = list(split_text(text))
         for number, chunk in enumerate(chunks, start=1):
-            batch.append(_TextChunk(chunk, split, number == len(chunks), fraction))
+            batch.append(_TextChunk(chunk, split, number == len(chunks), fraction, values))
             characters += len(chunk)
             if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
                 yield batch, counter.counts()

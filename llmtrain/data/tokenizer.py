@@ -216,7 +216,7 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
     total = sum(source.weight for source in data.sources)
     for source, corpus in zip(data.sources, corpora, strict=True):
         left = TRAINING_CHARACTERS * source.weight / total
-        for text, _, is_held_out in split_documents(corpus, eval_fraction):
+        for text, _, is_held_out, _ in split_documents(corpus, eval_fraction):
             if left <= 0:
                 break
             if not is_held_out:

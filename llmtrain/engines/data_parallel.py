@@ -44,7 +44,7 @@ class DataParallel(PlainLoop):
     def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
         completions = micro_batch.completions.tensors if micro_batch.completions else ()
-        inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *completions)
+        inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, micro_batch.values, *completions)
         loss_sums, auxiliaries = self.module(*inputs)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
@@ -72,12 +72,18 @@ class _Losses(nn.Module):
         self.objective = objective
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, *completions: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        values: Tensor | None,
+        *completions: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses and the auxiliary loss of one device's part, each of shape [1].
 
         completions: the tensors of `Completions`, if there are any.
         """
-        part = MicroBatch(input_ids, position_ids, labels, Completions(*completions) if completions else None)
+        of_pairs = Completions(*completions) if completions else None
+        part = MicroBatch(input_ids, position_ids, labels, of_pairs, values)
         loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device, self.objective)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

@@ -149,7 +149,7 @@ def forward(
     boundaries as arguments.
     """
     labels = batch.labels.to(device, non_blocking=True)
-    targets = {"targets": labels} if chunked_loss(model) else {}
+    targets = chunk_arguments(labels, batch) if chunked_loss(model) else {}
     output, auxiliary = run_model(call, model, batch, whole or batch, device, **targets)
     return loss_of(output.loss_sum if targets else output.logits, labels, model, batch, objective), auxiliary
 
@@ -176,6 +176,12 @@ def run_model(
         return output, None
     # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
     return output, router_loss_weight(model.config) * auxiliary
+
+
+def chunk_arguments(labels: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+    """Returns the arguments with which a model with a `ChunkedLoss` returns losses. labels: on the device."""
+    values = {} if batch.values is None else {"values": batch.values.to(labels.device, non_blocking=True)}
+    return {"targets": labels, **values}
 
 
 @torch.no_grad()

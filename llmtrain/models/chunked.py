@@ -175,9 +175,10 @@ class ChunkedLoss:
     tokens: int
     """Number of tokens in a chunk."""
     recomputed: bool
-    loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
-    """Returns the summed cross-entropy of a chunk, given its logits and labels; or, if `recomputed`, the cross-entropy
-    of each token [1, tokens], which are then concatenated over the chunks, or several sums [sums], which are added."""
+    loss_of: Callable[..., Tensor] = target_loss_sum
+    """Returns the summed cross-entropy of a chunk, given its logits and labels, and its `values` if there are any; or,
+    if `recomputed`, the cross-entropy of each token [1, tokens], which are then concatenated over the chunks, or
+    several sums [sums], which are added."""
     _full_forward: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _head: _Backbone | _OwnHead = field(init=False, repr=False)
@@ -188,33 +189,37 @@ class ChunkedLoss:
         self.model.forward = self.forward
         self.model.chunked_loss = self
 
-    def forward(self, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, targets: Tensor | None = None, values: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the model's own forward, or returns `Losses` if there are targets.
 
-        targets: [batch, T], already shifted; NO_TARGET at positions without a target.
+        targets: [batch, T], already shifted; NO_TARGET at positions without a target. values: [batch, T, columns], as
+        in `MicroBatch`; only with `recomputed`.
         """
         if targets is None:
             return self._full_forward(*args, **kwargs)
+        of_tokens = [targets] if values is None else [targets, values]
         if targets.numel() <= self.tokens:  # one chunk holds them all
             output = self._full_forward(*args, **kwargs)
-            return Losses(loss_sum=self.loss_of(output.logits, targets), aux_loss=getattr(output, "aux_loss", None))
+            loss_sum = self.loss_of(output.logits, *of_tokens)
+            return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
         output, hidden = self._head.run(*args, **kwargs)
-        return Losses(loss_sum=self.loss_sum(hidden, targets), aux_loss=getattr(output, "aux_loss", None))
+        return Losses(loss_sum=self.loss_sum(hidden, *of_tokens), aux_loss=getattr(output, "aux_loss", None))
 
-    def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the sum of the cross-entropies, each of them, or several sums.
 
-        hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
+        hidden: [batch, T, width], the output of the backbone; targets: [batch, T]; values: as for `forward`, if there
+        are any.
         """
-        loss = self._loss(hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1))
+        loss = self._loss(*(tensor.flatten(0, 1)[None] for tensor in (hidden, targets, *values)))
         return loss.view_as(targets) if loss.ndim == 2 else loss
 
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
-            return self._reduce(self._chunks(hidden, targets), self._chunk_loss)
+            return self._reduce(self._chunks(hidden, targets, *values), self._chunk_loss)
         if self.recomputed:
             return self._reduce(
-                self._chunks(hidden, targets), partial(checkpoint, self._chunk_loss, use_reentrant=False)
+                self._chunks(hidden, targets, *values), partial(checkpoint, self._chunk_loss, use_reentrant=False)
             )
         head = self._head.parameters()
         loss: Tensor = _Fused.apply(self, hidden, targets, *head)  # type: ignore[no-untyped-call]
@@ -229,9 +234,9 @@ class ChunkedLoss:
             return torch.cat(losses, dim=1)
         return torch.stack(losses).sum(0) if losses[0].ndim else torch.stack(losses).sum()
 
-    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _chunk_loss(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""
-        return self.loss_of(self._head.logits(hidden), targets)
+        return self.loss_of(self._head.logits(hidden), targets, *values)
 
 
 class _Fused(torch.autograd.Function):

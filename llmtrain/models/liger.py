@@ -201,7 +201,7 @@ class LigerLoss(ChunkedLoss):
         self._cap: float | None = getattr(text, "final_logit_softcapping", None)
         super().__post_init__()
 
-    def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the sum of the cross-entropies.
 
         hidden: [batch, T, width], the output of the backbone; targets: [batch, T].

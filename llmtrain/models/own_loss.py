@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.data import NO_TARGET, Documents, MicroBatch
-from llmtrain.data.items import document_rows, documents_with_targets
+from llmtrain.data.items import column_arguments, document_rows, document_values, documents_with_targets
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.facts.own_loss import Sizes, own_metrics, sums_of
 from llmtrain.recipe import Recipe
@@ -45,18 +45,20 @@ class OwnLoss:
         logits: [batch, T, outputs], of any precision; the loss is computed in fp32.
         """
         labels = batch.labels.to(logits.device, non_blocking=True)
+        values = None if batch.values is None else batch.values.to(logits.device, non_blocking=True)
         if self.config.unit == "token":
-            return self.take(self.sums(logits, labels))
+            return self.take(self.sums(logits, labels, values))
         bounds = (batch.documents or Documents.of(batch.position_ids.cpu())).bounds
         kept = documents_with_targets(batch.labels.cpu(), bounds)
         if not any(kept):
             return logits.flatten()[:0].float().sum()  # 0, with a gradient of 0
         rows = (document_rows(logits, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET))
-        return self.take(self.sums(*rows))
+        return self.take(self.sums(*rows, None if values is None else document_values(values, bounds, kept)))
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, logits: Tensor, labels: Tensor, values: Tensor | None = None) -> Tensor:
         """Returns the sum of the losses of some rows, and the sums that `metrics` reads, which have no gradient.
 
+        values: the numbers in `objective.columns` of each token [rows, length, columns], or each row [rows, columns].
         Sums of rows, or of chunks of tokens, may be added.
         """
         action = f"fails for logits {list(logits.shape)}"
@@ -64,7 +66,8 @@ class OwnLoss:
             torch.autocast(logits.device.type, enabled=False),
             own_code_errors(self.config.name, self._folder, "objective.name", action),
         ):
-            sums = sums_of(self._function(logits.float(), labels, **self.config.options))
+            columns = column_arguments(self.config, values)
+            sums = sums_of(self._function(logits.float(), labels, **columns, **self.config.options))
             loss, count = sums["loss"]
             others = [number for name in self.names for number in sums[name]]
         numbers = (torch.as_tensor(number, device=logits.device).detach() for number in (count, *others))

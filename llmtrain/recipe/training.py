@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
@@ -284,15 +285,20 @@ class ObjectiveConfig(Part):
     and `orpo` (arXiv 2403.07691) compare the two completions of a pair; `kto` (arXiv 2402.01306) reads single
     completions, each desirable or undesirable. All but `orpo` compare the log-probabilities with those of the initial
     weights. A function gets logits [rows, length, vocabulary] in fp32, labels [rows, length], which are negative at
-    positions without a target, and `options`. It returns the sum of the losses of all units and their number, or a
-    dictionary with this pair as `loss` and such a pair for each further metric."""
+    positions without a target, `columns` and `options`. It returns the sum of the losses of all units and their number,
+    or a dictionary with this pair as `loss` and such a pair for each further metric."""
     unit: Literal["token", "document", "pair"] = "token"
     """What a function of your own is a sum over. `token`: target tokens; its rows may be any parts of sequences.
     `document`: each row is a whole document. `pair`: rows 2 · p and 2 · p + 1 are the chosen and the rejected
     conversation of pair p."""
     count: ObjectPath | None = None
     """A function of your own, `"mine:count"`, that returns the number of items in labels [rows, length], given
-    `options`, if the loss is not a mean over all units that have a target."""
+    `columns` and `options`, if the loss is not a mean over all units that have a target."""
+    columns: Many[str] = ()
+    """Columns of the data that a function of your own and its `count` are given, each as an argument of that name, in
+    fp32. Every row of every source has a number in each of them: its document's, or its pair's. The argument is [rows]
+    for the units `document` and `pair`, and [rows, length] for `token`, where each position has the number of the
+    document of its input."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of a function of your own and of its `count`."""
     beta: PositiveFloat = 0.1
@@ -362,7 +368,7 @@ class ObjectiveConfig(Part):
             "ipo": ("beta", "sft_weight"),
             "orpo": ("beta",),
             "kto": ("beta", "desirable_weight", "undesirable_weight"),
-        }.get(self.name, ("unit", "count", "options"))
+        }.get(self.name, ("unit", "count", "columns", "options"))
         fields = type(self).model_fields
         others = sorted(self.model_fields_set - {"name", *used})
         unused = [name for name in others if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
@@ -371,16 +377,28 @@ class ObjectiveConfig(Part):
             raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}', {has}")
         return self
 
+    @model_validator(mode="after")
+    def _columns_are_arguments(self) -> Self:
+        taken = ["logits", "labels", *self.options]
+        for name in self.columns:
+            if not name.isidentifier() or iskeyword(name):
+                raise ValueError(f"column {name!r} cannot be the name of an argument; rename it in `map` of the source")
+            if name in taken:
+                raise ValueError(f"the loss would be given {name!r} twice; rename it")
+            taken.append(name)
+        return self
+
 
 def Custom(  # noqa: N802 - it stands for a class
     loss: Callable[..., Any] | str,
     *,
     unit: Literal["token", "document", "pair"] = "token",
     count: Callable[..., Any] | str | None = None,
+    columns: Sequence[str] = (),
     **options: Any,
 ) -> ObjectiveConfig:
     """Returns the objective of a loss of the user's own: `ObjectiveConfig` has the meaning of each argument."""
-    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "options": options}
+    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "columns": columns, "options": options}
     return ObjectiveConfig(**fields)
 
 

@@ -47,6 +47,54 @@ def count_rows(labels):
     return len(labels)
 
 
+def weighted(logits, labels, a, b=1.0):
+    """Each token counts as much as its document's number says."""
+    return (losses_of(logits, labels) * a * b).sum(), (labels >= 0).sum()
+
+
+def weighted_documents(logits, labels, a):
+    lengths = (labels >= 0).sum(1)
+    return {
+        "loss": ((losses_of(logits, labels).sum(1) / lengths * a).sum(), len(labels)),
+        "weight": (a.sum(), len(labels)),
+    }
+
+
+def pair_with_margin(logits, labels, loss_weight):
+    losses = losses_of(logits, labels).sum(1)
+    return torch.relu(losses[0::2] - losses[1::2] + loss_weight[0::2]).sum(), len(labels) // 2
+
+
+def heavy(logits, labels, a):
+    """Counts only documents, or tokens of them, with a large number."""
+    chosen = _is_heavy(labels, a)
+    losses = losses_of(logits, labels)
+    return (losses if a.ndim == 2 else losses.sum(1)).where(chosen, 0).sum(), chosen.sum()
+
+
+def count_heavy(labels, a):
+    return int(_is_heavy(labels, a).sum())
+
+
+def _is_heavy(labels, a):
+    return (a > 0.9) & (labels >= 0 if a.ndim == 2 else (labels >= 0).any(1))
+
+
+def class_of_column(logits, labels, kind):
+    """The class of a document is a column; the logits of two tokens at its end predict it."""
+    last = torch.where(labels >= 0, torch.arange(labels.shape[1]), -1).amax(1)
+    scores = logits[torch.arange(len(labels)), last][:, [3, 4]]
+    return cross_entropy(scores, kind.long(), reduction="sum"), len(labels)
+
+
+def normalised_weights(logits, labels, a):
+    return (losses_of(logits, labels) * a / a.mean()).sum(), (labels >= 0).sum()
+
+
+def weights_of_neighbours(logits, labels, a):
+    return (losses_of(logits, labels).sum(1) * a.roll(1)).sum(), len(labels)
+
+
 def mean_of_tokens(logits, labels):
     return cross_entropy(logits.flatten(0, 1), labels.flatten()), (labels >= 0).sum()
 

@@ -11,6 +11,7 @@ from llmtrain.models import ChunkedLoss, chunked, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model
+from tests.helpers import own_losses
 
 VOCABULARY = 97
 FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -114,6 +115,25 @@ def test_tokens_of_one_chunk_are_left_to_autograd(recomputed, monkeypatch):
     ChunkedLoss(model, tokens=tokens.numel(), recomputed=recomputed)
     for name, gradient in _gradients(model(tokens, targets=labels).loss_sum, model).items():
         assert torch.equal(gradient, whole[name]), name
+
+
+@pytest.mark.parametrize("chunk", [5, chunked.ONE_CHUNK])
+def test_chunks_are_given_the_numbers_of_their_tokens(chunk):
+    tokens, labels = _batch()
+    values = torch.rand(*labels.shape, 2)
+
+    def loss_of(logits, labels, values):
+        weighted = own_losses.losses_of(logits, labels) * values[..., 0] / (1 + values[..., 1])
+        return torch.stack([weighted.sum(), values[labels >= 0].sum()])
+
+    model = _model()
+    expected = loss_of(model(tokens).logits, labels, values)
+    whole = _gradients(expected[0], model)
+    ChunkedLoss(model, tokens=chunk, recomputed=True, loss_of=loss_of)
+    sums = model(tokens, targets=labels, values=values).loss_sum
+    torch.testing.assert_close(sums, expected)
+    for name, gradient in _gradients(sums[0], model).items():
+        torch.testing.assert_close(gradient.float(), whole[name].float())
 
 
 def test_the_loss_without_gradients_is_the_same():

@@ -27,8 +27,21 @@ def loss_of(loss, **options) -> OwnLoss:
     return OwnLoss(tiny_recipe(objective=Custom(loss, **options)), VOCABULARY)
 
 
-def micro_batch(labels=LABELS) -> MicroBatch:
-    return MicroBatch(torch.zeros_like(labels), POSITIONS, labels)
+WEIGHTS = (2.0, 3.0, 5.0, 7.0)
+"""Of these documents."""
+
+
+def micro_batch(labels=LABELS, values=None) -> MicroBatch:
+    return MicroBatch(torch.zeros_like(labels), POSITIONS, labels, values=values)
+
+
+def values_of(*columns) -> torch.Tensor:
+    """The numbers of each document, one a column, at its tokens: [2, 8, columns]."""
+    values = torch.zeros(2, 8, len(columns))
+    for number, weights in enumerate(columns):
+        for (row, begin, end), weight in zip(DOCUMENTS, weights, strict=True):
+            values[row, begin:end, number] = weight
+    return values
 
 
 def logits(dtype=torch.float32) -> torch.Tensor:
@@ -58,6 +71,27 @@ def test_documents_with_targets_are_rows_of_their_own():
     assert (gradient.abs().sum(-1) > 0).equal(LABELS >= 0)
     assert own.metric_sums(CPU).tolist() == [4, 7, 4]
     assert own.metrics([4, 7, 4]) == {"length": 7 / 4}
+
+
+def test_columns_are_given_with_the_tokens_or_the_documents():
+    values = logits()
+    expected = sum(loss * weight for loss, weight in zip(of_documents(values), WEIGHTS, strict=True))
+    of_tokens = loss_of(own_losses.weighted, columns=("a", "b"))
+    numbers = values_of([weight / 2 for weight in WEIGHTS], [2.0] * 4)
+    torch.testing.assert_close(of_tokens(values, micro_batch(values=numbers)), expected)
+    of_rows = loss_of(own_losses.weighted_documents, columns=["a"], unit="document")
+    lengths = (2, 1, 2, 2)
+    numbers = values_of([weight * length for weight, length in zip(WEIGHTS, lengths, strict=True)])
+    torch.testing.assert_close(of_rows(values, micro_batch(values=numbers)), expected)
+    assert of_rows.metrics(of_rows.metric_sums(CPU).tolist()) == {"weight": (4 + 3 + 10 + 14) / 4}
+
+
+def test_documents_without_targets_leave_out_their_numbers():
+    own, values = loss_of(own_losses.weighted_documents, columns=["a"], unit="document"), logits()
+    labels = LABELS.clone()
+    labels[0, 3] = labels[1, 2] = labels[1, 3] = NONE
+    own(values, micro_batch(labels, values_of(WEIGHTS)))
+    assert own.metric_sums(CPU).tolist() == [2, 2.0 + 7.0, 2]
 
 
 def test_pairs_are_adjacent_rows():

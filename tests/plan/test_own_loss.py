@@ -31,8 +31,15 @@ RIGHT = [
     Custom(LOSSES + "focal"),
     Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[3, 4, 5]),
     Custom(LOSSES + "reward_model", unit="pair"),
+    Custom(LOSSES + "regression", unit="document", columns=["score"]),
+    Custom(own_losses.weighted, columns=["a", "b"]),
+    Custom(own_losses.weighted_documents, columns=["a"], unit="document"),
+    Custom(own_losses.pair_with_margin, columns=["loss_weight"], unit="pair"),
+    Custom(own_losses.heavy, columns=["a"], count=own_losses.count_heavy),
+    Custom(own_losses.heavy, columns=["a"], count=own_losses.count_heavy, unit="document"),
+    Custom(own_losses.class_of_column, columns=["kind"], unit="document"),
 ]
-OUTPUTS = {LOSSES + "classification": 3, LOSSES + "reward_model": 1}
+OUTPUTS = {LOSSES + "classification": 3, LOSSES + "reward_model": 1, LOSSES + "regression": 1}
 """Those of losses for another head than that over the vocabulary."""
 WRONG = {
     own_losses.mean_of_tokens: SUM + "as 'loss' it returns the sum",
@@ -59,7 +66,7 @@ def test_losses_that_can_be_divided_are_accepted(objective):
     check_loss(objective, None, Sizes(VOCABULARY, OUTPUTS.get(objective.name, VOCABULARY)))
 
 
-@pytest.mark.parametrize("objective", RIGHT[-2:], ids=["classification", "reward_model"])
+@pytest.mark.parametrize("objective", [objective for objective in RIGHT if objective.name in OUTPUTS])
 def test_a_loss_for_another_head_is_refused_without_it(objective):
     with pytest.raises(RecipeError, match=f"has 64 outputs for a token, not {OUTPUTS[objective.name]}: set model.num_"):
         check_loss(objective, None, SIZES)
@@ -85,6 +92,9 @@ def test_losses_that_cannot_be_divided_are_refused_with_their_line(loss):
         (Custom(own_losses.even_tokens), "items with objective.unit=token"),
         (Custom(own_losses.token_sum, count=own_losses.count_even), "items by tests.helpers.own_losses:count_even"),
         (Custom(own_losses.document_mean, count=own_losses.count_rows), "returns nan as a sum or count of 'loss'"),
+        (Custom(own_losses.normalised_weights, columns=["a"]), SUM),
+        (Custom(own_losses.weights_of_neighbours, columns=["a"], unit="document"), SUM),
+        (Custom(own_losses.heavy, columns=["a"]), "items with objective.unit=token"),
     ],
 )
 def test_units_and_counts_that_are_not_those_of_the_loss_are_refused(objective, message):
@@ -94,10 +104,19 @@ def test_units_and_counts_that_are_not_those_of_the_loss_are_refused(objective, 
     assert message in error.value.problems[0].message
 
 
-@pytest.mark.parametrize("loss", [own_losses.raises, own_losses.option_missing, own_losses.in_place])
-def test_a_loss_that_raises_is_reported(loss):
+@pytest.mark.parametrize(
+    ("loss", "columns"),
+    [
+        (own_losses.raises, ()),
+        (own_losses.option_missing, ()),
+        (own_losses.in_place, ()),
+        (own_losses.token_sum, ("score",)),
+        (own_losses.weighted_documents, ("a", "score")),
+    ],
+)
+def test_a_loss_that_raises_is_reported(loss, columns):
     with pytest.raises(RecipeError) as error:
-        check_loss(Custom(loss), None, SIZES)
+        check_loss(Custom(loss, columns=columns), None, SIZES)
     (problem,) = error.value.problems
     assert problem.rule == "code.raises"
     assert f"own_losses:{loss.__name__} fails for logits [4, 6, {VOCABULARY}]: " in problem.message
@@ -122,10 +141,16 @@ def test_a_function_its_path_and_a_part_of_a_recipe_are_the_same():
     [
         ({"name": "dpo", "options": {"weight": 1}}, "options would have no effect on 'dpo'"),
         ({"name": "dpo", "unit": "pair"}, "unit would have no effect on 'dpo'"),
+        ({"columns": ["score"]}, "columns would have no effect on 'language_model'"),
+        ({"name": "mine:loss", "columns": ["the score"]}, "'the score' cannot be the name of an argument; rename it"),
+        ({"name": "mine:loss", "columns": ["class"]}, "'class' cannot be the name of an argument; rename it"),
+        ({"name": "mine:loss", "columns": ["labels"]}, "the loss would be given 'labels' twice"),
+        ({"name": "mine:loss", "columns": ["a", "b", "a"]}, "the loss would be given 'a' twice"),
+        ({"name": "mine:loss", "columns": ["a"], "options": {"a": 1}}, "the loss would be given 'a' twice"),
         ({"count": "mine:count"}, "count would have no effect on 'language_model'"),
         (
             {"name": "mine:loss", "beta": 0.2},
-            "beta would have no effect on 'mine:loss', which uses unit, count, options",
+            "beta would have no effect on 'mine:loss', which uses unit, count, columns, options",
         ),
     ],
 )

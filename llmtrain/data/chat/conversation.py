@@ -115,6 +115,8 @@ class Layout:
     """System text for conversations that have none."""
     ignored: frozenset[str] = frozenset()
     """Names of columns, and of keys of messages, that are not read on purpose."""
+    loss_columns: tuple[str, ...] = ()
+    """Columns of numbers, which a user's own loss reads."""
 
     def __str__(self) -> str:
         return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
@@ -174,7 +176,7 @@ class Layout:
         return {name: without(value) for name, value in row.items() if name not in self.ignored}
 
     def _unread_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        read = self.columns.values()
+        read = (*self.columns.values(), *self.loss_columns)
         return {name: value for name, value in row.items() if name not in read and value is not None}
 
     def _turns(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -254,6 +256,8 @@ class ChatSource:
     """Pairs of a part and its column, for columns without a usual name."""
     system: str | None = None
     ignored: tuple[str, ...] = ()
+    loss_columns: tuple[str, ...] = ()
+    """As in `Layout`."""
 
     def layout(self, columns: Iterable[str], field: str) -> Layout:
         """Returns the layout that `find_layout` finds for these columns."""
@@ -264,7 +268,7 @@ class ChatSource:
             named=dict(self.columns),
             system=self.system,
         )
-        return replace(layout, ignored=frozenset(self.ignored))
+        return replace(layout, ignored=frozenset(self.ignored), loss_columns=self.loss_columns)
 
 
 def find_layout(

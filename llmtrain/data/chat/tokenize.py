@@ -102,15 +102,34 @@ class _Example(NamedTuple):
 class _ChatWriter(StreamWriter):
     """Writes the conversations of one split."""
 
-    def __init__(self, folder: Path, split: Split, vocab_size: int, labelled: bool, stack: ExitStack) -> None:
-        super().__init__(folder, split, vocab_size, stack)
+    def __init__(
+        self,
+        folder: Path,
+        split: Split,
+        vocab_size: int,
+        labelled: bool,
+        stack: ExitStack,
+        loss_columns: tuple[str, ...],
+    ) -> None:
+        super().__init__(folder, split, vocab_size, stack, loss_columns)
         self._trained = self.open("trained", np.bool_)
         self._desirable = self.open("desirable", np.bool_) if labelled else None
         self._buffer: list[tuple[Encoded, int]] = []
+        self._buffered_values: list[tuple[float, ...]] = []
 
-    def add(self, conversations: Sequence[Encoded], sizes: Sequence[int], desirable: bool | None) -> None:
-        """Appends an example. sizes: for each conversation, the number of its first tokens to write."""
+    def add(
+        self,
+        conversations: Sequence[Encoded],
+        sizes: Sequence[int],
+        desirable: bool | None,
+        values: tuple[float, ...],
+    ) -> None:
+        """Appends an example. sizes: for each conversation, the number of its first tokens to write.
+
+        values: those of its row, which each of its conversations has.
+        """
         self._buffer += zip(conversations, sizes, strict=True)
+        self._buffered_values += [values] * len(sizes)
         if self._desirable:
             self._desirable.append(np.array([desirable]))
 
@@ -119,8 +138,9 @@ class _ChatWriter(StreamWriter):
         if self._buffer:
             self._trained.append(np.concatenate([encoded.loss_mask[:size] for encoded, size in self._buffer]))
             tokens = np.concatenate([encoded.ids[:size] for encoded, size in self._buffer])
-            self.append(tokens, np.cumsum([size for _, size in self._buffer]) + self.tokens)
+            self.append(tokens, np.cumsum([size for _, size in self._buffer]) + self.tokens, self._buffered_values)
             self._buffer.clear()
+            self._buffered_values.clear()
 
 
 def tokenize_conversations(
@@ -132,19 +152,22 @@ def tokenize_conversations(
     tokenizer: PreparedTokenizer,
     parse_special: bool,
     eval_fraction: float,
+    loss_columns: tuple[str, ...],
     task: Task,
 ) -> dict[str, Any]:
     """Writes both splits of a store in one pass over the corpus; returns its metadata.
 
-    field: the recipe field of the source. parse_special: as for `ChatEncoder`. Raises DataError for rows that cannot be
-    trained on, unless faulty rows are dropped and others remain.
+    field: the recipe field of the source. parse_special: as for `ChatEncoder`. loss_columns: `objective.columns`.
+    Raises DataError for rows that cannot be trained on, unless faulty rows are dropped and others remain.
     """
     started, counts = time.perf_counter(), _Counts()
     encoder = ChatEncoder(tokenizer.folder, options.template, train_on=options.train_on, parse_special=parse_special)
     counter = SpecialTokenCounter(Encoder(tokenizer.folder).special_tokens())
     labelled = corpus.chat.format == "unpaired_preference"
     with limited_templates(), ExitStack() as stack:
-        writers = {split: _ChatWriter(folder, split, tokenizer.vocab_size, labelled, stack) for split in SPLITS}
+        writers = {
+            split: _ChatWriter(folder, split, tokenizer.vocab_size, labelled, stack, loss_columns) for split in SPLITS
+        }
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
         batches = prefetched(_batches(corpus, field, encoder, counter, counts))
         stack.callback(batches.close)
@@ -163,7 +186,7 @@ def tokenize_conversations(
                 counts.count(conversations, sizes, labelled)
                 if sizes:
                     split: Split = "eval" if held_out(document.text, eval_fraction) else "train"
-                    writers[split].add(conversations, sizes, desirable)
+                    writers[split].add(conversations, sizes, desirable, document.values)
             for writer in writers.values():
                 writer.flush()
             task.update(examples[-1].document.fraction, str(row_counts(corpus) or f"{counts.rows:,} rows"))

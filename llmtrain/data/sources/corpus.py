@@ -90,6 +90,8 @@ class CorpusPart(NamedTuple):
     fraction: float
     """Fraction of the corpus that has been read, including this part."""
     is_held_out: bool
+    values: tuple[float, ...] = ()
+    """As in `Document`."""
 
 
 def open_corpora(
@@ -98,17 +100,20 @@ def open_corpora(
     field: str = "data.sources",
     code_dir: str | None = None,
     drops_faulty: bool = False,
+    loss_columns: tuple[str, ...] = (),
 ) -> list[Corpus]:
     """Returns the opened corpus of each source. field: the recipe field that lists the sources.
 
     code_dir, drops_faulty: the folder of a user's own functions, and whether rows for which they fail are left out.
+    loss_columns: `objective.columns`.
     Raises DataError with all faults.
     """
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for number, source in enumerate(sources):
         try:
-            corpora.append(_open_corpus(source, f"{field}.{number}", cache, code_dir, drops_faulty))
+            code = RowCode(source.own_functions, code_dir, f"{field}.{number}", drops_faulty)
+            corpora.append(_open_corpus(source, code, cache, loss_columns))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -117,9 +122,9 @@ def open_corpora(
 
 
 def row_counts(corpus: Corpus) -> RowCounts | None:
-    """Returns what became of the rows in the last pass; None if the source has no functions of the user's."""
+    """Returns what became of the rows in the last pass; None if all are read as they are."""
     rows = corpus.rows if isinstance(corpus, ConversationCorpus) else corpus
-    return rows.counts if isinstance(rows, OwnRows) else None
+    return rows.counts if isinstance(rows, OwnRows) and (rows.code.functions or rows.counts.faulty) else None
 
 
 def held_out(text: str, eval_fraction: float) -> bool:
@@ -138,14 +143,15 @@ def split_documents(
 
     on_document: called with each document.
     """
-    for text, fraction, *_ in corpus.documents():
+    for document in corpus.documents():
+        text, fraction = document.text, document.fraction
         on_document(text)
         if _holds_out_the_end(corpus, eval_fraction):
             cut = _cut_before_the_end(text, eval_fraction)
             yield CorpusPart(text[:cut], fraction * (1 - eval_fraction), is_held_out=False)
             yield CorpusPart(text[cut:], fraction, is_held_out=True)
         else:
-            yield CorpusPart(text, fraction, held_out(text, eval_fraction))
+            yield CorpusPart(text, fraction, held_out(text, eval_fraction), document.values)
 
 
 def split_identity(corpus: Corpus, eval_fraction: float) -> str:
@@ -174,7 +180,7 @@ def _columns(corpus: Corpus, cache: Cache) -> list[str]:
     if isinstance(corpus, FileCorpus):
         key, rows = key_of(corpus.kind, corpus.prints[0].hash), READERS[corpus.kind](corpus.files[0], None)
     elif isinstance(corpus, OwnRows):
-        whole = replace(corpus, column=None)
+        whole = replace(corpus, column=None, loss_columns=())
         key, rows = key_of(whole.identity), whole.documents()
 
     def build(_: Path) -> dict[str, Any]:
@@ -209,20 +215,19 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
     return first_break(text, exact, (exact + len(text)) // 2) or exact
 
 
-def _open_corpus(source: Source, field: str, cache: Cache, code_dir: str | None, drops_faulty: bool) -> Corpus:
+def _open_corpus(source: Source, code: RowCode, cache: Cache, loss_columns: tuple[str, ...]) -> Corpus:
     form = None if source.format in ("auto", "text") else source.format
     if source.name == STDLIB_CHAT and source.reader is None:
         form = "messages"
     column = source.text_column if form is None else None
     opened: FileCorpus | HubCorpus | StdlibChat | ReaderCorpus | OwnRows
-    if functions := source.own_functions:
+    if code.functions or loss_columns:
         if source.reader:
-            _refuse_hub_fields(source, ("subset", "revision"), field)
-        code = RowCode(functions, code_dir, field, drops_faulty)
-        rows = reader_corpus(source, code, cache) if source.reader else _open_rows(source, field, cache, None)
-        opened = OwnRows(rows, code, column)
+            _refuse_hub_fields(source, ("subset", "revision"), code.field)
+        rows = reader_corpus(source, code, cache) if source.reader else _open_rows(source, code.field, cache, None)
+        opened = OwnRows(rows, code, column, loss_columns)
     else:
-        opened = _open_rows(source, field, cache, column)
+        opened = _open_rows(source, code.field, cache, column)
         if source.name == STDLIB:
             return opened
     if column is not None and _hold_conversations(source, opened, cache):
@@ -231,7 +236,8 @@ def _open_corpus(source: Source, field: str, cache: Cache, code_dir: str | None,
     if column is not None:
         return opened
     columns = tuple(source.columns.items())
-    return ConversationCorpus(opened, ChatSource(form, columns, source.system, tuple(source.ignore)))  # type: ignore[arg-type]
+    chat = ChatSource(form, columns, source.system, tuple(source.ignore), loss_columns)  # type: ignore[arg-type]
+    return ConversationCorpus(opened, chat)
 
 
 def _open_rows(source: Source, field: str, cache: Cache, column: str | None) -> FileCorpus | HubCorpus | StdlibChat:

@@ -53,6 +53,8 @@ class Document(NamedTuple):
     """Position of the document, for messages: a file, or a line or row of it."""
     row: dict[str, Any] | None = None
     """The parsed row, if `text` is its JSON and was read from JSON; avoids parsing it again."""
+    values: tuple[float, ...] = ()
+    """The numbers in the columns that the loss is given (`objective.columns`)."""
 
 
 DocumentReader = Callable[[Path, str | None], Iterator[Document]]

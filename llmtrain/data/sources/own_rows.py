@@ -1,4 +1,4 @@
-"""Rows that a user's own functions read, filter and map.
+"""Rows that a user's own functions read, filter and map, and rows with numbers for a user's own loss.
 
 Helper processes (`own_rows_process.py`) import and call the functions, as this process never does. One of them reads;
 as many as there are cores filter and map, while this process tokenizes.
@@ -16,6 +16,7 @@ from typing import Any
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.sources import own_rows_process
+from llmtrain.data.sources.columns import values_of
 from llmtrain.data.sources.files import files_for_reader, fingerprints
 from llmtrain.data.sources.formats import AS_JSON, Document, FileCorpus, Fingerprint, check_unchanged, from_row
 from llmtrain.data.sources.hub import HubCorpus
@@ -57,6 +58,8 @@ class RowCode:
     @property
     def identity(self) -> list[Any]:
         """Identifies the functions: their paths, the content of the user's files, and the versions of packages."""
+        if not self.functions:
+            return [FORMAT, self.drops_faulty]
         objects = {f"{self.field}.{name}": path for name, path in self.functions.items()}
         code = examined_objects(objects, self.folder)
         return [FORMAT, self.functions, sorted(code.files.values()), code.packages, self.drops_faulty]
@@ -159,13 +162,16 @@ def reader_corpus(source: Source, code: RowCode, cache: Cache) -> ReaderCorpus:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The documents of rows that a user's own functions have filtered and mapped, if any do."""
+    """The documents of rows that are read whole: a user's own functions may filter and map them, and a user's own loss
+    may be given their numbers."""
 
     rows: FileCorpus | HubCorpus | StdlibChat | ReaderCorpus
     """Read whole, without choosing a column."""
     code: RowCode
     column: str | None
     """Column of the text; None to keep whole rows."""
+    loss_columns: tuple[str, ...] = ()
+    """Columns of numbers that a user's own loss is given (`objective.columns`)."""
     counts: RowCounts = field(default_factory=RowCounts, compare=False)
     """Of the last pass."""
     is_one_document: bool = False
@@ -177,20 +183,33 @@ class OwnRows:
 
     @property
     def identity(self) -> str:
-        """Identifies the content, and the functions."""
-        return key_of("own rows", self.rows.identity, *self.code.identity, self.column)
+        """Identifies the content, the functions, and the columns that the loss is given."""
+        columns = [list(self.loss_columns)] if self.loss_columns else []
+        return key_of("own rows", self.rows.identity, *self.code.identity, self.column, *columns)
 
     def documents(self) -> Iterator[Document]:
-        """Yields the documents. Raises DataError for rows without the column, and for faulty rows."""
+        """Yields the documents. Raises DataError for rows without the columns, and for faulty rows."""
         self.counts.clear()
         names = [name for name in ("filter", "map") if name in self.code.functions]
         for document, rows in self._processed(names) if names else ((document, None) for document in self._read()):
-            if rows is None and self.column is None:
+            if rows is None and self.column is None and not self.loss_columns:
                 yield document
                 continue
             where = f", after {self.code.functions['map']}" if rows is not None else ""
             for row in [document.row or json.loads(document.text)] if rows is None else rows:
-                yield from from_row(row, document.place + where, self.column, document.fraction)
+                yield from self._with_values(row, document.place + where, document.fraction)
+
+    def _with_values(self, row: dict[str, Any], place: str, fraction: float) -> Iterator[Document]:
+        """Yields the document of a row, with the numbers for the loss; nothing for a null text or a dropped row."""
+        # Every cell of such a file is a text.
+        of_texts = isinstance(self.rows, FileCorpus) and self.rows.kind in (".csv", ".tsv")
+        for document in from_row(row, place, self.column, fraction):
+            try:
+                yield document._replace(values=values_of(row, self.loss_columns, place, of_texts))
+            except DataError as error:
+                if not self.code.drops_faulty:
+                    raise
+                self.counts.fault(place, error.problems[0].message)
 
     def _read(self) -> Iterator[Document]:
         """Yields the rows, each of which has its JSON as text."""

@@ -74,10 +74,11 @@ class Ulysses:
             self._part(batch.position_ids),
             self._part(batch.labels),
             batch.completions and replace(batch.completions, segment_ids=self._part(batch.completions.segment_ids)),
+            None if batch.values is None else self._part(batch.values),
         )
 
     def _part(self, whole: Tensor) -> Tensor:
-        return whole.view(len(whole), self.size, -1)[:, self.rank].contiguous()
+        return whole.view(len(whole), self.size, -1, *whole.shape[2:])[:, self.rank].contiguous()
 
     def receive(self, position_ids: Tensor) -> None:
         """Sets the positions, in place of `slice`, from slices [batch, T / size] of interleaved micro-batches."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +68,23 @@ class Sizes(NamedTuple):
     """Logits of a token: one for each token of the vocabulary, or those of another head (`model.num_labels`)."""
 
 
+@dataclass(frozen=True)
+class _Input:
+    """What a loss is given."""
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    """Each of `objective.columns`: [rows], or [rows, length] for tokens."""
+
+    def part(self, rows: slice, tokens: slice) -> _Input:
+        """Returns some tokens of some rows."""
+        columns = {
+            name: drawn[rows, tokens] if drawn.ndim == 2 else drawn[rows] for name, drawn in self.columns.items()
+        }
+        return _Input(self.logits[rows, tokens], self.labels[rows, tokens], columns)
+
+
 class _FaultError(Exception):
     """What is wrong with a loss, in words that follow its import path."""
 
@@ -90,8 +107,7 @@ def own_metrics(objective: ObjectiveConfig, folder: str | None, sizes: Sizes) ->
     """
     trial = _Trial(objective, folder, sizes)
     with trial.refusing():
-        logits, labels = next(trial.random_inputs())
-        return tuple(name for name in trial.run(logits, labels).sums if name != "loss")
+        return tuple(name for name in trial.run(next(trial.random_inputs())).sums if name != "loss")
 
 
 def check_loss(objective: ObjectiveConfig, folder: str | None, sizes: Sizes) -> None:
@@ -101,8 +117,8 @@ def check_loss(objective: ObjectiveConfig, folder: str | None, sizes: Sizes) -> 
     """
     trial = _Trial(objective, folder, sizes)
     with trial.refusing():
-        for logits, labels in trial.random_inputs():
-            trial.check(logits, labels)
+        for given in trial.random_inputs():
+            trial.check(given)
 
 
 @dataclass(frozen=True)
@@ -132,8 +148,8 @@ class _Trial:
             message = f"{definition_line(self.loss)}{self.objective.name} {fault}"
             raise RecipeError(Problem("code.loss", FIELD, message)) from None
 
-    def random_inputs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields logits and labels; half of the labels are tokens that the options name, if they name any."""
+    def random_inputs(self) -> Iterator[_Input]:
+        """Yields random input; half of the labels are tokens that the options name, if they name any."""
         import torch
 
         vocabulary = self.sizes.vocabulary
@@ -147,16 +163,32 @@ class _Trial:
             columns, lengths = torch.arange(shape[1]), torch.tensor(LENGTHS)[:, None]
             # Each row begins with a token without a target, as a prompt has none, and ends with a target.
             labels[(columns == 0) | (columns >= lengths)] = NO_TARGET
-            yield 2 * torch.randn(*shape, self.sizes.outputs), labels
+            yield _Input(2 * torch.randn(*shape, self.sizes.outputs), labels, self._random_columns())
 
-    def run(self, logits: torch.Tensor, labels: torch.Tensor) -> _Result:
+    def _random_columns(self) -> dict[str, torch.Tensor]:
+        """Returns columns of numbers from 0.1 to 1, half of them 1: a class, a weight or a score may be such.
+
+        The rows of a pair have the same number.
+        """
+        import torch
+
+        columns = {}
+        for name in self.objective.columns:
+            drawn = 1 - 0.9 * torch.rand(len(LENGTHS)) * (torch.rand(len(LENGTHS)) < 0.5)
+            if self.objective.unit == "pair":
+                drawn[1::2] = drawn[0::2]
+            of_tokens = self.objective.unit == "token"
+            columns[name] = drawn[:, None].repeat(1, max(LENGTHS)) if of_tokens else drawn
+        return columns
+
+    def run(self, given: _Input) -> _Result:
         """Returns what the loss returns, and its gradient."""
         import torch
 
         objective = self.objective
-        leaf = logits.detach().clone().requires_grad_()
-        with own_code_errors(objective.name, self.folder, FIELD, f"fails for logits {list(logits.shape)}"):
-            result = self.loss(leaf, labels.clone(), **objective.options)
+        leaf = given.logits.detach().clone().requires_grad_()
+        with own_code_errors(objective.name, self.folder, FIELD, f"fails for logits {list(leaf.shape)}"):
+            result = self.loss(leaf, given.labels.clone(), **given.columns, **objective.options)
         try:
             sums = sums_of(result)
         except ValueError as error:
@@ -171,37 +203,37 @@ class _Trial:
             raise _FaultError("has a gradient that is not finite")
         return _Result(numbers, torch.zeros_like(leaf) if gradient is None else gradient)
 
-    def check(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def check(self, given: _Input) -> None:
         """Compares the loss of several rows with those of each."""
-        whole, rows = self.run(logits, labels), 2 if self.objective.unit == "pair" else 1
-        self._check_count(whole, labels)
+        whole, rows = self.run(given), 2 if self.objective.unit == "pair" else 1
+        self._check_count(whole, given)
         firsts = range(0, len(LENGTHS), rows)
         parts = [(slice(first, first + rows), slice(max(LENGTHS[first : first + rows]))) for first in firsts]
-        alone = [self.run(logits[part], labels[part]) for part in parts]
+        alone = [self.run(given.part(*part)) for part in parts]
         of = "pair" if rows == 2 else "row"
         _check_sums(whole, alone, f"the {len(alone)} {of}s", f"each {of} alone, without its padding")
         for part, result in zip(parts, alone, strict=True):
-            self._check_count(result, labels[part])
+            self._check_count(result, given.part(*part))
             _check_gradient(whole.gradient[part], result.gradient, f"each {of} alone")
-        if whole.gradient[_is_padding(labels)].any():
+        if whole.gradient[_is_padding(given.labels)].any():
             raise _FaultError("has a gradient at the padding of a row, whose labels are negative")
         if self.objective.unit == "token":
-            self._check_tokens(whole, logits, labels)
+            self._check_tokens(whole, given)
 
-    def _check_tokens(self, whole: _Result, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def _check_tokens(self, whole: _Result, given: _Input) -> None:
         """Checks what only a sum over tokens must be: rows may be divided anywhere, or have no target."""
-        half = logits.shape[1] // 2
-        parts = [self.run(logits[:, :half], labels[:, :half]), self.run(logits[:, half:], labels[:, half:])]
+        half = given.labels.shape[1] // 2
+        parts = [self.run(given.part(slice(None), tokens)) for tokens in (slice(half), slice(half, None))]
         _check_sums(whole, parts, "the rows", "their left and right halves, which may be on different ranks")
-        none = self.run(logits, labels.new_full(labels.shape, NO_TARGET))
+        none = self.run(replace(given, labels=given.labels.new_full(given.labels.shape, NO_TARGET)))
         for name, (total, count) in none.sums.items():
             if total or count:
                 what = f"returns the sum {total:.4g} and the count {count:.4g}"
                 raise _FaultError(f"{what} as {name!r} for rows without targets, instead of 0 and 0")
 
-    def _check_count(self, result: _Result, labels: torch.Tensor) -> None:
+    def _check_count(self, result: _Result, given: _Input) -> None:
         """Compares the count that the loss returns with the one that is known beforehand."""
-        objective, found = self.objective, result.sums["loss"][1]
+        objective, found, labels = self.objective, result.sums["loss"][1], given.labels
         if objective.count is None:
             targets = int((labels >= 0).sum())
             known = {"token": targets, "document": len(labels), "pair": len(labels) // 2}[objective.unit]
@@ -209,7 +241,7 @@ class _Trial:
         else:
             count = import_object(objective.count, self.folder, "objective.count")
             with own_code_errors(objective.count, self.folder, "objective.count", "fails"):
-                known = int(count(labels.clone(), **objective.options))
+                known = int(count(labels.clone(), **given.columns, **objective.options))
             source = f"by {objective.count}"
         if found != known:
             raise _FaultError(

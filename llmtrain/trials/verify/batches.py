@@ -182,6 +182,8 @@ class Batches:
             targets = document.targets.masked_fill(columns < hidden, reference.NO_TARGET)
             is_cut = self.recipe.data.has_document_mask and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
-            uneven += map(ReferenceDocument, torch.split(document.inputs, sizes), torch.split(targets, sizes))
+            parts = zip(torch.split(document.inputs, sizes), torch.split(targets, sizes), strict=True)
+            values = [None] * len(sizes) if document.values is None else torch.split(document.values, sizes)
+            uneven += [ReferenceDocument(*part, values=own) for part, own in zip(parts, values, strict=True)]
             begin = end
         return uneven

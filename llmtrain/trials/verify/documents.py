@@ -40,7 +40,10 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
             documents.append(document)
     missing = data.sequence_length - sum(len(document.inputs) for document in documents)
     if missing:
-        documents.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
+        columns = len(samples.stream.loss_columns)
+        values = torch.zeros(missing, columns) if columns else None
+        targets = torch.full((missing,), NO_TARGET)
+        documents.append(ReferenceDocument(torch.full((missing,), padding), targets, values=values))
     return documents if data.has_document_mask or samples.stream.desirable is not None else [join_documents(documents)]
 
 
@@ -50,7 +53,16 @@ def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:
     targets = tokens[1:].clone()
     if stream.loss_mask is not None:
         targets[torch.from_numpy(~stream.loss_mask[begin + 1 : end + 1])] = NO_TARGET
-    return ReferenceDocument(tokens[:-1], targets)
+    return ReferenceDocument(tokens[:-1], targets, values=_values(stream, begin, end - begin))
+
+
+def _values(stream: Any, begin: int, size: int) -> torch.Tensor | None:
+    """Returns the numbers of the document with the token `begin`, [size, columns]; None without columns."""
+    if not (columns := len(stream.loss_columns)):
+        return None
+    index = int(np.count_nonzero(stream.documents[:-1] <= begin)) - 1
+    numbers = np.asarray(stream.values).reshape(-1, columns)[index]
+    return torch.from_numpy(numbers.copy()).expand(size, columns)
 
 
 def _pieces(samples: Any, number: int, data: DataConfig) -> Iterator[tuple[int, int]]:

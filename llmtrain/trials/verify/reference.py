@@ -33,7 +33,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
-from llmtrain.recipe import ModelConfig, Recipe
+from llmtrain.recipe import ModelConfig, ObjectiveConfig, Recipe
 from llmtrain.recipe.own_code import import_object, is_path
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
@@ -68,6 +68,9 @@ class ReferenceDocument:
     """For KTO, whether the completion is desirable."""
     mismatched: ReferenceDocument | None = None
     """For KTO, the same prompt with the completion of another one."""
+    values: Tensor | None = None
+    """[n, columns], fp32: the numbers that a user's own loss is given, of the document of each input; None without
+    columns."""
 
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
@@ -310,7 +313,8 @@ class ReferenceLoop:
         total = 0 * logits.sum().double()  # gives a micro-batch without targets a gradient of 0
         for unit in _units([*zip(documents, parts, strict=True)], objective.unit):
             targets = _pad([document.targets for document, _ in unit], NO_TARGET).to(self.device)
-            result = function(_pad([part for _, part in unit]), targets, **objective.options)
+            columns = _columns([document for document, _ in unit], objective, self.device)
+            result = function(_pad([part for _, part in unit]), targets, **columns, **objective.options)
             total = total + (result["loss"] if isinstance(result, Mapping) else result)[0]
         return total
 
@@ -391,8 +395,12 @@ def count_items(sequences: Sequences, recipe: Recipe) -> int:
     units = _units([(document,) for documents in sequences for document in documents], objective.unit)
     if objective.count is not None:
         count = import_object(objective.count, recipe.code_dir)
-        labels = [_pad([document.targets for (document,) in unit], NO_TARGET) for unit in units]
-        return sum(int(count(targets, **objective.options)) for targets in labels)
+        total = 0
+        for unit in units:
+            of_unit = [document for (document,) in unit]
+            targets = _pad([document.targets for document in of_unit], NO_TARGET)
+            total += int(count(targets, **_columns(of_unit, objective), **objective.options))
+        return total
     if objective.unit == "document":
         return len(units)
     conversations = sum(document.pair is not None for documents in sequences for document in documents)
@@ -408,6 +416,17 @@ def _units(rows: Sequence[Row], unit: str) -> list[Sequence[Row]]:
     seen = [row for row in rows if count_targets([[row[0]]])]
     size = 2 if unit == "pair" else 1
     return [seen[first : first + size] for first in range(0, len(seen), size)]
+
+
+def _columns(
+    documents: Sequence[ReferenceDocument], objective: ObjectiveConfig, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Returns the arguments of a user's own function for its columns: of each document, or of each of its tokens."""
+    columns = {}
+    for number, name in enumerate(objective.columns):
+        rows = [document.values[:, number] for document in documents if document.values is not None]
+        columns[name] = (_pad(rows) if objective.unit == "token" else torch.stack([row[0] for row in rows])).to(device)
+    return columns
 
 
 def count_targets(sequences: Sequences) -> int:
@@ -610,8 +629,11 @@ def _losses_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
 
 def join_documents(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
     """Concatenates documents into one."""
+    values = [document.values for document in documents if document.values is not None]
     return ReferenceDocument(
-        torch.cat([document.inputs for document in documents]), torch.cat([document.targets for document in documents])
+        torch.cat([document.inputs for document in documents]),
+        torch.cat([document.targets for document in documents]),
+        values=torch.cat(values) if values else None,
     )
 
 

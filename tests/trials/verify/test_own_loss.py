@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from llmtrain import Custom
@@ -16,26 +19,45 @@ Z = Custom(LOSSES + "z_loss", weight=0.01)
 CLASSES = Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[221, 83, 73, 69, 84])
 DOCUMENTS = Custom(own_losses.document_mean, unit="document")
 REWARD = Custom(LOSSES + "reward_model", unit="pair")
+COLUMNS = ("a",)
+WEIGHTED = Custom(own_losses.weighted, columns=COLUMNS)
+HEAVY = Custom(own_losses.heavy, count=own_losses.count_heavy, columns=COLUMNS, unit="document")
+SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",))
+MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("loss_weight",))
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
 FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
+OF_NUMBERS = ("numbers_of_the_document_before", "numbers_of_other_rows", "numbers_of_ones")
 FOUR = ["dp2-pp2-zero1-acc2", "dp1-pp2-sp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-sp2-zero2-acc2"]
+DEVICES = "dp1-data_parallel-acc4"
+CONCAT = {"data.packing": "concat"}
+MIXED = {"data.mask_documents": False}
+CHUNKED = {"kernels.loss": "chunked"}
 ZERO_BUBBLE = {"parallel.pipeline_schedule": "zero_bubble"}
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"))
+    return with_numbers(write_pairs(tmp_path_factory.mktemp("pairs")))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+    return with_numbers(write_corpus(tmp_path_factory.mktemp("corpus")))
+
+
+def with_numbers(path: Path) -> Path:
+    """Adds columns to rows. Their numbers differ from row to row, and have a mean of 1, as weights have."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row.update(dict.fromkeys(("a", "score", "loss_weight"), 37 * number % 101 / 50))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def recipe_of(objective, corpus, pairs, **fields):
     make, path = (small_pairs, pairs) if objective.compares_pairs else (small, corpus)
-    outputs = {CLASSES.name: len(CLASSES.options["classes"]), REWARD.name: 1}.get(objective.name)
+    outputs = {CLASSES.name: len(CLASSES.options["classes"]), REWARD.name: 1, SCORES.name: 1}.get(objective.name)
     return make(path, objective=objective, **{"model.num_labels": outputs}, **fields)
 
 
@@ -46,9 +68,21 @@ def recipe_of(objective, corpus, pairs, **fields):
         pytest.param(CLASSES, [*SLICES, *SHARED[:1]], {}, id="classes-shared", marks=SLOW),
         pytest.param(DOCUMENTS, ["dp2-zero2-acc2", *SHARED[:1]], {}, id="documents", marks=SLOW),
         pytest.param(REWARD, ["dp2-fsdp2-acc2", *SHARED[1:]], {}, id="reward", marks=SLOW),
+        pytest.param(WEIGHTED, [*SLICES, *SHARED[:1]], {}, id="weighted-shared", marks=SLOW),
+        pytest.param(SCORES, FLAT[1:2], {}, id="scores", marks=SLOW),
         pytest.param(Z, [*FLAT, *SLICES, *SHARED], {}, id="z", marks=BREADTH),
+        pytest.param(WEIGHTED, [*FLAT, *SLICES, *SHARED, DEVICES], {}, id="weighted-all", marks=BREADTH),
+        pytest.param(WEIGHTED, [*FLAT[:2], *SLICES, *SHARED], CONCAT, id="weighted-concat", marks=BREADTH),
+        pytest.param(WEIGHTED, [*SLICES, FLAT[3]], MIXED, id="weighted-mixed", marks=BREADTH),
+        pytest.param(WEIGHTED, [*FLAT[:4], *SLICES, *SHARED], CHUNKED, id="weighted-chunked", marks=BREADTH),
+        pytest.param(WEIGHTED, FOUR, {}, id="weighted-four", marks=BREADTH),
+        pytest.param(WEIGHTED, SHARED[:1], ZERO_BUBBLE, id="weighted-zero-bubble", marks=BREADTH),
+        pytest.param(HEAVY, [*FLAT, *SHARED, DEVICES], {}, id="heavy-all", marks=BREADTH),
+        pytest.param(SCORES, [*FLAT, *SHARED], {}, id="scores-all", marks=BREADTH),
+        pytest.param(SCORES, FLAT[1:3], {"data.packing": "none"}, id="scores-alone", marks=BREADTH),
+        pytest.param(MARGINS, [*FLAT, *SHARED], {}, id="margins-all", marks=BREADTH),
         pytest.param(CLASSES, [*FLAT, *SHARED], {}, id="classes-all", marks=BREADTH),
-        pytest.param(DOCUMENTS, [*FLAT, *SHARED, "dp1-data_parallel-acc4"], {}, id="documents-all", marks=BREADTH),
+        pytest.param(DOCUMENTS, [*FLAT, *SHARED, DEVICES], {}, id="documents-all", marks=BREADTH),
         pytest.param(REWARD, [*FLAT, *SHARED], {}, id="reward-all", marks=BREADTH),
         pytest.param(Z, FOUR, {}, id="z-four", marks=BREADTH),
         pytest.param(CLASSES, SHARED[:1], ZERO_BUBBLE, id="classes-zero-bubble", marks=BREADTH),
@@ -75,13 +109,18 @@ def test_clean_plans_are_certified(objective, names, fields, corpus, pairs, tmp_
         pytest.param(CLASSES, ("counts_of_a_rank", "targets_instead_of_items"), id="classes", marks=SLOW),
         pytest.param(DOCUMENTS, ("rows_instead_of_documents", "targets_instead_of_items"), id="rows", marks=SLOW),
         pytest.param(REWARD, ("pairs_swapped", "mean_of_micro_batches"), id="pairs", marks=BREADTH),
+        pytest.param(WEIGHTED, OF_NUMBERS, id="numbers", marks=SLOW),
+        pytest.param(SCORES, OF_NUMBERS, id="numbers-of-documents", marks=BREADTH),
     ],
 )
 def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path):
-    job = job_of(recipe_of(objective, corpus, pairs), ["dp2-zero2-acc2"])
-    run_ranks(1, refer, job, tmp_path)
-    found = run_ranks(2, plant, job, tmp_path, "planted_own_loss", bugs, timeout=600)[0]
-    assert found == {"none": ["dp2-zero2-acc2"], **{bug: [] for bug in bugs}}
+    _detected(recipe_of(objective, corpus, pairs), "dp2-zero2-acc2", "planted_own_loss", bugs, tmp_path)
+
+
+@pytest.mark.slow
+def test_numbers_of_other_slices_are_detected(corpus, pairs, tmp_path):
+    bugs = ("numbers_of_the_first_slice",)
+    _detected(recipe_of(WEIGHTED, corpus, pairs), *SLICES, "planted_own_loss", bugs, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +132,11 @@ def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path)
 )
 def test_every_bug_of_another_head_is_detected(objective, plan, corpus, pairs, tmp_path):
     bugs = ("head_drawn_by_rank", "head_without_gradient", "position_before")
-    job = job_of(recipe_of(objective, corpus, pairs), [plan])
-    run_ranks(1, refer, job, tmp_path)
-    found = run_ranks(2, plant, job, tmp_path, "planted_heads", bugs, timeout=600)[0]
+    _detected(recipe_of(objective, corpus, pairs), plan, "planted_heads", bugs, tmp_path)
+
+
+def _detected(recipe, plan, module, bugs, folder):
+    job = job_of(recipe, [plan])
+    run_ranks(1, refer, job, folder)
+    found = run_ranks(2, plant, job, folder, module, bugs, timeout=600)[0]
     assert found == {"none": [plan], **{bug: [] for bug in bugs}}
