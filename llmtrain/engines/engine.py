@@ -6,17 +6,20 @@ passes of several micro-batches. `train_step` of each engine reads as accumulate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.state.save_load import HasState
 from llmtrain.models import Objective, OwnLoss
+
+ChangeGradients = Callable[[Mapping[str, Tensor]], None]
+"""Changes whole gradients in place, which are given by the Hugging Face names of their weights."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,16 @@ class Engine(HasState, Protocol):
     def data_parallel_rank(self) -> int:
         """Index of this rank's replica, which determines the samples that the rank reads."""
 
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
+    @property
+    def model(self) -> nn.Module:
+        """The model, or this rank's part of it."""
+
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
+        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it.
+
+        change_gradients: called once the gradients are complete, before their norm is taken; only under plans that the
+        rule `own.gradients` allows.
+        """
 
     def averaged(self) -> AbstractContextManager[None]:
         """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import horovod
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmtrain.data import StepBatch
+from llmtrain.engines.engine import Accumulated
 from llmtrain.engines.guard import LossAndNorm
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.engines.runtime.horovod_ranks import start_horovod
@@ -59,10 +60,11 @@ class Horovod(PlainLoop):
         loss: Tensor = auxiliary / hvd.size()
         return loss
 
-    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Waits for the sums before it clips the gradients."""
+    def _accumulate(self, batch: StepBatch) -> Accumulated:
+        """Accumulates gradients, and waits for their sums."""
+        accumulated = super()._accumulate(batch)
         self._wrapped.synchronize()
-        return super()._clip(trained, limit)
+        return accumulated
 
     def _update(self) -> None:
         """Updates the weights from the gradients that are reduced already."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
+from llmtrain.engines.engine import Accumulated, ChangeGradients, StepResult, with_router_loss
 from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of
 from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
@@ -21,6 +21,7 @@ from llmtrain.engines.optim import (
     gradients_of,
     groups_for,
     locate_shards,
+    named_gradients,
     parameter_groups,
     resume_schedule,
     schedule,
@@ -113,7 +114,7 @@ class PlainLoop(HasState):
         return auxiliary
 
     def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
+        """Clips the gradients; returns their norm before clipping."""
         grad_norm = squared_norm(gradients_of(trained), self.device).sqrt().float()
         nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
         return grad_norm
@@ -146,12 +147,14 @@ class PlainLoop(HasState):
         """Index of this rank's replica, which determines the samples that the rank reads."""
         return self.replica.index
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
         lr = self.learning_rate
         accumulated = self._accumulate(batch)
+        if change_gradients:
+            change_gradients(named_gradients(self.model, self.masters))
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         grad_norm = self._clip(trained, limit)
@@ -164,7 +167,7 @@ class PlainLoop(HasState):
         return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
-        """Accumulates the gradients of this rank's micro-batches."""
+        """Accumulates the gradients of this rank's micro-batches, and reduces them over ranks."""
         if not self.model.training:  # visiting every module costs as much as a small update
             self.module.train()
         if self.objective:

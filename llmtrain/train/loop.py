@@ -107,7 +107,7 @@ def fit(run: Run) -> None:
             waited = time.perf_counter() - wait_started
             if run.profiler:
                 run.profiler.begin(state.step + 1)
-            result = run.engine.train_step(batch)
+            result = run.engine.train_step(batch, run.callbacks.gradient_hook(state.step + 1))
             run.heartbeat.end_step(waited)
             state.step += 1
             state.samples += batch.samples
@@ -150,6 +150,8 @@ def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_l
     """Calls the callbacks, and logs the step if it is due or if they end the run; returns what they ask for."""
     record = _record(run, result, meter, batch) if is_logged else None
     with meter.paused():
+        if is_logged:
+            run.callbacks.check_gradients(run.state.step)
         asked = _call(run, "on_step_end", record, is_logged)
     run.callbacks.add(asked.metrics)
     if asked.stop and record is None:
@@ -245,7 +247,7 @@ def _save(run: Run) -> None:
         if run.callbacks.awaits_save:
             run.saver.settle()
             _announce_save(run)
-        run.state.callbacks = run.callbacks.state()
+        run.state.callbacks = run.callbacks.state(run.state.step)
         run.saver.start(run.state)
         run.callbacks.awaits_save = "on_save" in run.callbacks.hooks
 

@@ -22,7 +22,7 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard, overriding
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
+from llmtrain.engines.engine import Accumulated, ChangeGradients, StepResult, with_router_loss
 from llmtrain.engines.forward import (
     check_kernels,
     forward,
@@ -43,6 +43,7 @@ from llmtrain.engines.optim import (
     gradients_of,
     groups_for,
     locate_shards,
+    named_gradients,
     parameter_groups,
     resume_schedule,
     schedule,
@@ -210,13 +211,15 @@ class DeepSpeedEngine(HasState):
         """Index of this rank's replica."""
         return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
         lr = self.learning_rate
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
             accumulated = self._accumulate(batch)
+            if change_gradients:
+                change_gradients(named_gradients(self.model, {}))
             # A pipeline's norm is taken in `decide`. That is too late to clip by it, but then the rules allow none.
             grad_norm = None if self._pipeline else self._norm_unless_deepspeed_keeps_it()
             if grad_norm is not None:
