@@ -30,6 +30,7 @@ from llmtrain.checkpoint.state import begin, load, restore
 from llmtrain.checkpoint.storage import probe
 from llmtrain.data import BatchLoader, MicroBatch, Prepared, Progress, StepBatch, prepare, with_max_steps
 from llmtrain.engines import OwnPasses, StepResult, build_engine
+from llmtrain.engines.engine import ChangeGradients
 from llmtrain.engines.reference_model import with_references
 from llmtrain.engines.runtime.agree import broadcast, check_same_code
 from llmtrain.engines.runtime.distributed import agreed_secret, barrier, init_process_group
@@ -106,7 +107,7 @@ class TrainingEngine:
 
         The loss is that of the recipe. Raises DivergedError if the guard has skipped more updates than it may.
         """
-        return self._finish(self._run.engine.train_step(batch), batch)
+        return self._finish(self._run.engine.train_step(batch, self._change_gradients), batch)
 
     @contextmanager
     def accumulate(self, batch: StepBatch, num_items: int | None = None) -> Iterator[OwnPasses]:
@@ -128,7 +129,7 @@ class TrainingEngine:
             message = f"{objective.name} is the loss of the recipe, but the passes of this loop have their own"
             fix = "call engine.train_step, or leave `objective` out of the recipe"
             raise RecipeError(Problem("loop.objective", "objective.name", message, fix))
-        with self._run.engine.own_passes(replace(batch, examples=num_items)) as passes:
+        with self._run.engine.own_passes(replace(batch, examples=num_items), self._change_gradients) as passes:
             self._passes = passes
             try:
                 yield passes
@@ -228,6 +229,10 @@ class TrainingEngine:
             fix = "engine.load() an earlier checkpoint in a new run; `llmtrain train` does so by itself"
             raise DivergedError(Problem("guard.skipped", "guard.max_skipped", message, fix)) from None
         return result
+
+    @property
+    def _change_gradients(self) -> ChangeGradients | None:
+        return self._run.callbacks.gradient_hook(self._run.state.step + 1)
 
     def _follow(self, asked: Requests) -> None:
         if asked.evaluate:
@@ -363,7 +368,7 @@ def _run(
         metrics=MetricsLogger(run_dir, plan, state.step, warn) if rank.is_main else None,
         skipped=engine.guard.read().total,
         profiler=StepProfiler(run_dir, rank.rank, plan.recipe.profile, state.step, warn),
-        callbacks=Callbacks(plan.recipe, run_dir.path, warn),
+        callbacks=Callbacks(plan.recipe, run_dir.path, warn, engine.model),
     )
 
 

@@ -33,8 +33,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
-from llmtrain.recipe import ModelConfig, ObjectiveConfig, Recipe
-from llmtrain.recipe.own_code import import_object, is_path
+from llmtrain.recipe import GradientContext, ModelConfig, ObjectiveConfig, Recipe, gradient_seed
+from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
 NO_TARGET = -100
@@ -141,6 +141,7 @@ class ReferenceLoop:
             self.model.float()
         self.optimizer = reference_optimizer(self.masters, recipe)
         self.steps = 0
+        self.callbacks = [_callback(recipe, number) for number in range(len(recipe.gradient_callbacks))]
         self._reached: set[str] = set()
         """Names of the weights that had a gradient in a step."""
 
@@ -159,6 +160,7 @@ class ReferenceLoop:
             loss_sum, auxiliary = self._losses(micro_batch)
             (loss_sum / num_items + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
+        self._change_gradients()
         gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
         self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
@@ -172,6 +174,20 @@ class ReferenceLoop:
         self.optimizer.step()
         self.steps += 1
         return ReferenceStep(total / num_items, norm, lr)
+
+    @torch.no_grad()
+    def _change_gradients(self) -> None:
+        """Calls the user's callbacks that change gradients. Raises RecipeError for their exceptions."""
+        named = {_plain_name(name): weight.grad for name, weight in self.masters.items() if weight.grad is not None}
+        context = GradientContext(self.steps + 1, named, self.recipe)
+        for number, callback in enumerate(self.callbacks):
+            path, folder = self.recipe.gradient_callbacks[number].object, self.recipe.code_dir
+            with (
+                torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
+                own_code_errors(path, folder, "callbacks", f"fails in on_gradients of step {context.step:,}"),
+            ):
+                torch.manual_seed(gradient_seed(self.recipe.train.seed, context.step, number))
+                callback.on_gradients(context)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
@@ -456,6 +472,13 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return peak * (1 / math.sqrt((step + scale - warmup) / scale))
     decayed = max(0, step - (steps - optim.decay_steps)) / max(1, optim.decay_steps)
     return peak * ((1 - decayed) * (1 - least) + least if decayed else 1.0)
+
+
+def _callback(recipe: Recipe, number: int) -> Any:
+    """Returns one of the user's callbacks that change gradients."""
+    config = recipe.gradient_callbacks[number]
+    found = import_object(config.object, recipe.code_dir)
+    return found(**config.options) if inspect.isclass(found) else found
 
 
 def _own_model(recipe: Recipe, device: torch.device) -> nn.Module:
