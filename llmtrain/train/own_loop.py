@@ -23,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from llmtrain.checkpoint.export import export
-from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.folder import newest, step_of
 from llmtrain.checkpoint.resume import choose, go_on_from
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import begin, load, restore
@@ -34,7 +34,7 @@ from llmtrain.engines.engine import ChangeGradients
 from llmtrain.engines.reference_model import with_references
 from llmtrain.engines.runtime.agree import broadcast, check_same_code
 from llmtrain.engines.runtime.distributed import agreed_secret, barrier, init_process_group
-from llmtrain.errors import CheckpointError, DivergedError, Exit, Problem, RecipeError, UserError
+from llmtrain.errors import DivergedError, Exit, Problem, RecipeError, UserError
 from llmtrain.launch import Rank
 from llmtrain.launch.authentication import Secret
 from llmtrain.launch.discovery.interfaces import set_interfaces
@@ -178,12 +178,14 @@ class TrainingEngine:
         run.stop = self._stop.agreement()
 
     def export(self) -> Path:
-        """Writes the newest checkpoint as a Hugging Face folder, and returns that folder. Raises CheckpointError."""
+        """Writes a Hugging Face folder, and returns it; saves a checkpoint before, if this step has none.
+
+        Raises CheckpointError.
+        """
+        checkpoint = broadcast(newest(self.run_dir.checkpoints) if self.rank == 0 else None)
+        if checkpoint is None or step_of(checkpoint.name) != self.step:
+            checkpoint = self.save()
         if self.rank == 0:
-            checkpoint = newest(self.run_dir.checkpoints)
-            if checkpoint is None:
-                message, fix = "has no checkpoint to export", "call engine.save() first"
-                raise CheckpointError(Problem("checkpoint.none", str(self.run_dir.path), message, fix))
             trusts = self.plan.recipe.model.runs_own_code
             export(checkpoint, self.run_dir.tokenizer, self.run_dir.export, replace=True, trust_remote_code=trusts)
         barrier()
@@ -405,4 +407,4 @@ def _unread(recipe: Recipe) -> Iterator[str]:
     """Yields a line if the recipe sets what only `llmtrain train` reads."""
     given = recipe.dotted(exclude_defaults=True)
     if fields := [name for name in UNREAD if any(f"{field}.".startswith(f"{name}.") for field in given)]:
-        yield f"note: the loop decides instead of {', '.join(fields)}"
+        yield f"note: the loop decides when to evaluate, save, sample and export; not read: {', '.join(fields)}"
