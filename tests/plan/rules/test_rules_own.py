@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
     "positions are data": ("", "Decoder", {}, 1, {}),
     "the last layer reads the first": ("own.stages", "Skips", {"config": {"depth": 4}}, 2, STAGES),
     "each layer reads the one before": ("", "Decoder", {"config": {"depth": 4}}, 2, STAGES),
+    "two layers share a weight": ("", "TiedLayers", {"config": {"depth": 4}}, 2, STAGES),
     "no plan for its matrices": ("own.tensor", "Decoder", {}, 2, TENSOR),
     "rows for columns": ("own.tensor", "Decoder", {"tp_plan": ROWS_FOR_COLUMNS}, 2, TENSOR),
     "a plan for its matrices": ("", "Decoder", {"tp_plan": SPLIT}, 2, TENSOR),
