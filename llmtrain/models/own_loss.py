@@ -44,30 +44,37 @@ class OwnLoss:
 
         logits: [batch, T, outputs], of any precision; the loss is computed in fp32.
         """
-        labels = batch.labels.to(logits.device, non_blocking=True)
+        return self.take(self.of_batch(batch, logits))
+
+    def of_batch(self, batch: MicroBatch, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Returns the sums of the loss, as `sums`, of a micro-batch, or of a rank's slice of it."""
+        labels = batch.labels.to(values.device, non_blocking=True)
         if self.config.unit == "token":
-            return self.take(self.sums(logits, labels))
+            return self.sums(values, labels, weight)
         bounds = (batch.documents or Documents.of(batch.position_ids.cpu())).bounds
         kept = documents_with_targets(batch.labels.cpu(), bounds)
-        if not any(kept):
-            return logits.flatten()[:0].float().sum()  # 0, with a gradient of 0
-        rows = (document_rows(logits, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET))
-        return self.take(self.sums(*rows))
+        if not any(kept):  # 0, with a gradient of 0
+            nothing = values.flatten()[:0].float().sum() + (0 if weight is None else weight.flatten()[:0].float().sum())
+            return torch.stack([nothing, *nothing.new_zeros(1 + 2 * len(self.names))])
+        rows = document_rows(values, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET)
+        return self.sums(*rows, weight)
 
-    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def sums(self, values: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """Returns the sum of the losses of some rows, and the sums that `metrics` reads, which have no gradient.
 
-        Sums of rows, or of chunks of tokens, may be added.
+        values: logits, or, with the weight of the head, hidden states [rows, length, width]. Sums of rows, or of chunks
+        of tokens, may be added.
         """
-        action = f"fails for logits {list(logits.shape)}"
+        given = (values.float(),) if weight is None else (values.to(weight.dtype), weight)
+        action = f"fails for {'logits' if weight is None else 'hidden states'} {list(values.shape)}"
         with (
-            torch.autocast(logits.device.type, enabled=False),
+            torch.autocast(values.device.type, enabled=False),
             own_code_errors(self.config.name, self._folder, "objective.name", action),
         ):
-            sums = sums_of(self._function(logits.float(), labels, **self.config.options))
+            sums = sums_of(self._function(*given, labels, **self.config.options))
             loss, count = sums["loss"]
             others = [number for name in self.names for number in sums[name]]
-        numbers = (torch.as_tensor(number, device=logits.device).detach() for number in (count, *others))
+        numbers = (torch.as_tensor(number, device=values.device).detach() for number in (count, *others))
         return torch.stack([number.float().reshape(()) for number in (loss, *numbers)])
 
     def take(self, sums: Tensor) -> Tensor:

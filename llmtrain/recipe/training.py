@@ -293,6 +293,9 @@ class ObjectiveConfig(Part):
     count: ObjectPath | None = None
     """A function of your own, `"mine:count"`, that returns the number of items in labels [rows, length], given
     `options`, if the loss is not a mean over all units that have a target."""
+    hidden_states: bool = False
+    """Whether a function of your own gets the last hidden states [rows, length, width] and the weight of the head
+    [vocabulary, width], in the precision of the weight, instead of logits: `loss(hidden, weight, labels, ...)`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of a function of your own and of its `count`."""
     beta: PositiveFloat = 0.1
@@ -362,7 +365,7 @@ class ObjectiveConfig(Part):
             "ipo": ("beta", "sft_weight"),
             "orpo": ("beta",),
             "kto": ("beta", "desirable_weight", "undesirable_weight"),
-        }.get(self.name, ("unit", "count", "options"))
+        }.get(self.name, ("unit", "count", "hidden_states", "options"))
         fields = type(self).model_fields
         others = sorted(self.model_fields_set - {"name", *used})
         unused = [name for name in others if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
@@ -377,11 +380,12 @@ def Custom(  # noqa: N802 - it stands for a class
     *,
     unit: Literal["token", "document", "pair"] = "token",
     count: Callable[..., Any] | str | None = None,
+    hidden_states: bool = False,
     **options: Any,
 ) -> ObjectiveConfig:
     """Returns the objective of a loss of the user's own: `ObjectiveConfig` has the meaning of each argument."""
-    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "options": options}
-    return ObjectiveConfig(**fields)
+    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "hidden_states": hidden_states}
+    return ObjectiveConfig(**fields, options=options)
 
 
 class OptimConfig(Part):

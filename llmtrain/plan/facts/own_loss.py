@@ -25,6 +25,8 @@ NO_TARGET = -100
 LENGTHS = (6, 3, 5, 2)
 """Tokens of the rows of the random input."""
 TRIALS = 3
+WIDTH = 16
+"""Of hidden states."""
 TOLERANCE = 1e-4
 """Relative. A sum over the rows in another order deviates by some 1e-7, an operation that loses three digits by 1e-4;
 to divide by another count, or to mix rows, changes a sum by a share of a row, which is several percent."""
@@ -56,7 +58,9 @@ class _Result:
 
     sums: dict[str, tuple[float, float]]
     gradient: torch.Tensor
-    """As the logits: [rows, length, outputs]."""
+    """As the logits, [rows, length, outputs], or the hidden states, [rows, length, width]."""
+    weight_gradient: torch.Tensor
+    """Of the head's weight, [outputs, width]; of no element if the loss gets logits."""
 
 
 class Sizes(NamedTuple):
@@ -133,7 +137,7 @@ class _Trial:
             raise RecipeError(Problem("code.loss", FIELD, message)) from None
 
     def random_inputs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields logits and labels; half of the labels are tokens that the options name, if they name any."""
+        """Yields logits, or hidden states, and labels; half of the labels are tokens that the options name, if any."""
         import torch
 
         vocabulary = self.sizes.vocabulary
@@ -147,16 +151,26 @@ class _Trial:
             columns, lengths = torch.arange(shape[1]), torch.tensor(LENGTHS)[:, None]
             # Each row begins with a token without a target, as a prompt has none, and ends with a target.
             labels[(columns == 0) | (columns >= lengths)] = NO_TARGET
-            yield 2 * torch.randn(*shape, self.sizes.outputs), labels
+            yield 2 * torch.randn(*shape, WIDTH if self.objective.hidden_states else self.sizes.outputs), labels
 
-    def run(self, logits: torch.Tensor, labels: torch.Tensor) -> _Result:
-        """Returns what the loss returns, and its gradient."""
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """The weight of a head, [outputs, width]."""
         import torch
 
-        objective = self.objective
+        drawn = torch.randn(self.sizes.outputs, WIDTH, generator=torch.Generator().manual_seed(0))
+        return drawn / math.sqrt(WIDTH)
+
+    def run(self, logits: torch.Tensor, labels: torch.Tensor) -> _Result:
+        """Returns what the loss returns, and its gradient. logits: or hidden states."""
+        import torch
+
+        objective, what = self.objective, "hidden states" if self.objective.hidden_states else "logits"
         leaf = logits.detach().clone().requires_grad_()
-        with own_code_errors(objective.name, self.folder, FIELD, f"fails for logits {list(logits.shape)}"):
-            result = self.loss(leaf, labels.clone(), **objective.options)
+        weight = self.weight.clone().requires_grad_() if objective.hidden_states else leaf.new_zeros(0).requires_grad_()
+        given = (leaf, weight) if objective.hidden_states else (leaf,)
+        with own_code_errors(objective.name, self.folder, FIELD, f"fails for {what} {list(logits.shape)}"):
+            result = self.loss(*given, labels.clone(), **objective.options)
         try:
             sums = sums_of(result)
         except ValueError as error:
@@ -164,15 +178,17 @@ class _Trial:
         numbers = {name: (_number(name, total), _number(name, count)) for name, (total, count) in sums.items()}
         total = sums["loss"][0]
         if not isinstance(total, torch.Tensor) or not total.requires_grad:
-            raise _FaultError("returns a sum that does not depend on the logits, so that nothing can be trained")
+            raise _FaultError(f"returns a sum that does not depend on the {what}, so that nothing can be trained")
         with own_code_errors(objective.name, self.folder, FIELD, "fails in its backward pass"):
-            (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-        if gradient is not None and not torch.isfinite(gradient).all():
+            found = torch.autograd.grad(total, (leaf, weight), allow_unused=True, materialize_grads=True)
+        if not all(torch.isfinite(gradient).all() for gradient in found):
             raise _FaultError("has a gradient that is not finite")
-        return _Result(numbers, torch.zeros_like(leaf) if gradient is None else gradient)
+        return _Result(numbers, *found)
 
     def check(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Compares the loss of several rows with those of each."""
+        import torch
+
         whole, rows = self.run(logits, labels), 2 if self.objective.unit == "pair" else 1
         self._check_count(whole, labels)
         firsts = range(0, len(LENGTHS), rows)
@@ -183,6 +199,8 @@ class _Trial:
         for part, result in zip(parts, alone, strict=True):
             self._check_count(result, labels[part])
             _check_gradient(whole.gradient[part], result.gradient, f"each {of} alone")
+        of_weight = torch.stack([result.weight_gradient for result in alone]).sum(0)
+        _check_gradient(whole.weight_gradient, of_weight, f"each {of} alone")
         if whole.gradient[_is_padding(labels)].any():
             raise _FaultError("has a gradient at the padding of a row, whose labels are negative")
         if self.objective.unit == "token":
@@ -264,6 +282,8 @@ def _check_sums(whole: _Result, parts: list[_Result], what: str, of: str) -> Non
 
 
 def _check_gradient(whole: torch.Tensor, part: torch.Tensor, of: str) -> None:
+    if not whole.numel():
+        return
     largest = max(whole.abs().max().item(), part.abs().max().item())
     deviation = (whole - part).abs().max().item()
     if deviation > TOLERANCE * largest:

@@ -16,6 +16,9 @@ Z = Custom(LOSSES + "z_loss", weight=0.01)
 CLASSES = Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[221, 83, 73, 69, 84])
 DOCUMENTS = Custom(own_losses.document_mean, unit="document")
 REWARD = Custom(LOSSES + "reward_model", unit="pair")
+HIDDEN = Custom(own_losses.hidden_tokens, hidden_states=True)
+HIDDEN_DOCUMENTS = Custom(own_losses.hidden_documents, hidden_states=True, unit="document")
+OF_HEAD = ("head_drawn_by_rank", "head_without_gradient", "position_before")
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
 FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
@@ -46,6 +49,12 @@ def recipe_of(objective, corpus, pairs, **fields):
         pytest.param(CLASSES, [*SLICES, *SHARED[:1]], {}, id="classes-shared", marks=SLOW),
         pytest.param(DOCUMENTS, ["dp2-zero2-acc2", *SHARED[:1]], {}, id="documents", marks=SLOW),
         pytest.param(REWARD, ["dp2-fsdp2-acc2", *SHARED[1:]], {}, id="reward", marks=SLOW),
+        pytest.param(HIDDEN, ["dp2-zero3-acc2", *SHARED[:1]], {}, id="hidden", marks=SLOW),
+        pytest.param(HIDDEN, [*FLAT, *SLICES, *SHARED[:1]], {}, id="hidden-all", marks=BREADTH),
+        pytest.param(HIDDEN_DOCUMENTS, [*FLAT, *SHARED[:1]], {}, id="hidden-documents", marks=BREADTH),
+        pytest.param(HIDDEN, [*FLAT[1:3], FLAT[4]], {"parallel.precision": "bf16"}, id="hidden-bf16", marks=BREADTH),
+        pytest.param(HIDDEN, FLAT, {"parallel.precision": "autocast_bf16"}, id="hidden-autocast", marks=BREADTH),
+        pytest.param(HIDDEN, SHARED[:1], ZERO_BUBBLE, id="hidden-zero-bubble", marks=BREADTH),
         pytest.param(Z, [*FLAT, *SLICES, *SHARED], {}, id="z", marks=BREADTH),
         pytest.param(CLASSES, [*FLAT, *SHARED], {}, id="classes-all", marks=BREADTH),
         pytest.param(DOCUMENTS, [*FLAT, *SHARED, "dp1-data_parallel-acc4"], {}, id="documents-all", marks=BREADTH),
@@ -85,14 +94,14 @@ def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("objective", "plan"),
+    ("objective", "plan", "bugs"),
     [
-        pytest.param(REWARD, "dp1-pp2-zero1-acc4", id="stages", marks=SLOW),
-        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", id="slices", marks=BREADTH),
+        pytest.param(REWARD, "dp1-pp2-zero1-acc4", OF_HEAD, id="stages", marks=SLOW),
+        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", OF_HEAD, id="slices", marks=BREADTH),
+        pytest.param(HIDDEN, "dp2-zero3-acc2", ("weight_without_gradient",), id="hidden", marks=SLOW),
     ],
 )
-def test_every_bug_of_another_head_is_detected(objective, plan, corpus, pairs, tmp_path):
-    bugs = ("head_drawn_by_rank", "head_without_gradient", "position_before")
+def test_every_bug_at_the_head_is_detected(objective, plan, bugs, corpus, pairs, tmp_path):
     job = job_of(recipe_of(objective, corpus, pairs), [plan])
     run_ranks(1, refer, job, tmp_path)
     found = run_ranks(2, plant, job, tmp_path, "planted_heads", bugs, timeout=600)[0]
