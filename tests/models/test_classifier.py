@@ -122,7 +122,7 @@ def test_weights_of_a_classifier_keep_their_head(tmp_path):
         ({"objective": "language_model"}, "objective.name", "'language_model' needs logits over the vocabulary"),
         ({"samples.prompts": ["a"], "samples.every_steps": 1}, "samples.prompts", "has no logits of tokens"),
         ({"tasks.names": ["arc_easy"]}, "tasks.names", "has no probabilities of texts"),
-        ({"model.adapter": {"rank": 2}}, "model.num_labels", "PEFT would load the adapter without the new head"),
+        ({"model.adapter": {"rank": 2}}, "model.num_labels", "adapters are exported and merged as those of a"),
         ({"kernels.loss": "chunked"}, "kernels.loss", "'chunked' is not supported with model.num_labels=3"),
         (
             {"model.architecture": "mixtral", "model.config.output_router_logits": True},

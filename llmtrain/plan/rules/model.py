@@ -194,7 +194,7 @@ def num_labels(draft: Draft) -> Iterator[Fault]:
         message = f"cannot be scored: with model.num_labels={labels} the model has no probabilities of texts"
         yield Fault("tasks.names", message, assignment(tasks__names="[]"))
     reasons = {
-        "PEFT would load the adapter without the new head": recipe.model.adapter is not None,
+        "adapters are exported and merged as those of a causal LM": recipe.model.adapter is not None,
         "quantized weights are loaded as a causal LM": bool(facts and facts.quantization),
         "its classifier computes no loss of its routers": bool(recipe.model.config.get("output_router_logits")),
     }
